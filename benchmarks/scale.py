@@ -41,8 +41,8 @@ from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import describe_part
 from ckptcore.saving.preparing import tree_digest
-from ckptcore.saving.roots import merge_objects
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.writing import merge_objects
 
 __all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
 
@@ -169,9 +169,9 @@ class Simulation:
         return description, digest
 
     def _owners(self, description: TreeDescription, rank: int) -> Mapping[int, Owners] | None:
-        if description.pieces is None:
+        if description.shares is None:
             return None
-        return owners_of(Shares(description.tree, description.pieces), rank=rank, size=self._job.size)
+        return owners_of(Shares(description.tree, description.shares.pieces), rank=rank, size=self._job.size)
 
     def _write_really(
         self, receipts: JobReceipts, tree: TreeMetadata, owners: Mapping[int, Owners] | None, sample: int

@@ -11,7 +11,7 @@ from ckptcore.commit.location import Storages
 from ckptcore.context import Context
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import IOThreads
 from ckptcore.job.gathering import exchange_counts
 from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import Coordinator, Executor, Rejoinable

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import Key, TreePath
-from ckptcore.tree.suggestions import NearNames
+from ckptcore.tree.suggestions import NameSuggestions
 
 __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "regex", "where"]
 
@@ -295,7 +295,7 @@ def _begins_with(path: TreePath, keys: TreePath) -> bool:
 
 
 def _missing_names(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismatchError:
-    names = NearNames(list(below))
+    names = NameSuggestions(list(below))
     lines: list[str] = []
     for text in absent:
         near = names.nearest(text)

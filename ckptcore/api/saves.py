@@ -11,7 +11,7 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import explains_arguments
 from ckptcore.protocols import Layout, SaveStrategy
-from ckptcore.saving.requests import Destination, OneTree, Save, SaveDraft, SaveNotes, SaveRequest
+from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveDraft, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.writing import PlainSave
 
@@ -134,7 +134,7 @@ def _request(
     if strategy is not None and not hasattr(strategy, "prepare"):
         raise TypeError(f"strategy={strategy!r}: expected a SaveStrategy, such as ckptcore.Update(base=...)")
     return SaveRequest(
-        destination=Destination(location, overwrite),
+        destination=SaveDestination(location, overwrite),
         values=values,
         layout=layout,
         strategy=strategy or PlainSave(),

@@ -1,4 +1,4 @@
-"""Ordinary plugins that ship with the core, offered through the same hooks as everybody's."""
+"""The plugin of the core, which uses the same hooks as other plugins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["BuiltinPlugin", "SingleProcess"]
 
 
 class SingleProcess:
-    """The coordinator of a job that is one process."""
+    """The coordinator of a job with one process."""
 
     @property
     def rank(self) -> int:
@@ -42,13 +42,13 @@ class SingleProcess:
         return 1
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes]:
-        """The payload, as the only one."""
+        """Return the payload as the only one."""
         return [payload]
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """The payload itself."""
+        """Return the payload."""
         if payload is None:
-            raise PluginError(f"the only process is the leader, and broadcast {key!r} without a payload")
+            raise PluginError(f"the only process is the leader, and it broadcast {key!r} without a payload")
         return payload
 
 
@@ -64,7 +64,7 @@ class BuiltinPlugin:
 
     @hookimpl
     def ckpt_leaf_handler(self, leaf_type: type) -> LeafHandler | None:
-        """NumPy arrays and scalars, Python scalars, strings, bytes, None; arrays of which each process holds a part."""
+        """NumPy arrays and scalars, Python scalars, strings, bytes, None, and sharded NumPy arrays."""
         return _SHARDED if issubclass(leaf_type, ShardedArray) else leaf_handler(leaf_type)
 
     @hookimpl
@@ -74,7 +74,7 @@ class BuiltinPlugin:
 
     @hookimpl
     def ckpt_checkpointable_handler(self, value_type: type) -> CheckpointableHandler | None:
-        """Random generators, and objects that give and take their state by methods that many libraries agree on."""
+        """Random generators, and objects with methods to get and set their state."""
         return random_state_handler(value_type) or state_handler(value_type)
 
     @hookimpl

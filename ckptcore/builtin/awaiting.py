@@ -1,4 +1,4 @@
-"""Coroutines of objects that save themselves asynchronously, run to their end on threads that have no event loop."""
+"""Run coroutines of objects that save themselves asynchronously, on threads without an event loop."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from typing import Any, Final, TypeVar
 
 from ckptcore.errors import PluginError
 
-__all__ = ["AwaitedLater", "DirectoryToAwait", "path_for_others", "run", "run_first_phase"]
+__all__ = ["AwaitableDirectory", "DeferredAwait", "path_for_object", "run", "run_first_phase"]
 
 T = TypeVar("T")
 
 _LAST_TURNS: Final = 10
-"""Turns of the event loop in which tasks may end that have nothing left to wait for."""
+"""Turns of the event loop in which tasks may end that no longer wait for anything."""
 
-_TASKS_TOLD: Final = 5
+_MOST_LISTED_TASKS: Final = 5
 
 
-class DirectoryToAwait:
-    """A directory, where an object expects one that may not be there yet. This one is."""
+class AwaitableDirectory:
+    """A directory for objects that expect one which may not exist yet. This one exists."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
 
     @property
     def path(self) -> Any:
-        """Where it is."""
+        """The path."""
         return self._path
 
-    def __truediv__(self, name: Any) -> DirectoryToAwait:
-        return DirectoryToAwait(self._path / name)
+    def __truediv__(self, name: Any) -> AwaitableDirectory:
+        return AwaitableDirectory(self._path / name)
 
     async def await_creation(self) -> Any:
-        """Its path, at once."""
+        """Return the path immediately."""
         return self._path
 
 
-class AwaitedLater:
-    """A continuation that awaits what a first phase returned, in the event loop of that phase.
+class DeferredAwait:
+    """A continuation that awaits the result of a first phase, in the event loop of that phase.
 
-    One that is not called in the end closes the coroutine and the loop.
+    If it is never called, it closes the coroutine and the loop.
     """
 
     def __init__(self, loop: _Loop, rest: Awaitable[object]) -> None:
@@ -54,104 +54,104 @@ class AwaitedLater:
         self._rest: Awaitable[object] | None = rest
 
     def __call__(self) -> None:
-        """Await it. The thread is blocked until it is done.
+        """Await the result. Blocks the thread.
 
         Raises:
-            PluginError: if tasks of either phase go on after it.
+            PluginError: tasks of either phase are still running.
         """
         rest, self._rest = self._rest, None
         if rest is not None:
             self._loop.run_last(lambda: rest)
 
     def __del__(self) -> None:
-        # A save that fails elsewhere drops its continuations, which is no fault of whoever wrote the coroutine.
+        # A save that fails elsewhere drops its continuations: close the coroutine, so that Python does not warn.
         if self._rest is not None:
             if inspect.iscoroutine(self._rest):
                 self._rest.close()
             self._loop.drop()
 
 
-def path_for_others(directory: Path) -> Any:
-    """A path of etils where that is imported: objects that save themselves asynchronously are written for it."""
+def path_for_object(directory: Path) -> Any:
+    """Return a path of etils if that is imported, because objects with Orbax's protocol expect one."""
     make = getattr(sys.modules.get("etils.epath"), "Path", Path)
     return make(directory)
 
 
 def run(begin: Callable[[], Awaitable[T]]) -> T:
-    """Await what `begin` gives, in an event loop of its own, on this thread unless a loop runs in it already.
+    """Await the result of `begin` in a new event loop, on this thread unless another loop runs in it.
 
-    Blocks until it is done. The event loop that a thread has set as its own stays as it is.
+    Blocks until it is done. Does not change the event loop that is set for the thread.
 
     Raises:
-        PluginError: if tasks go on after it: what they do would be lost.
+        PluginError: tasks are still running; their results would be lost.
     """
     return _Loop().run_last(begin)
 
 
-def run_first_phase(begin: Callable[[], Awaitable[object]]) -> AwaitedLater | None:
-    """Await what `begin` gives as `run` does. Where that is something to await itself, the continuation awaits it.
+def run_first_phase(begin: Callable[[], Awaitable[object]]) -> DeferredAwait | None:
+    """Await the result of `begin`. If it is awaitable, return a continuation that awaits it. See `run`.
 
-    Tasks of the first phase wait until the continuation is called, and go on then.
+    Tasks of the first phase pause until the continuation is called.
 
     Raises:
-        PluginError: if there is nothing to await, and tasks go on nevertheless.
+        PluginError: the result is not awaitable, and tasks are still running.
     """
     loop = _Loop()
     rest = loop.run(begin)
     if inspect.isawaitable(rest):
-        return AwaitedLater(loop, rest)
+        return DeferredAwait(loop, rest)
     loop.end()
     return None
 
 
 class _Loop:
-    """An event loop that threads may run one after the other. It ends with the first error."""
+    """An event loop that threads run one after the other. The first error closes it."""
 
     def __init__(self) -> None:
-        # Not asyncio.run, which takes away the event loop that the thread has.
+        # Not asyncio.run, which removes the event loop of the thread.
         self._loop = asyncio.new_event_loop()
 
     def run(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """Await what `begin` gives."""
+        """Await the result of `begin`."""
         try:
-            return _where_no_loop_runs(lambda: self._loop.run_until_complete(_awaited(begin)))
+            return _run_outside_loop(lambda: self._loop.run_until_complete(_awaited(begin)))
         except BaseException:
-            _where_no_loop_runs(self._stop)
+            _run_outside_loop(self._stop)
             raise
 
     def run_last(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """Await what `begin` gives, and end.
+        """Await the result of `begin`, and close the loop.
 
         Raises:
-            PluginError: as `end`.
+            PluginError: see `end`.
         """
         result = self.run(begin)
         self.end()
         return result
 
     def end(self) -> None:
-        """Wait for its threads, and close it.
+        """Wait for the threads of the loop, and close it.
 
         Raises:
-            PluginError: if tasks are left. They are cancelled.
+            PluginError: tasks are still running; they are canceled.
         """
-        if left := _where_no_loop_runs(self._stop):
-            more = f" and {len(left) - _TASKS_TOLD} more" if len(left) > _TASKS_TOLD else ""
+        if left := _run_outside_loop(self._stop):
+            more = f" and {len(left) - _MOST_LISTED_TASKS} more" if len(left) > _MOST_LISTED_TASKS else ""
             raise PluginError(
                 "tasks were still running when the object said that it was done: "
-                f"{', '.join(left[:_TASKS_TOLD])}{more}; what they do would be lost, so they were cancelled. Await "
-                "them, or return from the first phase a coroutine that does"
+                f"{', '.join(left[:_MOST_LISTED_TASKS])}{more}; their results would be lost, so they were canceled. "
+                "Await them, or return from the first phase a coroutine that awaits them"
             )
 
     def drop(self) -> None:
-        """Close it, whatever is left in it. Runs nothing."""
-        self._loop.set_exception_handler(lambda loop, context: None)  # which would be told of the tasks that are left
+        """Close the loop without running anything."""
+        self._loop.set_exception_handler(lambda loop, context: None)  # no report of remaining tasks
         self._loop.close()
 
     def _stop(self) -> list[str]:
         loop = self._loop
         try:
-            left = loop.run_until_complete(_cancel_what_is_left())
+            left = loop.run_until_complete(_cancel_remaining_tasks())
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
             return left
@@ -163,12 +163,12 @@ async def _awaited(begin: Callable[[], Awaitable[T]]) -> T:
     return await begin()
 
 
-async def _cancel_what_is_left() -> list[str]:
-    """The coroutines of those tasks of this loop that go on, which are cancelled."""
+async def _cancel_remaining_tasks() -> list[str]:
+    """Cancel the running tasks of this loop. Return the names of their coroutines."""
     for _ in range(_LAST_TURNS):
         await asyncio.sleep(0)
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    # Who has cancelled a task himself wants nothing more of it.
+    # Tasks that the object canceled itself are no error.
     left = sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in tasks if not task.cancelling())
     for task in tasks:
         task.cancel()
@@ -176,8 +176,8 @@ async def _cancel_what_is_left() -> list[str]:
     return left
 
 
-def _where_no_loop_runs(work: Callable[[], T]) -> T:
-    """Do something in this thread, or in another one if an event loop runs in this. Blocks until it is done."""
+def _run_outside_loop(work: Callable[[], T]) -> T:
+    """Call a function on this thread, or on another one if an event loop runs on this. Blocks until it is done."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -185,13 +185,13 @@ def _where_no_loop_runs(work: Callable[[], T]) -> T:
     result: Future[T] = Future()
     context = contextvars.copy_context()
 
-    def work_there() -> None:
+    def run_work() -> None:
         try:
             result.set_result(context.run(work))
-        except BaseException as error:  # noqa: BLE001  # raised again in the thread that waits
+        except BaseException as error:  # noqa: BLE001  # raised by the caller
             result.set_exception(error)
 
-    thread = threading.Thread(target=work_there, name="ckptcore-await")
+    thread = threading.Thread(target=run_work, name="ckptcore-await")
     thread.start()
     thread.join()
     return result.result()

@@ -1,4 +1,4 @@
-"""Containers of the standard library."""
+"""Containers: dicts, lists, tuples, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _qualified(value: object) -> str:
 
 
 class _Dict(ContainerHandler):
-    """dict, OrderedDict and subclasses of them; what an instance carries beside its items stays."""
+    """dict, OrderedDict and subclasses. Attributes of an instance are kept."""
 
     priority = Priority.EXACT
 
@@ -36,10 +36,10 @@ class _Dict(ContainerHandler):
     def unflatten(self, like: dict[Any, Any], children: Sequence[object]) -> object:
         if type(like) is dict:
             return dict(zip(like, children, strict=True))
-        made = copy.copy(like)
+        result = copy.copy(like)
         for key, child in zip(like, children, strict=True):
-            made[key] = child
-        return made
+            result[key] = child
+        return result
 
     def replaceable(self, target: dict[Any, Any]) -> Collection[int]:
         return range(len(target))
@@ -62,9 +62,9 @@ class _List(ContainerHandler):
     def unflatten(self, like: list[Any], children: Sequence[object]) -> object:
         if type(like) is list:
             return list(children)
-        made = copy.copy(like)
-        made[:] = children
-        return made
+        result = copy.copy(like)
+        result[:] = children
+        return result
 
     def replaceable(self, target: list[Any]) -> Collection[int]:
         return range(len(target))
@@ -99,7 +99,7 @@ class _NamedTuple(ContainerHandler):
 
 
 class _Dataclass(ContainerHandler):
-    """Instances of dataclasses: every field is a child; what else an instance carries stays."""
+    """Instances of dataclasses: every field is a child. Other attributes are kept."""
 
     priority = Priority.FALLBACK
 
@@ -109,14 +109,14 @@ class _Dataclass(ContainerHandler):
         return Flattened("object", tuple([Attribute(name) for name in names]), children, _qualified(value))
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        made = copy.copy(like)
+        result = copy.copy(like)
         for name, child in zip(_field_names(like), children, strict=True):
-            object.__setattr__(made, name, child)  # also where the dataclass is frozen
-        return made
+            object.__setattr__(result, name, child)  # works for frozen dataclasses too
+        return result
 
     def replaceable(self, target: Any) -> Collection[int]:
         setter: object = type(target).__setattr__
-        return range(len(_field_names(target)) if setter is object.__setattr__ else 0)  # that of a frozen one refuses
+        return range(len(_field_names(target)) if setter is object.__setattr__ else 0)  # frozen dataclasses refuse
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         names = _field_names(target)
@@ -129,7 +129,7 @@ def _field_names(value: Any) -> list[str]:
 
 
 def container_handler(value_type: type) -> ContainerHandler | None:
-    """The handler for containers of a type, or None."""
+    """Return the handler for containers of a type, or None."""
     if issubclass(value_type, dict):
         return _Dict()
     if issubclass(value_type, list):

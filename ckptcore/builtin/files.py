@@ -1,4 +1,4 @@
-"""Objects that write files of their own, and the layout of these files."""
+"""Objects that write their own files, and the layout of these files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ckptcore.builtin.stateful import required_names
+from ckptcore.builtin.stateful import required_parameters
 from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
@@ -40,13 +40,13 @@ __all__ = [
 _EMPTY: Final = "empty_directories"
 
 _MOST_PARTS: Final = 1 << 17
-"""Directories on the ways to all empty ones: a few bytes of a hostile root make one on the disk of who loads it."""
+"""Most directories on the paths of all empty ones: a few bytes of a hostile root create each of them on the disk."""
 
 _MOST_DEEP: Final = 200
 
 
 class FilesLayout(Layout):
-    """Stores no tree. The core chooses it for objects that write files of their own; it has no public name."""
+    """Stores no tree. The core uses it for objects that write their own files. It has no public name."""
 
     name = "files"
 
@@ -54,27 +54,27 @@ class FilesLayout(Layout):
         """Refuse every leaf."""
         if tree.leaves:
             raise UnsupportedLeafError(
-                "files of an object hold no arrays and no values of a tree; choose another layout"
+                "files of an object contain no arrays and no values of a tree; choose another layout"
             )
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Nothing is left to write."""
+        """Write nothing."""
         return None
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Nothing is left to write: what `state_of_files` gave to the one process that wrote is kept."""
+        """Return the state of the one process that wrote, from `state_of_files`."""
         return receipts[0].state
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return an empty index: there are no arrays."""
+        """Return an empty index, because there are no arrays."""
         return ChunkTable(tree, {"files": [], "leaf": [], "file": [], "offset": []})
 
 
 def state_of_files(empty: Sequence[str]) -> JSON:
-    """The state of files among which there are these empty directories: no file tells of them.
+    """Return the state for files with these empty directories, which no file implies.
 
     Raises:
-        UnsupportedLeafError: if they are too many, or too deep.
+        UnsupportedLeafError: there are too many directories, or one is too deep.
     """
     if not empty:
         return None
@@ -86,10 +86,10 @@ def state_of_files(empty: Sequence[str]) -> JSON:
 
 
 def empty_directories(state: JSON) -> Sequence[str]:
-    """The empty directories that a state tells of. It may be hostile.
+    """Return the empty directories of a state, which may be hostile.
 
     Raises:
-        CorruptCheckpointError: if it is no such state.
+        CorruptCheckpointError: the state is invalid.
     """
     if state is None:
         return ()
@@ -99,11 +99,13 @@ def empty_directories(state: JSON) -> Sequence[str]:
     keys = []
     for key in found:
         if not isinstance(key, str):
-            raise CorruptCheckpointError(f"an empty directory is called {str(key)[:80]!r}; load another checkpoint")
+            raise CorruptCheckpointError(
+                f"the name of an empty directory is {str(key)[:80]!r}, not text; load another checkpoint"
+            )
         try:
             keys.append(check_key(key))
         except InvalidLocationError as error:
-            raise CorruptCheckpointError(f"an empty directory is listed that cannot be: {error}") from error
+            raise CorruptCheckpointError(f"an empty directory has an invalid name: {error}") from error
     if (problem := _problem(keys)) is not None:
         raise CorruptCheckpointError(f"empty directories are listed, and {problem}; load another checkpoint")
     return keys
@@ -114,7 +116,7 @@ def _problem(empty: Sequence[str]) -> str | None:
     if max(depths, default=0) > _MOST_DEEP:
         return f"one of them is {max(depths)} directories deep, where {_MOST_DEEP} are allowed"
     if sum(depths) > _MOST_PARTS:
-        return f"there are {sum(depths)} directories on the ways to them, where {_MOST_PARTS} are allowed"
+        return f"their paths have {sum(depths)} directories, where {_MOST_PARTS} are allowed"
     return None
 
 
@@ -124,10 +126,10 @@ class SavesToDirectoryHandler:
     priority = Priority.PROTOCOL
 
     def save(self, value: Any, directory: Path) -> Continuation | None:
-        """Let it save itself; a function that it returns is the rest of its work.
+        """Save the object. If it returns a function, that is the continuation.
 
         Raises:
-            PluginError: if it returns an awaitable, which this handler would not await.
+            PluginError: it returns an awaitable, which this handler does not await.
         """
         rest = value.save(directory)
         if inspect.isawaitable(rest):
@@ -135,13 +137,13 @@ class SavesToDirectoryHandler:
                 rest.close()
             raise PluginError(
                 f"{type(value).__qualname__}.save returned {type(rest).__name__}, expected None or a function that "
-                "does the rest; write it as `async def save` and load as `async def load`, or give "
+                "does the rest. Write it as `async def save` and `async def load`, or pass "
                 "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()}))"
             )
         return rest if callable(rest) else None
 
     def load(self, like: Any, directory: Path) -> object:
-        """Let it load itself: the object, restored in place."""
+        """Load the object in place, and return it."""
         like.load(directory)
         return like
 
@@ -149,31 +151,31 @@ class SavesToDirectoryHandler:
 class SavesToDirectoryAsyncHandler:
     """Objects with ``async save(directory)``, which returns an awaitable for the background, and ``async load``.
 
-    This is how objects save themselves with Orbax: its ``StatefulCheckpointable``. A `directory` to save to has
-    ``await_creation()``, which gives the path; one to load from is a path.
+    Orbax's ``StatefulCheckpointable`` has these methods. A `directory` to save to has ``await_creation()``, which
+    returns the path. A `directory` to load from is a path.
     """
 
     priority = Priority.PROTOCOL
 
     def save(self, value: Any, directory: Path) -> Continuation | None:
-        """Run the first phase on the thread of the caller, and leave what it returns to the continuation.
+        """Run the first phase on the thread of the caller. The continuation awaits its result.
 
-        Both run in one event loop, which does not run between them.
+        Both run in one event loop, which is paused between them.
 
         Raises:
-            PluginError: if it returns nothing to await and leaves tasks running; the continuation raises it for its
-                tasks.
+            PluginError: the first phase returns nothing to await and leaves tasks running. The continuation raises it
+                for remaining tasks of its own.
         """
-        from ckptcore.builtin.awaiting import DirectoryToAwait, path_for_others, run_first_phase  # imports asyncio
+        from ckptcore.builtin.awaiting import AwaitableDirectory, path_for_object, run_first_phase  # imports asyncio
 
-        return run_first_phase(lambda: value.save(DirectoryToAwait(path_for_others(directory))))
+        return run_first_phase(lambda: value.save(AwaitableDirectory(path_for_object(directory))))
 
     def load(self, like: Any, directory: Path) -> object:
-        """Run both phases of the load: the object, restored in place."""
-        from ckptcore.builtin.awaiting import path_for_others, run  # imports asyncio
+        """Run both phases of the load, in place, and return the object."""
+        from ckptcore.builtin.awaiting import path_for_object, run  # imports asyncio
 
         async def both() -> None:
-            rest = await like.load(path_for_others(directory))
+            rest = await like.load(path_for_object(directory))
             if inspect.isawaitable(rest):
                 await rest
 
@@ -186,13 +188,13 @@ _ASYNC: Final = SavesToDirectoryAsyncHandler()
 
 
 def files_handler(value_type: type) -> FilesHandler | None:
-    """The handler for objects of a type whose `save` and `load` take just a parameter called ``directory``; or None.
+    """Return the handler for types whose `save` and `load` only take a parameter called ``directory``; otherwise None.
 
-    Many classes have methods of these names that do something else; the name of the parameter tells.
+    The name of the parameter distinguishes them from the many classes with other methods of these names.
     """
     for name in ("save", "load"):
         try:
-            if required_names(value_type, name) != ("directory",):
+            if required_parameters(value_type, name) != ("directory",):
                 return None
         except (TypeError, ValueError):
             return None

@@ -1,4 +1,4 @@
-"""Leaves that live in host memory: NumPy arrays and scalars, Python scalars, strings, bytes, None, and `io.BytesIO`."""
+"""Leaves in host memory: NumPy arrays and scalars, Python scalars, strings, bytes, None, and `io.BytesIO`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 __all__ = ["BytesIOHandler", "HostArrayHandler", "HostValueHandler", "abstract_of_stored", "leaf_handler"]
 
 _INLINE_BYTES: Final = 1 << 14
-"""A str or bytes up to this size lives in the root, a longer one is stored as an array of uint8, in bytes."""
+"""Largest str or bytes that is stored in the root, in bytes. A longer one is stored as an array of uint8."""
 
 _SCALAR: Final = "numpy.scalar"
 
 _MOST_SCALAR_BYTES: Final = 1 << 12
-"""Longest text scalar that is described by an element, in bytes. A checkpoint may state any length; a longer scalar is
-requested as an array without axes, which has no elements until they are read."""
+"""Longest text scalar whose abstract leaf is a scalar, in bytes. A checkpoint may state any length. A longer scalar is
+requested as an array without axes, which allocates no elements before the read."""
 
 
 class HostArrayHandler(LeafHandler):
-    """`numpy.ndarray`, NumPy scalars and `AbstractArray`. Without an abstract tree all array leaves load as these."""
+    """`numpy.ndarray`, NumPy scalars and `AbstractArray`. Without an abstract tree, all arrays load as these."""
 
     priority = Priority.EXACT
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Shape and dtype; a scalar has the kind ``numpy.scalar``; another byte order is noted and converted."""
+        """Return shape and dtype. A scalar has the kind ``numpy.scalar``. A note says that the byte order changes."""
         dtype: np.dtype[Any] = leaf.dtype
         if isinstance(leaf, np.ndarray) and type(leaf) is not np.ndarray:
             _refuse_subclass(type(leaf))
@@ -48,39 +48,39 @@ class HostArrayHandler(LeafHandler):
         return ArrayRecord(spec)
 
     def abstract(self, leaf: Any) -> object:
-        """An `AbstractArray`; a scalar is one itself."""
+        """Return an `AbstractArray`, or a scalar itself."""
         record = self.describe(leaf)
         if isinstance(leaf, AbstractArray | np.generic):
             return leaf
-        assert isinstance(record, ArrayRecord)  # what NumPy has are arrays
+        assert isinstance(record, ArrayRecord)  # as of all NumPy leaves
         return AbstractArray(record.spec.shape, record.spec.numpy_dtype)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Address, shape, strides and dtype of the elements."""
+        """Return the address, shape, strides and dtype of the elements."""
         if not isinstance(leaf, np.ndarray) or leaf.size == 0:
             return None
         return (leaf.__array_interface__["data"][0], leaf.shape, leaf.strides, leaf.dtype)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, which every process is taken to hold alike."""
+        """Return the whole array, which every process is assumed to hold alike."""
         if isinstance(leaf, AbstractArray):
-            raise UnsupportedLeafError("an AbstractArray has no elements to save; give the array itself")
+            raise UnsupportedLeafError("an AbstractArray has no elements to save; pass the array itself")
         return (Shard(Box.whole(leaf.shape), rank, size),)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, also of an `AbstractArray`."""
+        """Return the whole array, also for an `AbstractArray`."""
         return (Shard(Box.whole(leaf.shape), rank, size),)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """None for views, also of an `AbstractArray`, which stands for an array in host memory."""
+        """Return no bytes for views, also for an `AbstractArray`, which represents an array in host memory."""
         return HostBytes(0, sum([box.size for box in boxes]) * leaf.dtype.itemsize)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Copies: the caller may change an array at any time."""
+        """Copy boxes, because the caller may change an array at any time."""
         return [memory.copy(view) for view in self._views(leaf, boxes)]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """Views."""
+        """Return views."""
         return [Ready(view) for view in self._views(leaf, boxes)]
 
     def _views(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[HostArray]:
@@ -88,18 +88,18 @@ class HostArrayHandler(LeafHandler):
         return [array if box.shape == array.shape else array[box.slices] for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """All of it."""
+        """Return the whole array."""
         return (Box.whole(stored.spec.shape),)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """The array itself, where its elements lie as they are stored."""
+        """Return the array itself, if its elements have the stored form."""
         if not isinstance(abstract, np.ndarray) or not abstract.flags.c_contiguous or not abstract.flags.writeable:
             return None
         whole = abstract.shape == box.shape and abstract.dtype == stored.spec.numpy_dtype
         return np.asarray(abstract) if whole else None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """The array; a NumPy scalar, str or bytes where that was saved and no plain array was asked for."""
+        """Return the array; a NumPy scalar, str or bytes if that was saved and no plain array is requested."""
         if isinstance(stored, ValueRecord):
             return _decode_value(stored)
         array = _assemble(stored.spec, boxes)
@@ -110,7 +110,7 @@ class HostArrayHandler(LeafHandler):
         return array
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into an array that is writable, of any strides; elements that are in it already stay."""
+        """Copy into a writable array of any strides. Skips elements that are in it already."""
         if not isinstance(target, np.ndarray) or not target.flags.writeable or isinstance(stored, ValueRecord):
             return False
         for box, elements in boxes:
@@ -120,18 +120,18 @@ class HostArrayHandler(LeafHandler):
         return True
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """The memory of a writable array; None for other arrays."""
+        """Return the memory of a writable array; None for other arrays."""
         writable = isinstance(target, np.ndarray) and target.flags.writeable
         return [StridedMemory.of(target)] if writable else None
 
 
 class HostValueHandler(LeafHandler):
-    """bool, int, float, complex, str, bytes and None. They are in the root, long str and bytes in arrays of uint8."""
+    """bool, int, float, complex, str, bytes and None: values in the root. Long str and bytes are arrays of uint8."""
 
     priority = Priority.EXACT
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """The value itself, as JSON that brings it back exactly."""
+        """Return the value as JSON that restores it exactly."""
         kind = _VALUE_KINDS[type(leaf)]
         if kind in ("str", "bytes") and len(leaf) > _INLINE_BYTES // 4:
             encoded = _encode_text(leaf)
@@ -140,85 +140,71 @@ class HostValueHandler(LeafHandler):
         return ValueRecord(kind, _encode_value(leaf))
 
     def abstract(self, leaf: Any) -> object:
-        """The value itself."""
+        """Return the value itself."""
         return leaf
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, which every process holds alike."""
+        """Return the whole value, which every process is assumed to hold alike."""
         return (Shard(Box.whole(_encode_text(leaf).shape), rank, size),)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, in every process."""
+        """Return the whole value, in every process."""
         return self.shards(leaf, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """A str is encoded; the bytes of bytes are where they are."""
+        """Return the encoded bytes of a str, and none for bytes, which are not copied."""
         encoded = sum([box.size for box in boxes]) if isinstance(leaf, str) else 0
         return HostBytes(encoded, encoded)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """The bytes of an immutable str or bytes."""
+        """Return the bytes of a str or bytes, which are immutable."""
         return self.view_on_host(leaf, boxes)
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """The bytes of a str or bytes."""
+        """Return the bytes of a str or bytes."""
         array = _encode_text(leaf)
         return [Ready(array[box.slices]) for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """All of it."""
+        """Return the whole array."""
         return (Box.whole(stored.spec.shape),)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """The value that was saved."""
+        """Return the saved value."""
         if isinstance(stored, ValueRecord):
             return _decode_value(stored)
         return _decode_text(stored.kind, _assemble(stored.spec, boxes))
 
 
-class BytesIOHandler(LeafHandler):
+class BytesIOHandler(HostValueHandler):
     """`io.BytesIO`, which programs use for the output of ``torch.save``. It is stored like bytes.
 
     A load without an abstract tree returns bytes. A buffer that a load builds is at position 0.
     """
 
-    priority = Priority.EXACT
-
     def describe(self, leaf: io.BytesIO) -> LeafRecord:
-        """The record of its bytes."""
-        return _VALUE_HANDLER.describe(leaf.getvalue())
+        """Return the record of its bytes."""
+        return super().describe(leaf.getvalue())
 
     def abstract(self, leaf: io.BytesIO) -> object:
-        """An empty buffer."""
+        """Return an empty buffer."""
         return io.BytesIO()
 
     def shards(self, leaf: io.BytesIO, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, which every process holds alike."""
-        return _VALUE_HANDLER.shards(leaf.getvalue(), rank, size)
-
-    def shards_of(self, leaf: io.BytesIO, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, in every process."""
-        return self.shards(leaf, rank, size)
+        """Return all bytes, which every process is assumed to hold alike."""
+        return super().shards(leaf.getvalue(), rank, size)
 
     def host_bytes(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> HostBytes:
-        """None: the buffer copies its bytes only when it is written to while they are read."""
+        """Return no bytes: the buffer copies its bytes only if it is written to while they are read."""
         return HostBytes(0, 0)
 
-    def copy_to_host(self, leaf: io.BytesIO, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """The bytes as they are now, immutable."""
-        return self.view_on_host(leaf, boxes)
-
     def view_on_host(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """The bytes as they are now."""
-        return _VALUE_HANDLER.view_on_host(leaf.getvalue(), boxes)
-
-    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """All of it."""
-        return (Box.whole(stored.spec.shape),)
+        """Return the current bytes, which are immutable."""
+        return super().view_on_host(leaf.getvalue(), boxes)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """A buffer with the bytes that were saved."""
-        return io.BytesIO(cast(bytes, _VALUE_HANDLER.build(b"", stored, boxes)))
+        """Return a buffer with the saved bytes."""
+        return io.BytesIO(cast(bytes, super().build(b"", stored, boxes)))
 
 
 _VALUE_KINDS: Final[dict[type, str]] = {
@@ -236,7 +222,7 @@ _BYTES_IO_HANDLER: Final = BytesIOHandler()
 
 
 def leaf_handler(leaf_type: type) -> LeafHandler | None:
-    """The handler for leaves of a type, or None."""
+    """Return the handler for leaves of a type, or None."""
     if issubclass(leaf_type, np.ndarray | np.generic | AbstractArray):
         return _ARRAY_HANDLER
     if leaf_type in _VALUE_KINDS:
@@ -247,13 +233,12 @@ def leaf_handler(leaf_type: type) -> LeafHandler | None:
 
 
 def abstract_of_stored(record: ArrayRecord) -> object:
-    """Return the abstract leaf for a stored array: its saved type if that is one of this module, otherwise an array."""
+    """Return the abstract leaf for a stored array: a text or scalar type of this module, otherwise an array."""
     spec = record.spec
     if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MOST_SCALAR_BYTES:
         if spec.numpy_dtype.kind == "U":
-            return np.str_(
-                " " * (spec.nbytes // 4)
-            )  # NumPy keeps no NUL at the end, and the dtype is that of what is left
+            # Spaces, because NumPy drops trailing NULs, and derives the dtype from the rest.
+            return np.str_(" " * (spec.nbytes // 4))
         return np.bytes_(b" " * spec.nbytes) if spec.numpy_dtype.kind == "S" else np.zeros((), spec.numpy_dtype)[()]
     if record.kind in ("str", "bytes"):
         return "" if record.kind == "str" else b""
@@ -261,26 +246,26 @@ def abstract_of_stored(record: ArrayRecord) -> object:
 
 
 def _refuse_subclass(array_type: type) -> None:
-    """Refuse subclasses of `numpy.ndarray`, which may carry more than elements.
+    """Refuse subclasses of `numpy.ndarray`, which may have more data than elements.
 
     Raises:
-        UnsupportedLeafError: for every subclass but `numpy.memmap`.
+        UnsupportedLeafError: every subclass except `numpy.memmap`.
     """
     if issubclass(array_type, np.ma.MaskedArray):
         raise UnsupportedLeafError("a masked array cannot be stored as one array; save its .data and .mask")
     if not issubclass(array_type, np.memmap):
         raise UnsupportedLeafError(
-            f"a {array_type.__module__}.{array_type.__qualname__} is more than its elements, and only the elements "
-            "would be stored: save np.asarray(value) and its other data, or give "
-            "Context(plugins=PluginOptions(handlers=...)) a handler for it"
+            f"a {array_type.__module__}.{array_type.__qualname__} has more data than its elements, and only these "
+            "would be stored: save np.asarray(value) and its other data, or pass a handler for it in "
+            "Context(plugins=PluginOptions(handlers=...))"
         )
 
 
 def _scalar(array: HostArray) -> object:
-    """Return a NumPy scalar. Indexing an array would drop trailing NULs of text, which belong to the scalar.
+    """Return a NumPy scalar. Indexing the array would drop trailing NULs of text, which belong to the scalar.
 
     Raises:
-        CorruptCheckpointError: if text has no code points.
+        CorruptCheckpointError: text has invalid code points.
     """
     if array.dtype.kind == "S":
         return np.bytes_(array.tobytes())
@@ -295,7 +280,7 @@ def _scalar(array: HostArray) -> object:
 def _assemble(spec: ArraySpec, boxes: Sequence[tuple[Box, HostArray]]) -> HostArray:
     if len(boxes) == 1 and boxes[0][0].shape == spec.shape:
         return boxes[0][1]
-    raise PluginError(f"a host array of {spec} was asked for whole and came in {len(boxes)} boxes")
+    raise PluginError(f"expected the whole host array of {spec} as one box, found {len(boxes)} boxes")
 
 
 def _encode_text(leaf: str | bytes) -> HostArray:
@@ -321,7 +306,7 @@ def _encode_value(leaf: Any) -> JSON:
     if isinstance(leaf, str):
         return text_to_json(leaf)
     if isinstance(leaf, int):
-        # Readers in other languages keep 53 bits of a JSON number; and Python refuses very long decimal ones.
+        # Readers in other languages keep 53 bits of a JSON number, and Python refuses very long decimal ones.
         return leaf if abs(leaf) < 1 << 53 else hex(leaf)
     if isinstance(leaf, float):
         return float_to_json(leaf)

@@ -1,4 +1,4 @@
-"""Checkpoints in directories of the local or a mounted file system."""
+"""Local storage: checkpoints in directories of a local or mounted file system."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckptcore.builtin.local_calls import (
     working_directory,
 )
 from ckptcore.builtin.local_directories import LocalDirectories, list_files, list_names, lock_object, try_to_lock
-from ckptcore.builtin.local_files import HeldFile, LocalFile, LocalFiles
+from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
 from ckptcore.errors import (
     AtomicityError,
     ConditionFailedError,
@@ -48,14 +48,14 @@ from ckptcore.protocols import (
 __all__ = ["LocalStorage", "LocalWriter", "open_local"]
 
 _TEMPORARY_PREFIX: Final = ".ckptcore-put-"
-"""How the names of files begin that a put has not renamed yet; no object is called so."""
+"""Prefix of files that a put has not renamed yet. No object may have such a name."""
 
 _LEAST_ALLOCATED_BYTES: Final = 1 << 20
-"""From which size on a file gets its place on the disk before it is written: faster, and a full disk is known early."""
+"""Files from this size are allocated before they are written: faster, and a full disk is found early."""
 
 
 def open_local(url: str, options: StorageOptions) -> LocalStorage:
-    """Open a directory, there or not yet: a plain path, or a ``file://`` URL in which ``%`` escapes are decoded.
+    """Open a directory, which may not exist yet: a plain path, or a ``file://`` URL with ``%`` escapes.
 
     Raises:
         InvalidLocationError
@@ -69,34 +69,34 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
             )
         path = "/" + unquote(rest, errors="surrogateescape")
     if not path or "\0" in path:
-        raise InvalidLocationError(f"{url!r} is no path of a directory: it is empty or has a NUL character")
+        raise InvalidLocationError(f"{url!r} is not a path of a directory: it is empty or has a NUL character")
     # Not abspath: `link/..` is not the directory of the link.
     path = path if path.startswith("/") else os.path.join(working_directory(), path)
     return LocalStorage(path if ".." not in path.split("/") else os.path.realpath(path), options)
 
 
 class LocalStorage(StorageBackend):
-    """The files below a directory. Any thread; offers `AtomicDirectories` too.
+    """The files below a directory. Any thread. Also implements `AtomicDirectories`.
 
-    Files that a put left when its process was killed are listed nowhere, and go with their directory.
+    Files of a put whose process was killed are not listed, and are deleted with their directory.
     """
 
     def __init__(self, directory: str, options: StorageOptions) -> None:
-        """Use a directory, which need not be there, by its absolute path.
+        """Use a directory, which may not exist, by its absolute path.
 
-        Of ``options.config`` it takes ``direct_io``: False reads everything through the page cache, so that processes
-        of one machine that load the same checkpoint share what the first one read; by default what is not in the cache
-        is read past it.
+        ``options.config`` may have ``direct_io``. False reads everything through the page cache, so that processes of
+        one machine that load the same checkpoint share it. By default, data that is not in the cache is read with
+        direct I/O.
 
         Raises:
-            ValueError: there is another option, or one that is no bool.
+            ValueError: an unknown option, or a value that is not a bool.
         """
         config = dict(options.config)
         direct = config.pop("direct_io", True)
         if not isinstance(direct, bool) or config:
             raise ValueError(
                 "local storage has the option direct_io, True or False; found the options "
-                f"{sorted(map(str, options.config))}. Correct the options of the storage in the Context"
+                f"{sorted(map(str, options.config))}. Correct the storage options of the Context"
             )
         self._root = os.path.normpath(directory)
         self._prefix = self._root if self._root.endswith("/") else self._root + "/"
@@ -113,7 +113,7 @@ class LocalStorage(StorageBackend):
         return StorageAddress("file://" + quote(os.fsencode(self._root)).rstrip("/") + "/")
 
     def close(self) -> None:
-        """Close the files that were kept open for further reads; the storage can still be used."""
+        """Close cached files. The storage can still be used."""
         self._files.close()
 
     def _path(self, key: str) -> str:
@@ -125,7 +125,7 @@ class LocalStorage(StorageBackend):
         return self._path(key)
 
     def _checked_path(self, key: str) -> str:
-        """The path of what is to be changed or deleted: a link must not make that something outside."""
+        """Return the path of an object to change or delete. Refuses links that lead out of the checkpoint."""
         path = self._path(key)
         self._directories.check_parent(path)
         return path
@@ -134,37 +134,37 @@ class LocalStorage(StorageBackend):
         key = check_directory_key(key)
         return self._prefix + key if key else self._root
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- read
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        """Return bytes `start` to `stop` of an object; fewer if it ends earlier."""
         return LocalFile(key, self._path(key), self._root).read(start, stop)
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """A small object whole, and its tag: the tag of two objects with the same bytes is the same."""
+        """Return a small object and its tag. Objects with equal bytes have equal tags."""
         data = self.get(key)
         return data, _tag(data)
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on; ranges that follow each other are read as one."""
+        """Fill each buffer from its offset. Adjacent ranges are read together."""
         self.open_reader(key).get_into(ranges)
 
     def open_reader(self, key: str) -> LocalFile:
-        """Open a file; what is read is of this file, also when another one comes in its place."""
+        """Open a file. Reads stay on this file even if another one replaces it."""
         return self._files.open(key, self._path(key))
 
-    def hold_open(self, key: str) -> HeldFile:
-        """Open a file for many small reads, all of this file and through the page cache."""
-        return HeldFile(LocalFile(key, self._path(key), self._root))
+    def open_stamped(self, key: str) -> StampedFile:
+        """Open a file for many small reads through the page cache. See `open_reader`."""
+        return StampedFile(LocalFile(key, self._path(key), self._root))
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Return the bytes of an object."""
         return LocalFile(key, self._path(key), self._root).status.st_size
 
-    # --- writing ------------------------------------------------------------------------------------------------------
+    # --- write
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object whole or not at all, replacing what is there; returns its new tag."""
+        """Write an object atomically, replacing an existing one; return its new tag."""
         path = self._new_path(key)
         directory = os.path.dirname(path)
         temporary = f"{directory}/{_TEMPORARY_PREFIX}{os.urandom(8).hex()}"
@@ -193,7 +193,7 @@ class LocalStorage(StorageBackend):
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Begin a file that is written in pieces; a file of that name is removed first, so its readers keep theirs."""
+        """Start a file that is written in pieces. Removes an existing file first, so that its readers keep it."""
         path = self._new_path(key)
         self._directories.check_parent(path)
         try:
@@ -220,18 +220,18 @@ class LocalStorage(StorageBackend):
             try:
                 return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             except FileNotFoundError:
-                # Another thread or process removed the directory as it had become empty.
+                # Another thread or process removed the directory because it was empty.
                 continue
 
     def _remove(self, path: str) -> None:
-        """Remove what could not be completed; what fails is left over, for the error that is being raised says more."""
+        """Remove an incomplete file. Ignores errors, because the error being raised is more important."""
         with suppress(OSError):
             os.unlink(path)
         with suppress(OSError):
             self._directories.remove_empty(os.path.dirname(path))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and directories that become empty, except locked ones and the directory of the storage."""
+        """Delete objects, and directories that become empty, except locked ones and the root of the storage."""
         directories: set[str] = set()
         for path in [self._checked_path(key) for key in keys]:
             try:
@@ -246,7 +246,7 @@ class LocalStorage(StorageBackend):
             self._directories.remove_empty(directory)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Make files durable that something else wrote, and the directories they are in."""
+        """Make files durable that other code wrote, and the directories that contain them."""
         paths = [self._checked_path(key) for key in keys]
         directories: set[str] = set()
         for path in paths if self._durable else ():
@@ -262,55 +262,55 @@ class LocalStorage(StorageBackend):
         for directory in sorted(directories):
             self._directories.make_durable(directory)
 
-    # --- looking around -----------------------------------------------------------------------------------------------
+    # --- list
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys of all objects below a directory, sorted; links to directories are not entered."""
+        """Return the keys of all objects below a directory, sorted. Does not enter links to directories."""
         start = check_directory_key(prefix)
         path = self._directory_path(prefix)
         self._directories.check_parent(path + "/")
         return list_files(path, start + "/" if start else "", _is_temporary)
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        """Return the names one level below a directory, sorted. Names of directories end in ``/``."""
         path = self._directory_path(prefix)
         self._directories.check_parent(path + "/")
         return list_names(path, _is_temporary)
 
-    # --- AtomicDirectories --------------------------------------------------------------------------------------------
+    # --- AtomicDirectories
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """Create a directory if needed, and lock it until closed or the process ends; None if it is locked."""
+        """Create a directory if needed, and lock it until the lock is closed or the process ends; None if locked."""
         path = self._path(key)
         while True:
             self._directories.ensure(path)
             try:
                 return try_to_lock(path)
             except FileNotFoundError:
-                # It was removed or renamed in between.
+                # The directory was removed or renamed meanwhile.
                 continue
             except OSError as error:
                 raise local_error(error, "lock the directory", path) from error
 
     def rename(self, source: str, destination: str) -> None:
-        """Rename a directory; atomic, and durable where the storage was opened so. An empty directory is replaced."""
+        """Rename a directory atomically; durable if the storage is. Replaces only an empty directory."""
         old, new = self._checked_path(source), self._path(destination)
         _expect_directory(old)
         self._directories.ensure(os.path.dirname(new))
         try:
-            # The plain rename of a directory replaces nothing but an empty one.
+            # A plain rename of a directory replaces only an empty one.
             os.rename(old, new)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise ConditionFailedError(
-                    f"cannot rename {old} to {new}: something stands there already; nothing was changed"
+                    f"cannot rename {old} to {new}: the destination exists; nothing was changed"
                 ) from error
             raise local_error(error, f"rename to {new} the directory", old) from error
         if self._durable:
             self._sync_both(new, old)
 
     def exchange(self, first: str, second: str) -> None:
-        """Let two directories change places; atomic, and durable where the storage was opened so."""
+        """Exchange two directories atomically; durable if the storage is."""
         paths = self._checked_path(first), self._checked_path(second)
         for path in paths:
             _expect_directory(path)
@@ -327,7 +327,7 @@ class LocalStorage(StorageBackend):
             self._directories.make_durable(directory)
 
     def sync_directory(self, key: str) -> None:
-        """Make durable the names in a directory and in those below it, and its own."""
+        """Make the name of a directory durable, and all names in it and in directories below it."""
         path = self._directory_path(key)
         self._directories.check_parent(path)
         _expect_directory(path)
@@ -339,20 +339,20 @@ class LocalStorage(StorageBackend):
         self._directories.make_durable(path)
 
     def delete_directory(self, key: str) -> None:
-        """Delete a directory with all it holds; one that is not there is no error. Links in it are not followed."""
+        """Delete a directory and its contents; a missing directory is no error. Does not follow links."""
         path = self._checked_path(key)
         try:
             if os.path.islink(path):
                 os.unlink(path)
             else:
-                import shutil  # imports bz2 and lzma
+                import shutil  # slow: imports bz2 and lzma
 
                 shutil.rmtree(path)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise local_error(error, "delete the directory", path) from error
             if os.path.lexists(path):
-                # Someone else deleted something in it at the same time.
+                # Another process deleted an entry at the same time.
                 self.delete_directory(key)
             return
         if self._durable:
@@ -381,7 +381,7 @@ def _place_new(temporary: str, path: str, key: str) -> None:
             os.link(temporary, path)
             os.unlink(temporary)
     except FileExistsError as error:
-        raise ConditionFailedError(f"cannot create {path}: expected no object {key!r} there, found one") from error
+        raise ConditionFailedError(f"cannot create {path}: the object {key!r} exists already") from error
 
 
 def _check_tag(current: int | None, expected: str, path: str) -> None:
@@ -391,7 +391,7 @@ def _check_tag(current: int | None, expected: str, path: str) -> None:
     while piece := os.read(current, 1 << 20):
         pieces.append(piece)
     if (found := _tag(b"".join(pieces))) != expected:
-        raise ConditionFailedError(f"cannot replace {path}: expected tag {expected}, found {found}; someone changed it")
+        raise ConditionFailedError(f"cannot replace {path}: expected tag {expected}, found {found}; it was changed")
 
 
 def _expect_directory(path: str) -> None:
@@ -412,14 +412,14 @@ class LocalWriter:
     def __init__(
         self, path: str, descriptor: int, size: int | None, directories: LocalDirectories, *, durable: bool
     ) -> None:
-        """Take over an empty file that is open for writing.
+        """Write to an empty file that is open for writing.
 
         Args:
-            path: where it is.
-            descriptor: the open file.
-            size: the bytes it will have, if known.
-            directories: those of the storage it is in.
-            durable: whether it must survive a loss of power once it is complete.
+            path: the path of the file.
+            descriptor: the descriptor of the file, which the writer closes.
+            size: the final bytes, if known.
+            directories: the directories of its storage.
+            durable: True if the complete file must survive a loss of power.
         """
         self._path = path
         self._descriptor = descriptor
@@ -434,14 +434,14 @@ class LocalWriter:
         self._status = os.fstat(descriptor)
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
-        # Identifiers of the threads that write. A thread that was interrupted may leave its own here, and then aborts.
+        # Thread identifiers of running writes. A thread that was interrupted may leave its own, and then aborts.
         self._writing: set[int] = set()
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset.
 
         Raises:
-            ValueError: outside the file's size, or after `finish` or `abort`.
+            ValueError: outside of the file's size, or after `finish` or `abort`.
             StorageFullError, StorageError
         """
         nbytes = len(data)
@@ -473,7 +473,7 @@ class LocalWriter:
             self._written += nbytes
             if not self._durable:
                 return
-            # The disk works while more is copied, so that less is left to wait for at the end.
+            # Start writeback early: the disk writes while more is copied, so that the final sync takes less time.
             self._dirty_bytes += nbytes
             self._dirty_start = min(self._dirty_start, offset)
             self._dirty_stop = max(self._dirty_stop, offset + nbytes)
@@ -487,7 +487,7 @@ class LocalWriter:
         """Complete the file.
 
         Raises:
-            StorageError: bytes are missing, or it could not be made durable.
+            StorageError: bytes are missing, or the file could not be made durable.
             ValueError: after `finish` or `abort`.
         """
         with self._lock:
@@ -509,11 +509,11 @@ class LocalWriter:
         self._complete = True
 
     def abort(self) -> None:
-        """Remove the file, once no thread writes to it; nothing after a `finish` that succeeded."""
+        """Remove the file once no thread writes to it. Does nothing after a successful `finish`."""
         with self._lock:
             self._wait_for_writes()
-            # What cannot be removed is found again with the directory it is in; an abort follows an error that says
-            # more.
+            # Ignore errors: an abort follows a more important error, and a later cleanup of the directory finds the
+            # file.
             with suppress(OSError):
                 self._close()
             if not self._complete:
@@ -528,7 +528,7 @@ class LocalWriter:
 
     def _expect_open(self) -> None:
         if self._descriptor < 0:
-            raise ValueError(f"{self._path} is complete or given up; nothing more can be written")
+            raise ValueError(f"{self._path} is complete or was aborted; nothing more can be written")
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -1,4 +1,4 @@
-"""System calls of local storage: opening files below a root, renames, syncs, and the errors that they raise.
+"""System calls of local storage: opening files below a root, renames, syncs, and their errors.
 
 Symbolic links are followed inside a checkpoint, and never out of it.
 """
@@ -25,7 +25,7 @@ __all__ = [
     "allocate",
     "close_descriptor",
     "exchange",
-    "is_of_this_machine",
+    "is_local_file_system",
     "local_error",
     "open_inside",
     "open_without_links",
@@ -38,14 +38,14 @@ __all__ = [
 ]
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
-_OPENAT2: Final = 437  # the same on all machines that are younger than it; asm-generic/unistd.h
+_OPENAT2: Final = 437  # asm-generic/unistd.h; system calls added since then have one number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
 _AT_FDCWD: Final = -100  # linux/fcntl.h
-_RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h, as is struct open_how: flags, mode and resolve, 64 bits each
+_RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h, like struct open_how: flags, mode and resolve, 64 bits each
 _OPEN_HOW: Final = struct.Struct("=QQQ")
-_STATFS_BYTES: Final = 256  # struct statfs has 120 of them
+_STATFS_BYTES: Final = 256  # at least the size of struct statfs, 120 bytes
 _LOCAL_FILE_SYSTEMS: Final = frozenset({
-    0xEF53,  # ext2, ext3, ext4; these are from linux/magic.h
+    0xEF53,  # ext2, ext3, ext4; the numbers are from linux/magic.h
     0x58465342,  # xfs
     0x9123683E,  # btrfs
     0xF2F52010,  # f2fs
@@ -57,12 +57,12 @@ _UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, e
 
 
 def allocate(descriptor: int, nbytes: int) -> bool:
-    """Give an open file its size and its place on the disk before it is written.
+    """Set the size of an open file and allocate its blocks before it is written.
 
-    `os.posix_fallocate` is not that: where a file system cannot, it writes into every page.
+    `os.posix_fallocate` is no replacement: on file systems without allocation it writes into every page.
 
     Returns:
-        False where the file system cannot; the file is then as it was.
+        False if the file system cannot; the file is unchanged.
 
     Raises:
         OSError: there is no space.
@@ -72,24 +72,24 @@ def allocate(descriptor: int, nbytes: int) -> bool:
 
 
 def open_without_links(path: str, flags: int) -> int | None:
-    """Open a file on whose path no symbolic link is, so that it is where its path says.
+    """Open a file if no component of its path is a symbolic link.
 
     Args:
-        path: of the file.
-        flags: as for `os.open`; not to create it.
+        path: the path of the file.
+        flags: as of `os.open`, without flags that create a file.
 
     Returns:
-        A descriptor. None where the system cannot, where a link is on the path, and where the file cannot be opened:
-        `os.open` says why.
+        A descriptor. None if the system has no such call, if the path has a link, or if the file cannot be opened;
+        `os.open` then raises the reason.
     """
     opener = _opener(flags)
     return None if opener is None else opener(path)
 
 
 def real_path(path: str) -> str:
-    """Return `os.path.realpath` of a path. A path without links takes one system call, not one for each directory."""
+    """Return `os.path.realpath` of a path. A path without links takes one system call instead of one per component."""
     absolute = path if path.startswith("/") else f"{working_directory()}/{path}"
-    # `link/..` is not the directory of the link, and two slashes in front mean something to some systems.
+    # `link/..` is not the directory of the link, and two leading slashes have a meaning on some systems.
     if sys.platform == "linux" and ".." not in absolute.split("/") and not absolute.startswith("//"):
         descriptor = open_without_links(absolute, os.O_PATH | os.O_CLOEXEC)
         if descriptor is not None:
@@ -100,7 +100,7 @@ def real_path(path: str) -> str:
 
 @functools.cache
 def _opener(flags: int) -> Callable[[str], int | None] | None:
-    """What opens files without links with these flags; None where the system cannot."""
+    """Return a function that opens files without links with these flags; None if the system cannot."""
     if sys.platform != "linux" or os.uname().machine not in _OPENAT2_MACHINES:
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
@@ -113,12 +113,12 @@ def _opener(flags: int) -> Callable[[str], int | None] | None:
     def open_file(path: str) -> int | None:
         encoded = os.fsencode(path)
         if b"\0" in encoded:
-            return None  # C would see less of it
+            return None  # C would end the path there
         sys.audit("open", path, None, flags)
         descriptor: int = call(_OPENAT2, _AT_FDCWD, encoded, how, _OPEN_HOW.size)
         return descriptor if descriptor >= 0 else None
 
-    root = open_file("/")  # an old system does not know it, and who runs in a box may not be allowed to
+    root = open_file("/")  # an old kernel does not have the call, and a sandbox may forbid it
     if root is None:
         return None
     os.close(root)
@@ -126,10 +126,10 @@ def _opener(flags: int) -> Callable[[str], int | None] | None:
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Begin to write a range of an open file from the page cache to the disk, without waiting for it.
+    """Start to write a range of an open file from the page cache to the disk, without waiting.
 
     Returns:
-        False where the file system cannot.
+        False if the file system cannot.
 
     Raises:
         OSError: an earlier write failed.
@@ -138,11 +138,11 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> bool:
     return function is not None and _done(function(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE))
 
 
-def is_of_this_machine(descriptor: int) -> bool:
-    """Whether an open file is on a disk or in the memory of this machine, so that nobody else can take its pages away.
+def is_local_file_system(descriptor: int) -> bool:
+    """Return True if an open file is on a file system of this machine, so that no server can remove its pages.
 
     Returns:
-        False also where that is not known.
+        False also if unknown.
     """
     function = _function("fstatfs", (ctypes.c_int, ctypes.c_void_p))
     if function is None or ctypes.sizeof(ctypes.c_long) != 8:
@@ -169,19 +169,19 @@ def _function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int]
 
 
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
-"""Errors of the system for missing files, including a file in the place of a directory."""
+"""Error numbers of missing files, including a file in the place of a directory."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None) -> StorageError:
-    """The error to raise from `error`.
+    """Return the error to raise for an error of the system.
 
     Args:
-        error: what the system said.
-        doing: what was tried, as in "cannot <doing> <path>".
+        error: the error of the system.
+        doing: the failed operation, as in "cannot <doing> <path>".
         path: the file or directory.
-        nbytes: how many bytes were to be written, where that is known.
+        nbytes: the bytes that were to be written, if known.
     """
     amount = "" if nbytes is None else f" ({nbytes} bytes)"
     reason = error.strerror or repr(error)
@@ -190,11 +190,11 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
         what = "quota of this user" if error.errno == errno.EDQUOT else "file system"
         found = StorageFullError(
             f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
-            "Free some space, delete old checkpoints or save elsewhere; what was committed before is intact"
+            "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
         )
     elif error.errno in ABSENT:
         found = ObjectNotFoundError(
-            f"cannot {doing} {path}: it is not there ({reason}). Look whether the location is right, and complete"
+            f"cannot {doing} {path}: it does not exist ({reason}). Check that the location is correct and complete"
         )
     else:
         found = StorageError(f"cannot {doing} {path}{amount}: {reason}")
@@ -203,7 +203,7 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
 
 
 def close_descriptor(descriptor: int, path: str) -> None:
-    """Close an open file or directory. A network file system may report lost writes here.
+    """Close a file or directory. A network file system may report lost writes here.
 
     Raises:
         StorageError
@@ -238,7 +238,7 @@ def sync_file(descriptor: int) -> None:
     """
     if sys.platform == "darwin":
         try:
-            # fsync of macOS leaves the bytes in the cache of the drive.
+            # On macOS, fsync leaves the bytes in the cache of the drive.
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
         except OSError as error:
@@ -250,7 +250,7 @@ def sync_file(descriptor: int) -> None:
 
 
 def sync_directory(descriptor: int) -> None:
-    """Make the names in an open directory durable, as far as its file system has that notion.
+    """Make the names in an open directory durable, if its file system supports that.
 
     Raises:
         OSError
@@ -258,15 +258,15 @@ def sync_directory(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE file systems refuse this for directories: their names need no sync of their own.
+        # Some network and FUSE file systems refuse this for directories, whose names then need no sync.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
 
 
-# O_PATH needs no permission to list the directory; systems without it need that.
+# O_PATH needs no permission to list the directory. Systems without O_PATH need that permission.
 _OPEN_ROOT: Final = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_DIRECTORY: Final = _OPEN_ROOT | os.O_NOFOLLOW
-_MOST_LINKS: Final = 40  # as Linux follows in one path
+_MOST_LINKS: Final = 40  # the limit of Linux for one path
 
 _IS_LINK: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """Errors of an open with O_NOFOLLOW at a link. ENOTDIR also means a file in place of a directory."""
@@ -278,24 +278,24 @@ _HUB_SNAPSHOT: Final = r"(?s)(.*/[a-z]+s--[^/]+)/snapshots/[^/]+(?:/.*)?"
 def open_inside(root: str, path: str, flags: int) -> int:
     """Open a file or directory below a root, component by component.
 
-    A link is followed if its target is in the same checkpoint: below the first component of the path, which must not
-    be a link itself. A file right below the root may link to any file below the root. A snapshot in a cache of the
-    Hugging Face hub may link to the ``blobs`` of its own repository.
+    A link is followed if its target is in the same checkpoint: below the first component of the path, which must not be
+    a link. A file directly below the root may link to any file below the root. A snapshot in a Hugging Face cache may
+    link to the ``blobs`` of its repository.
 
     Args:
-        root: the directory of the storage. It may be a link, and be below links: the user named it.
-        path: of the file, below the root, without ``.`` and ``..``.
-        flags: as for `os.open`; not to create it.
+        root: the directory of the storage. The user named it, so it may be a link or be below links.
+        path: the path of the file, below the root, without ``.`` and ``..``.
+        flags: as of `os.open`, without flags that create a file.
 
     Returns:
         A descriptor.
 
     Raises:
-        InvalidLocationError: a link leads out.
+        InvalidLocationError: a link leads out of the checkpoint.
         OSError
     """
     below = path.removeprefix(root).lstrip("/")
-    walk = _Walk(root)
+    walk = _PathWalk(root)
     try:
         if "/" in below:
             checkpoint, _, below = below.partition("/")
@@ -305,8 +305,8 @@ def open_inside(root: str, path: str, flags: int) -> int:
         walk.close()
 
 
-class _Walk:
-    """A way down from a directory that links do not leave."""
+class _PathWalk:
+    """A walk from a directory downwards that links cannot leave."""
 
     def __init__(self, root: str) -> None:
         self._boundary = root
@@ -314,13 +314,13 @@ class _Walk:
         self._directories = [os.open(root, _OPEN_ROOT)]
 
     def close(self) -> None:
-        """Close the directories on the way, each once, also if closing one is interrupted."""
+        """Close all open directories, each once, even if closing one is interrupted."""
         with ExitStack() as closing:
             while self._directories:
                 closing.callback(os.close, self._directories.pop())
 
     def enter_checkpoint(self, name: str) -> None:
-        """Enter a directory right below the root, which becomes the boundary."""
+        """Enter a directory directly below the root, which becomes the boundary."""
         path = posixpath.join(self._boundary, name)
         try:
             descriptor = os.open(name, _OPEN_DIRECTORY, dir_fd=self._directories[0])
@@ -374,11 +374,11 @@ class _Walk:
             pending += self._from_here(link, target)[::-1]
 
     def _target(self, name: str, number: int | None) -> str | None:
-        """Return the target of a link in the last directory, or None if it is no link.
+        """Return the target of a link in the last directory, or None if the name is not a link.
 
         Args:
-            name: in the last directory.
-            number: of the error that opening it gave.
+            name: the name in the last directory.
+            number: the error number of the failed open.
         """
         if number not in _IS_LINK:
             return None
@@ -390,7 +390,7 @@ class _Walk:
             raise
 
     def _from_here(self, link: str, target: str) -> list[str]:
-        """The components of a link's target, from the last directory on. An absolute one begins at the boundary."""
+        """Return the components of a link target, relative to the last directory; absolute ones to the boundary."""
         if not target.startswith("/"):
             return target.split("/")
         for boundary in (self._boundary, os.path.realpath(self._boundary)):
@@ -400,7 +400,7 @@ class _Walk:
         raise _leads_out(link, target)
 
     def _hub_blob(self, target: str) -> tuple[str, str] | None:
-        """The ``blobs`` and the name in it that a link of a snapshot leads to; None if it leads anywhere else."""
+        """Return the ``blobs`` directory and the name of the blob that a link of a snapshot refers to, or None."""
         if "/blobs/" not in target:
             return None
         boundary = os.path.realpath(self._boundary)
@@ -420,16 +420,16 @@ def _open_blob(blobs: str, name: str, flags: int) -> int:
 def _leads_out(link: str, target: str) -> InvalidLocationError:
     return InvalidLocationError(
         f"{link} leads out of the checkpoint, to {target}: symbolic links are followed only inside a checkpoint. Copy "
-        "the file into the checkpoint, or give the target of the link as the location"
+        "the file into the checkpoint, or pass the target of the link as the location"
     )
 
 
-# linux/fs.h and macOS's sys/stdio.h
+# linux/fs.h, and sys/stdio.h of macOS
 _LINUX_NO_REPLACE: Final = 1
 _LINUX_EXCHANGE: Final = 2
 _MACOS_EXCHANGE: Final = 2
 _MACOS_NO_REPLACE: Final = 4
-# What systems and file systems answer that know no such rename. EINVAL also stands for a directory moved into itself.
+# Error numbers of systems and file systems without such a rename. EINVAL also means a directory moved into itself.
 _NO_SUCH_RENAME: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 _RenameCall: TypeAlias = Callable[[bytes, bytes], int]
@@ -440,17 +440,17 @@ def rename_without_replacing(source: str, destination: str) -> None:
 
     Raises:
         FileExistsError: the destination exists; nothing was changed.
-        AtomicityError: the file system cannot; nothing was changed.
+        AtomicityError: the file system does not support this; nothing was changed.
         OSError
     """
     _rename(_no_replace(), source, destination, "rename without replacing")
 
 
 def exchange(first: str, second: str) -> None:
-    """Let two names of one file system change places, atomically.
+    """Exchange two names of one file system, atomically.
 
     Raises:
-        AtomicityError: the file system cannot; nothing was changed.
+        AtomicityError: the file system does not support this; nothing was changed.
         OSError
     """
     _rename(_exchange(), first, second, "exchange two names")
@@ -464,23 +464,23 @@ def _rename(function: _RenameCall | None, first: str, second: str, what: str) ->
         number = ctypes.get_errno()
     if number in _NO_SUCH_RENAME:
         raise AtomicityError(
-            f"cannot {what} atomically: {first} and {second} are on a file system or operating system without it "
-            f"({os.strerror(number)}); nothing was changed. Use a local file system, or save to a new location"
+            f"cannot {what} atomically: the file system or operating system of {first} and {second} does not support "
+            f"it ({os.strerror(number)}); nothing was changed. Use a local file system, or save to a new location"
         )
     raise OSError(number, os.strerror(number), first, None, second)
 
 
 @functools.cache
 def _no_replace() -> _RenameCall | None:
-    return _with_flag(_LINUX_NO_REPLACE, _MACOS_NO_REPLACE)
+    return _rename_call(_LINUX_NO_REPLACE, _MACOS_NO_REPLACE)
 
 
 @functools.cache
 def _exchange() -> _RenameCall | None:
-    return _with_flag(_LINUX_EXCHANGE, _MACOS_EXCHANGE)
+    return _rename_call(_LINUX_EXCHANGE, _MACOS_EXCHANGE)
 
 
-def _with_flag(linux_flag: int, macos_flag: int) -> _RenameCall | None:
+def _rename_call(linux_flag: int, macos_flag: int) -> _RenameCall | None:
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "darwin":
         if (renamex := getattr(library, "renamex_np", None)) is None:

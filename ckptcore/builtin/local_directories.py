@@ -1,4 +1,4 @@
-"""Directories of local storage: listing, creation, durable names, and locks against other processes."""
+"""Directories of local storage: listing, creation, durable names, and locks between processes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["DirectoryLock", "LocalDirectories", "list_files", "list_names", "loc
 
 
 def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) -> Iterator[str]:
-    """The files below a directory, as `prefix` and their path below it, sorted; links to directories are not entered.
+    """Return the files below a directory, as `prefix` plus relative path, sorted. Does not enter links to directories.
 
     Raises:
         StorageError
     """
-    # Sorted as whole paths: "a-b" comes before "a/b", though "a" comes before "a-b".
+    # Sorted as whole paths: "a-b" is before "a/b", although "a" is before "a-b".
     files: list[str] = []
     pending = [(directory, prefix)]
     while pending:
@@ -48,7 +48,7 @@ def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) ->
 
 
 def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
-    """The names in a directory, sorted; those of directories, and of links to them, end in ``/``.
+    """Return the names in a directory, sorted. Names of directories, and of links to them, end in ``/``.
 
     Raises:
         StorageError
@@ -73,20 +73,20 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
-    """Return the type of an entry; False for a broken link or a cycle of links."""
+    """Return the result of a type test of an entry; False for a broken link or a cycle of links."""
     try:
         return is_kind()
     except OSError as error:
         if error.errno == errno.ELOOP or error.errno in ABSENT:
             return False
-        raise local_error(error, "look at", entry.path) from error
+        raise local_error(error, "read the type of", entry.path) from error
 
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# Where synced directories are forgotten again; a storage that sees more of them only syncs some twice.
-_KNOWN_DIRECTORIES = 4096
-_LOOKS = 4
-_LOOK_SECONDS = 0.001
+# Most directories that are remembered as durable. Beyond this, some are synced twice.
+_MOST_REMEMBERED = 4096
+_LOCK_ATTEMPTS = 4
+_LOCK_PAUSE_SECONDS = 0.001
 
 
 class LocalDirectories:
@@ -95,19 +95,19 @@ class LocalDirectories:
     def __init__(self, root: str) -> None:
         self.root = root
         self._created: set[str] = set()
-        # Path, device and inode of directories whose own names are durable: a directory made anew is another one.
+        # Path, device and inode of directories with durable names. A new directory at the path has another inode.
         self._durable: set[tuple[str, int, int]] = set()
         self._lock = threading.Lock()
 
     def ensure(self, directory: str) -> None:
-        """Create a directory of the storage, and those above it, where they are missing.
+        """Create a directory of the storage and its missing parents.
 
         Raises:
             InvalidLocationError: a symbolic link leads out of the checkpoint.
             StorageError
         """
-        # Others may remove directories that are empty while this creates one in them: then all of it begins anew.
-        while not self.is_there(directory):
+        # Another process may remove an empty parent meanwhile: start again.
+        while not self.exists(directory):
             if _is_below(directory, self.root):
                 self.ensure(os.path.dirname(directory))
                 self._make(directory)
@@ -118,12 +118,12 @@ class LocalDirectories:
             for path in reversed(missing):
                 self._make(path)
 
-    def is_there(self, directory: str) -> bool:
-        """Whether a directory of the storage exists.
+    def exists(self, directory: str) -> bool:
+        """Return True if a directory of the storage exists.
 
         Raises:
             InvalidLocationError: a symbolic link leads out of the checkpoint.
-            StorageError: something else is there.
+            StorageError: it is not a directory.
         """
         try:
             descriptor = self._open(directory)
@@ -135,7 +135,7 @@ class LocalDirectories:
         return True
 
     def check_parent(self, path: str) -> None:
-        """Refuse a path whose directory is behind a link that leads out; a missing directory is left to the caller.
+        """Refuse a path if a link on it leads out of the checkpoint. The caller handles a missing directory.
 
         Raises:
             InvalidLocationError
@@ -155,7 +155,7 @@ class LocalDirectories:
             return descriptor
         if not _is_below(directory, self.root):
             return os.open(directory, _OPEN_DIRECTORY)
-        # With "/." after it, the first component is checked as a checkpoint, not as a file.
+        # With "/." appended, the first component is checked as a checkpoint, not as a file.
         return open_inside(self.root, f"{directory}/.", _OPEN_DIRECTORY)
 
     def _make(self, directory: str) -> None:
@@ -164,8 +164,8 @@ class LocalDirectories:
         except FileNotFoundError:
             return
         except FileExistsError as error:
-            # Another thread or process was faster, or it is no directory. It may be gone again by now: one look, not
-            # two.
+            # Another process created it, or it is not a directory. It may be removed again at any time, so its type is
+            # read once.
             with suppress(FileNotFoundError):
                 if not stat.S_ISDIR(os.lstat(directory).st_mode) and not os.path.isdir(directory):
                     raise self._not_a_directory(error, directory) from error
@@ -176,17 +176,17 @@ class LocalDirectories:
     def _not_a_directory(self, error: OSError, directory: str) -> StorageError:
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             found = StorageError(
-                f"cannot create the directory {directory}: something that is no directory stands there or above it. "
-                "Move it away, or use another location"
+                f"cannot create the directory {directory}: it or a parent exists and is not a directory. "
+                "Move that away, or use another location"
             )
             found.errno = error.errno
             return found
         return local_error(error, "open the directory", directory)
 
     def make_durable(self, directory: str) -> None:
-        """Make the names in a directory durable, its own name too, and those of the directories above it.
+        """Make the names in a directory durable, and the names of the directory and its parents.
 
-        Up to the root, and further up as far as this storage created them.
+        Parents are synced up to the root, and above it as far as this storage created them.
 
         Raises:
             StorageError
@@ -196,7 +196,7 @@ class LocalDirectories:
             try:
                 status = os.stat(directory)
             except OSError as error:
-                raise local_error(error, "look at the directory", directory) from error
+                raise local_error(error, "read the status of the directory", directory) from error
             identity = (directory, status.st_dev, status.st_ino)
             with self._lock:
                 if identity in self._durable:
@@ -206,7 +206,7 @@ class LocalDirectories:
                 return
             self.sync_names(above, required=directory != self.root or directory in self._created)
             with self._lock:
-                if len(self._durable) >= _KNOWN_DIRECTORIES:
+                if len(self._durable) >= _MOST_REMEMBERED:
                     self._durable.clear()
                 self._durable.add(identity)
             directory = above
@@ -215,9 +215,8 @@ class LocalDirectories:
         """Make the names in one directory durable.
 
         Args:
-            directory: its path.
-            required: whether it is an error if it cannot be opened: not for one above a root that others made, where
-                permission may be missing.
+            directory: the path.
+            required: False to ignore missing permissions, for parents of the root that others created.
 
         Raises:
             StorageError
@@ -236,7 +235,7 @@ class LocalDirectories:
             close_descriptor(descriptor, directory)
 
     def remove_empty(self, directory: str) -> None:
-        """Remove a directory if it is empty and not locked, then those above it likewise; never the root.
+        """Remove a directory if it is empty and not locked, then its parents likewise. Never removes the root.
 
         Raises:
             StorageError
@@ -262,13 +261,14 @@ class LocalDirectories:
 
 
 def _is_free(descriptor: int) -> bool:
-    for attempt in range(_LOOKS):
+    """Return True if an open directory is not locked. Holds its lock then."""
+    for attempt in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Held by a save, or for an instant by another thread that looks whether it can be removed.
-            if attempt + 1 < _LOOKS:
-                time.sleep(_LOOK_SECONDS)
+            # A save holds the lock, or for a moment another thread that tests it here.
+            if attempt + 1 < _LOCK_ATTEMPTS:
+                time.sleep(_LOCK_PAUSE_SECONDS)
         else:
             return True
     return False
@@ -284,7 +284,7 @@ class DirectoryLock:
     __slots__ = ("__weakref__", "_descriptor", "_path")
 
     def __init__(self, path: str) -> None:
-        """Open a directory; `acquire` locks it.
+        """Open a directory. `acquire` locks it.
 
         Raises:
             OSError
@@ -298,13 +298,13 @@ class DirectoryLock:
         """Lock the directory.
 
         Raises:
-            BlockingIOError: another holds it.
+            BlockingIOError: the directory is locked.
             FileNotFoundError: the directory was replaced.
             OSError
         """
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-            raise FileNotFoundError(errno.ENOENT, "another directory came in its place", self._path)
+            raise FileNotFoundError(errno.ENOENT, "the directory was replaced", self._path)
 
     def close(self) -> None:
         """Release the lock. Closing again is no error.
@@ -314,7 +314,7 @@ class DirectoryLock:
         """
         if self._descriptor >= 0:
             try:
-                # Unlocked explicitly: a child process that was forked meanwhile may still have the file open.
+                # Unlock explicitly: a child process that was forked meanwhile may still have the file open.
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             except OSError as error:
                 raise local_error(error, "unlock the directory", self._path) from error
@@ -322,7 +322,7 @@ class DirectoryLock:
                 self.forget()
 
     def forget(self) -> None:
-        """Close the file without unlocking, as a forked child must with the lock of its parent.
+        """Close the file without unlocking, as a forked child must do with a lock of its parent.
 
         Raises:
             StorageError
@@ -343,8 +343,8 @@ class DirectoryLock:
         self.close()
 
 
-# A lock lives as long as any process has its file open, so children must close what they inherit by forking: else the
-# workers of a data loader would go on holding the directory of a trainer that was killed.
+# A lock exists as long as any process has its file open, so forked children close inherited files. Otherwise workers of
+# a data loader would keep the directory locked after their trainer was killed.
 _HELD: Final[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()
 
 
@@ -358,12 +358,12 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def try_to_lock(directory: str) -> DirectoryLock | None:
-    """Hold a directory that is there; None if another holds it, in this process or another.
+    """Lock an existing directory; None if it is locked, by this process or another.
 
-    On a network file system this may only hold against processes of the same machine.
+    On a network file system the lock may only be visible to processes of the same machine.
 
     Raises:
-        FileNotFoundError: it is not there, or is no longer.
+        FileNotFoundError: it does not exist, or was replaced.
         OSError
     """
     lock = DirectoryLock(directory)
@@ -380,9 +380,10 @@ def try_to_lock(directory: str) -> DirectoryLock | None:
 
 @contextmanager
 def lock_object(path: str) -> Iterator[int | None]:
-    """Hold a file against others that replace it in the same way; gives its descriptor, or None where there is none.
+    """Lock a file against concurrent replacement. Yields its descriptor, or None if the file does not exist.
 
-    Waits for the others. After this the path names the file that is held, unless someone replaces it without asking.
+    Waits for other holders of the lock. Then the path names the locked file, unless a process replaces it without the
+    lock.
 
     Raises:
         OSError
@@ -394,7 +395,7 @@ def lock_object(path: str) -> Iterator[int | None]:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not _is_still(descriptor, path):
+            if not _is_current(descriptor, path):
                 continue
             yield descriptor
             return
@@ -406,18 +407,18 @@ def _open_to_lock(path: str) -> int | None:
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
-            # Network file systems lock only what is open for writing.
+            # Network file systems lock only files that are open for writing.
             return os.open(path, os.O_RDWR | flags)
         except PermissionError:
             return os.open(path, os.O_RDONLY | flags)
     except OSError as error:
-        # A symbolic link is no object of its own: a put replaces the link.
+        # A symbolic link is not an object: a put replaces the link.
         if error.errno in (errno.ENOENT, errno.ELOOP):
             return None
         raise
 
 
-def _is_still(descriptor: int, path: str) -> bool:
+def _is_current(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Reads of local files: plain, past the page cache, and of files kept open.
+"""Reads of local files: buffered, direct, and of cached open files.
 
-A buffered read of cold data pays for new pages and a copy, and pushes out what others use. So a page of each window of
-a file is asked for without waiting; where it is not in memory, that window is read with O_DIRECT. Both ways give the
-same bytes, a wrong guess costs time only.
+A buffered read of cold data pays for new pages and a copy, and evicts pages of others. So the reader probes a page of
+each window of a file without waiting. If the page is not in memory, it reads the window with O_DIRECT. Both ways return
+the same bytes; a wrong guess only costs time.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.builtin.local_calls import is_of_this_machine, local_error, open_inside, open_without_links
+from ckptcore.builtin.local_calls import is_local_file_system, local_error, open_inside, open_without_links
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model.arrays import HostArray
 
 __all__ = [
     "ColdReader",
-    "HeldFile",
     "LocalFile",
     "LocalFiles",
+    "StampedFile",
     "open_cold_reader",
 ]
 
-# Without O_NONBLOCK a named pipe in a hostile checkpoint would hold the reader for ever.
+# Without O_NONBLOCK, a named pipe in a hostile checkpoint would block the reader for ever.
 _OPEN_FILE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-_IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # of Linux and macOS; of a device without a driver too
+_IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver
 _OPEN_FILES: Final = 64
 _MOST_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
-_MOST_BYTES: Final = 1 << 30  # of one system call, below the 2 GiB that Linux moves at most
+_MOST_BYTES: Final = 1 << 30  # of one system call, below the limit of Linux, 2 GiB
 
 
 class LocalFile:
-    """A regular file that is open for reading; closed with its last reference."""
+    """A regular file that is open for reading. It is closed with the last reference."""
 
     __slots__ = ("_descriptor", "cold", "key", "path", "status")
 
@@ -48,12 +48,12 @@ class LocalFile:
         """Open a file.
 
         Args:
-            key: of the file, for errors.
-            path: of the file, below the root.
+            key: the key of the file, for errors.
+            path: the path of the file, below the root.
             root: the directory of its storage.
 
         Raises:
-            ObjectNotFoundError: there is none, or it is no regular file.
+            ObjectNotFoundError: the file does not exist, or is not a regular file.
             InvalidLocationError: a symbolic link leads out of the checkpoint.
             StorageError
         """
@@ -78,11 +78,11 @@ class LocalFile:
 
     @property
     def descriptor(self) -> int:
-        """Of the open file; it is closed with this."""
+        """The descriptor; closed with this object."""
         return self._descriptor
 
     def read(self, start: int, stop: int | None) -> bytes:
-        """Bytes `start` to `stop`; fewer where the file ends before.
+        """Return bytes `start` to `stop`; fewer if the file ends earlier.
 
         Raises:
             StorageError
@@ -101,10 +101,10 @@ class LocalFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def map(self) -> mmap.mmap:
-        """All of it, read-only, as memory that the system fills as it is touched. It stays when this is closed.
+        """Map the whole file, read-only. The mapping remains valid when this object is closed.
 
         Raises:
-            StorageError: also if it is empty.
+            StorageError: also if the file is empty.
         """
         try:
             return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
@@ -113,10 +113,10 @@ class LocalFile:
             raise local_error(reason, "map", self.path) from error
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on; ranges that follow each other are read as one.
+        """Fill each buffer from its offset. Adjacent ranges are read together.
 
         Raises:
-            CorruptCheckpointError: the file ends before.
+            CorruptCheckpointError: the file ends too early.
             StorageError
         """
         if len(ranges) == 1:
@@ -136,10 +136,10 @@ class LocalFile:
             self.read_into(begin, run)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers that follow each other from an offset on.
+        """Fill buffers with contiguous bytes, from an offset.
 
         Raises:
-            CorruptCheckpointError: the file ends before.
+            CorruptCheckpointError: the file ends too early.
             StorageError
         """
         try:
@@ -160,7 +160,7 @@ class LocalFile:
             raise local_error(error, "read", self.path) from error
 
     def _read_at_once(self, offset: int, buffer: memoryview) -> bool:
-        """Fill one buffer by one system call, the common case; False if that is not how it is done."""
+        """Fill one buffer by one system call, the common case. Return False if that is not possible."""
         nbytes = len(buffer)
         if nbytes > _MOST_BYTES or (self.cold is not None and self.cold.is_cold(offset, nbytes)):
             return False
@@ -182,7 +182,7 @@ def _no_file(path: str) -> ObjectNotFoundError:
 
 
 def _for_one_call(buffers: list[memoryview]) -> list[memoryview]:
-    """As many of the first buffers as one system call takes."""
+    """Return as many of the first buffers as one system call takes."""
     if len(buffers) == 1 and len(buffers[0]) <= _MOST_BYTES:
         return buffers
     chosen: list[memoryview] = []
@@ -196,7 +196,7 @@ def _for_one_call(buffers: list[memoryview]) -> list[memoryview]:
 
 
 def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of buffers when their first `count` bytes are filled."""
+    """Return the unfilled rest of buffers whose first `count` bytes are filled."""
     for number, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[number + 1 :]]
@@ -205,20 +205,20 @@ def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 class LocalFiles:
-    """The files that were read last, kept open. Any thread.
+    """The files that were read last, cached open. Any thread.
 
-    A file is opened anew when its path leads to another one, as after a directory was exchanged.
+    A file is opened again if its path leads to another file, as after an exchange of directories.
     """
 
     def __init__(self, root: str, *, direct: bool) -> None:
-        """Keep files below a root; `direct` says whether cold ones may be read past the page cache."""
+        """Cache files below a root. `direct` allows direct I/O for cold files."""
         self._direct = direct
         self._root = root
         self._files: dict[str, LocalFile] = {}
         self._lock = threading.Lock()
 
     def open(self, key: str, path: str) -> LocalFile:
-        """The file that the path leads to now.
+        """Return the file that the path leads to now.
 
         Raises:
             ObjectNotFoundError, InvalidLocationError, StorageError: as `LocalFile`.
@@ -247,32 +247,32 @@ class LocalFiles:
             self._files.pop(path, None)
 
     def close(self) -> None:
-        """Close all of them once their readers are done."""
+        """Close all files once their readers are done."""
         with self._lock:
             self._files.clear()
 
 
 _TICK_NANOSECONDS: Final = 2_000_000_000
-"""Changes within this time may leave a file with the same times: FAT counts in 2 s, others in ms."""
+"""Changes within this time may leave the times of a file equal: FAT counts in 2 s, others in ms."""
 
 
-class HeldFile:
-    """A local file for many small reads through the page cache. Any thread; closed with its last reference."""
+class StampedFile:
+    """A local file for many small reads through the page cache. Any thread. It is closed with the last reference."""
 
     __slots__ = ("_descriptor", "_file", "_settled")
 
     def __init__(self, file: LocalFile) -> None:
-        """Read from a file that is open."""
+        """Read from an open file."""
         self._file = file
         self._descriptor = file.descriptor
-        # The last stamp that was told: while the file has this one, it need not be compared with the clock again.
+        # The last returned stamp: while the file has it, no comparison with the clock is needed.
         self._settled: tuple[int, int] = (-1, -1)
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on.
+        """Fill each buffer from its offset.
 
         Raises:
-            CorruptCheckpointError: the file ends before.
+            CorruptCheckpointError: the file ends too early.
             StorageError
         """
         for offset, buffer in ranges:
@@ -284,17 +284,17 @@ class HeldFile:
                 self._file.read_into(offset + count, (buffer[count:],))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return the times and the size of the file; None if it changed so recently that another change may not show.
+        """Return the change time and the size of the file; None if a recent change could hide a further one.
 
-        The time of change of the inode (``ctime``) cannot be set, other than that of the contents.
+        Uses the change time of the inode (``ctime``), which programs cannot set, unlike that of the contents.
 
         Raises:
             StorageError
         """
         try:
-            status = os.fstat(self._descriptor)  # not by a function of its own: it is asked for with each slice
+            status = os.fstat(self._descriptor)  # inline, because this is called for each slice
         except OSError as error:
-            raise local_error(error, "look at", self._file.path) from error
+            raise local_error(error, "read the status of", self._file.path) from error
         found = (status.st_ctime_ns, status.st_size)
         if found == self._settled:
             return found
@@ -304,48 +304,47 @@ class HeldFile:
         return found
 
     def size(self) -> int:
-        """Bytes that it has now.
+        """Return the current bytes of the file.
 
         Raises:
             StorageError
         """
         try:
-            # A third of the time of fstat; the position in the file is nobody's.
+            # Takes a third of the time of fstat. Nothing else uses the position in the file.
             return os.lseek(self._descriptor, 0, os.SEEK_END)
         except OSError as error:
-            raise local_error(error, "look at", self._file.path) from error
+            raise local_error(error, "read the size of", self._file.path) from error
 
     def memory(self) -> memoryview | None:
-        """The file mapped; None where it is empty, cannot be mapped, or is not known to be on this machine.
+        """Map the file; None if it is empty, cannot be mapped, or may be on another machine.
 
-        A server takes pages away when it deletes a file or is gone, and a process that touches them is killed; a read
-        gives an error.
+        If a server deletes a file or fails, touching the mapped pages kills the process. A read only raises an error.
         """
         try:
-            return memoryview(self._file.map()) if is_of_this_machine(self._descriptor) else None
+            return memoryview(self._file.map()) if is_local_file_system(self._descriptor) else None
         except (OSError, StorageError):
-            return None  # memory that may be addressed is bounded: all of it can be read as well
+            return None  # the address space may be limited; the file can still be read
 
 
-_PAGE_BYTES: Final = 4096  # what every disk takes as alignment of addresses, offsets and lengths
+_PAGE_BYTES: Final = 4096  # alignment of addresses, offsets and lengths that every disk accepts
 _SECTOR_BYTES: Final = 512
 _WINDOW_BYTES: Final = 8 << 20
 _BOUNCE_BYTES: Final = 4 << 20
-_GUESS_SECONDS: Final = 1.0  # how long a guess about a window is believed
-_LEAST_BYTES: Final = 256 << 10  # of a read that is worth going to the disk for without readahead
+_GUESS_SECONDS: Final = 1.0  # time after which a window is probed again
+_LEAST_BYTES: Final = 256 << 10  # smallest read for which direct I/O without readahead is worth it
 
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES})
 
 _memory: Final = threading.local()
-"""The aligned memory of each thread, given back when the thread ends."""
+"""The aligned memory of each thread, freed when the thread ends."""
 
 
 def open_cold_reader(path: str, status: os.stat_result) -> ColdReader | None:
-    """What reads the file at a path past the page cache; None where system, file system or size do not allow it.
+    """Open a file for direct I/O; None if the system, the file system or the size do not allow it.
 
     Args:
         path: the file.
-        status: of the file that is meant: the path may lead to another by now.
+        status: the status of the expected file, because the path may lead to another file now.
     """
     if sys.platform != "linux" or status.st_size < _LEAST_BYTES:
         return None
@@ -354,20 +353,20 @@ def open_cold_reader(path: str, status: os.stat_result) -> ColdReader | None:
         for flags in (0, os.O_DIRECT):
             descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags))
             if not os.path.samestat(os.fstat(descriptors[-1]), status):
-                raise OSError(errno.EINVAL, "another file came in its place", path)
-        # Asking for a page must not make the system read more than it.
+                raise OSError(errno.EINVAL, "the file was replaced", path)
+        # A probe of one page must not start readahead.
         os.posix_fadvise(descriptors[0], 0, 0, os.POSIX_FADV_RANDOM)
     except BaseException as error:
         for descriptor in descriptors:
             os.close(descriptor)
         if not isinstance(error, OSError):
             raise
-        return None  # a file that was opened plainly can be read plainly
+        return None  # fall back to buffered reads
     return ColdReader(descriptors[0], descriptors[1], status.st_size)
 
 
 class ColdReader:
-    """A file of which cold parts can be read. Any thread; closed with its last reference."""
+    """Reads cold parts of a file with direct I/O. Any thread. The file is closed with the last reference."""
 
     def __init__(self, probe: int, direct: int, size: int) -> None:
         self._probe = probe
@@ -382,18 +381,18 @@ class ColdReader:
         os.close(self._direct)
 
     def is_cold(self, offset: int, nbytes: int) -> bool:
-        """Whether a read is better done by `read_into`: a guess."""
+        """Return True if `read_into` is probably faster than a buffered read."""
         if nbytes < _LEAST_BYTES or not self._usable:
             return False
         window = offset // _WINDOW_BYTES
         now = time.monotonic()
         guess = self._guesses.get(window)
         if guess is None or now - guess[1] > _GUESS_SECONDS:
-            self._guesses[window] = guess = (self._ask(window * _WINDOW_BYTES), now)
+            self._guesses[window] = guess = (self._probe_window(window * _WINDOW_BYTES), now)
         return guess[0]
 
-    def _ask(self, start: int) -> bool:
-        """Whether some page of a window is not in memory: another one each time, for asking brings it there."""
+    def _probe_window(self, start: int) -> bool:
+        """Return True if a random page of a window is not in memory. Random, because the probe loads the page."""
         pages = max(1, min(_WINDOW_BYTES, self._size - start) // _PAGE_BYTES)
         number = int.from_bytes(os.urandom(4), "little") % pages
         try:
@@ -407,10 +406,10 @@ class ColdReader:
         return False
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers that follow each other from an offset on, from the disk; how many bytes were there.
+        """Fill buffers with contiguous bytes from an offset, with direct I/O. Return the number of bytes read.
 
-        Fewer than asked for where the file ends, or where the disk does not take such reads: the rest is then to be
-        read plainly.
+        It is smaller at the end of the file, or if the disk refuses such reads: the caller then reads the rest
+        buffered.
 
         Raises:
             OSError
@@ -439,7 +438,7 @@ class ColdReader:
         return done
 
     def _read_in_place(self, offset: int, buffer: memoryview) -> int:
-        """Read straight into a buffer; -1 if the disk does not take its address."""
+        """Read directly into a buffer; -1 if the disk refuses its address."""
         address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
         if address % self._address_bytes:
             return -1
@@ -448,7 +447,7 @@ class ColdReader:
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
-        # What a disk wants of addresses is found out: 4 bytes for NVMe, 512 for others, a page to be safe.
+        # The required alignment is found by trial: 4 bytes for NVMe, 512 for others, a page to be safe.
         self._address_bytes = _SECTOR_BYTES if address % _SECTOR_BYTES else _PAGE_BYTES
         return -1
 
@@ -473,11 +472,11 @@ def _bounce() -> memoryview:
 
 
 def _spread(source: HostArray, targets: list[HostArray]) -> None:
-    """Copy bytes into the arrays one after the other; what is filled leaves the list, or is cut off its first."""
+    """Copy bytes into arrays, one after the other. Removes filled arrays from the list, and cuts the last one."""
     while len(source):
         target = targets[0]
         count = min(len(source), len(target))
-        # NumPy, because it lets other threads run while it copies.
+        # NumPy releases the interpreter lock while it copies.
         np.copyto(target[:count], source[:count])
         source = source[count:]
         if count == len(target):

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of this process, kept as an object store keeps them: flat keys and conditional puts."""
+"""Memory storage: objects in the memory of this process, with flat keys and conditional puts like an object store."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SCHEME: Final = "memory://"
 
 
 class MemoryStorages:
-    """Named stores of objects in memory; they live as long as this does. Any thread."""
+    """Named stores of objects in memory. They exist as long as this object. Any thread."""
 
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
         self._lock = threading.Lock()
 
     def open(self, url: str, options: StorageOptions) -> MemoryStorage:
-        """Open ``memory://NAME`` or ``memory://NAME/DIRECTORY``; nothing here survives the process, durable or not.
+        """Open ``memory://NAME`` or ``memory://NAME/DIRECTORY``. Objects are lost with the process, even if durable.
 
         Raises:
             InvalidLocationError
@@ -44,7 +44,7 @@ class MemoryStorages:
             raise InvalidLocationError(f"expected a URL such as memory://name/directory, found {url!r}")
         name, _, directory = url[len(_SCHEME) :].partition("/")
         if not name:
-            raise InvalidLocationError(f"the URL {url!r} names no store; expected one such as memory://name/directory")
+            raise InvalidLocationError(f"the URL {url!r} has no store name; expected memory://name/directory")
         directory = check_directory_key(unquote(directory, errors="surrogateescape"))
         with self._lock:
             store = self._stores.setdefault(unquote(name, errors="surrogateescape"), _Store())
@@ -66,57 +66,57 @@ class MemoryStorage(StorageBackend):
         found = self._store.objects.get(self._prefix + check_key(key))
         if found is None:
             raise ObjectNotFoundError(
-                f"there is no object {key!r} in {self._url}. Memory storage is lost with the process that wrote it"
+                f"{self._url} has no object {key!r}. Memory storage is lost with the process that wrote it"
             )
         return found
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        """Return bytes `start` to `stop` of an object; fewer if it ends earlier."""
         return bytes(self._find(key).data[start:stop])
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """An object whole, and its tag: another one after each put."""
+        """Return an object and its tag, which changes with each put."""
         found = self._find(key)
         return bytes(found.data), found.tag
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on."""
+        """Fill each buffer from its offset."""
         self.open_reader(key).get_into(ranges)
 
     def open_reader(self, key: str) -> _MemoryReader:
-        """Open an object; what is read is of this one, also when another one comes in its place."""
+        """Open an object. Reads stay on this object even if another one replaces it."""
         return _MemoryReader(key, self._url, self._find(key).data)
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Return the bytes of an object."""
         return len(self._find(key).data)
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object whole or not at all, replacing what is there; returns its new tag."""
+        """Write an object atomically, replacing an existing one; return its new tag."""
         return self._store.replace(self._prefix + check_key(key), memoryview(bytes(data)), condition)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Begin an object that is written in pieces; it is there from `finish` on."""
+        """Start an object that is written in pieces. It exists after `finish`."""
         return _MemoryWriter(self._store, self._prefix + check_key(key), size, None)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Begin an object that replaces none: `finish` fails where there is one by then."""
+        """Start an object that replaces nothing: `finish` fails if the key exists by then."""
         return _MemoryWriter(self._store, self._prefix + check_key(key), size, IF_ABSENT)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Give up every unfinished object below a directory whose writer there still is; how many there were."""
+        """Abort every unfinished object below a directory that still has a writer; return their number."""
         directory = check_directory_key(prefix)
         return self._store.abort_uploads(self._prefix + (directory + "/" if directory else ""))
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys of all objects below a directory, sorted."""
+        """Return the keys of all objects below a directory, sorted."""
         directory = check_directory_key(prefix)
         below = self._prefix + (directory + "/" if directory else "")
         keys = list(self._store.objects)
         return iter(sorted([key[len(self._prefix) :] for key in keys if key.startswith(below)]))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        """Return the names one level below a directory, sorted. Names of directories end in ``/``."""
         directory = check_directory_key(prefix)
         start = len(directory) + 1 if directory else 0
         names = set()
@@ -126,14 +126,14 @@ class MemoryStorage(StorageBackend):
         return sorted(names)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; one that is not there is no error."""
+        """Delete objects; a missing object is no error."""
         whole_keys = [self._prefix + check_key(key) for key in keys]
         with self._store.lock:
             for key in whole_keys:
                 self._store.objects.pop(key, None)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Nothing but a look whether the objects are there: memory is never durable."""
+        """Check that the objects exist. Memory is never durable."""
         for key in keys:
             self._find(key)
 
@@ -144,12 +144,12 @@ class _Object(NamedTuple):
 
 
 class _Store:
-    """Objects by key. Reading one is a single step; changes are made under the lock."""
+    """Objects by key. Reading one is atomic; the lock protects changes."""
 
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}
         self.lock = threading.Lock()
-        # A writer without references is harmless, and its memory is freed.
+        # Weak: an abandoned writer is harmless, and its memory is freed.
         self._writers: weakref.WeakSet[_MemoryWriter] = weakref.WeakSet()
         self._generations = itertools.count(1)
 
@@ -161,8 +161,8 @@ class _Store:
         with self.lock:
             if writer not in self._writers:
                 raise StorageError(
-                    f"cannot complete {writer.key!r}: what was written of it was given up from elsewhere, as what "
-                    "dead saves left is; save again"
+                    f"cannot complete {writer.key!r}: the unfinished object was aborted, like one of a failed save. "
+                    "Save again"
                 )
             self._replace(writer.key, data, condition)
             self._writers.discard(writer)
@@ -186,11 +186,11 @@ class _Store:
         current = self.objects.get(key)
         if isinstance(condition, IfAbsent):
             if current is not None:
-                raise ConditionFailedError(f"cannot create the object {key!r}: expected none there, found one")
+                raise ConditionFailedError(f"cannot create the object {key!r}: it exists already")
         elif condition is not None and (current is None or current.tag != condition.tag):
             found = "no object" if current is None else f"tag {current.tag}"
             raise ConditionFailedError(
-                f"cannot replace the object {key!r}: expected tag {condition.tag}, found {found}; someone changed it"
+                f"cannot replace the object {key!r}: expected tag {condition.tag}, found {found}; it was changed"
             )
         tag = str(next(self._generations))
         self.objects[key] = _Object(data.toreadonly(), tag)
@@ -206,7 +206,7 @@ class _MemoryReader:
         self._data = data
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on."""
+        """Fill each buffer from its offset."""
         data = self._data
         for offset, buffer in ranges:
             stop = offset + len(buffer)
@@ -218,19 +218,19 @@ class _MemoryReader:
                     start=min(offset, len(data)),
                     stop=stop,
                 )
-            # NumPy, because it lets other threads run while it copies.
+            # NumPy releases the interpreter lock while it copies.
             np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data[offset:stop], np.uint8))
 
     def stamp(self) -> str:
-        """Always the same: objects in memory are replaced and never changed."""
+        """Return a constant: objects in memory are replaced and never changed."""
         return self._key
 
     def size(self) -> int:
-        """Its bytes."""
+        """Return its bytes."""
         return len(self._data)
 
     def memory(self) -> memoryview:
-        """It itself."""
+        """Return the object as memory."""
         return self._data.toreadonly()
 
 
@@ -258,7 +258,7 @@ class _MemoryWriter:
         if offset < 0 or (self._size is not None and stop > self._size):
             raise ValueError(f"cannot write bytes {offset} to {stop} of {self.key!r}: it has {self._size}")
         if (whole := self._data) is None:
-            raise ValueError(f"{self.key!r} is complete or given up; nothing more can be written")
+            raise ValueError(f"{self.key!r} is complete or was aborted; nothing more can be written")
         if self._size is not None:
             np.copyto(whole[offset:stop], np.frombuffer(data, np.uint8))
         elif data:
@@ -270,12 +270,12 @@ class _MemoryWriter:
         """Make the object visible.
 
         Raises:
-            StorageError: bytes are missing, or it was given up from elsewhere.
-            ConditionFailedError: it replaces none, and there is one.
+            StorageError: bytes are missing, or the object was aborted by `MemoryStorage.abort_uploads`.
+            ConditionFailedError: the key exists and must not be replaced.
             ValueError: after `finish` or `abort`.
         """
         if (whole := self._data) is None:
-            raise ValueError(f"{self.key!r} is complete or given up already")
+            raise ValueError(f"{self.key!r} is complete or was aborted already")
         size = self._size
         if size is None:
             whole = np.frombuffer(b"".join([piece for _, piece in sorted(self._pieces.items())]), np.uint8)
@@ -287,7 +287,7 @@ class _MemoryWriter:
         self._pieces = {}
 
     def abort(self) -> None:
-        """Forget what was written."""
+        """Discard the pieces."""
         self._store.forget(self)
         self._data = None
         self._pieces = {}

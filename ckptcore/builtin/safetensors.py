@@ -17,6 +17,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, Final
 
 from ckptcore.builtin.safetensors_writing import (
@@ -29,7 +30,7 @@ from ckptcore.builtin.safetensors_writing import (
     write_slices,
 )
 from ckptcore.errors import CheckpointError, PluginError
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import (
     ArraySegment,
@@ -52,22 +53,21 @@ _MOST_STEM_CHARACTERS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout(Layout):
-    """One ``model.safetensors``, or several with an index; of another name than ``model`` where a stem is given.
+    """One ``model.safetensors``, or several files with an index.
 
-    What safetensors cannot name (complex128, int4, some float8) is stored as U8 with the bytes of an element as a last
-    axis (none for one byte); times are stored as I64. Their dtype is in the root of the checkpoint.
-    Tied arrays are stored under the first name; the header's metadata tells the others, as
-    `safetensors.torch.save_model` does.
+    Dtypes that safetensors lacks (complex128, int4, some float8) are stored as U8 with the bytes of an element as a
+    last axis (no axis for one byte), and times as I64. The root of the checkpoint has their dtypes. Tied arrays are
+    stored under the first name; the metadata of the header lists the others, as `safetensors.torch.save_model` does.
 
     Attributes:
-        max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
-        stem: what the names of files begin with, for software that looks for another one than ``model``:
-            ``adapter_model`` for PEFT, ``diffusion_pytorch_model`` for diffusers.
-        metadata: entries to add to the ``__metadata__`` of every file, names and values as str. A ``format`` among them
+        max_file_bytes: the most bytes of elements in a file, unless one array is larger.
+        stem: the stem of file names, for software that expects another one than ``model``: ``adapter_model`` for PEFT,
+            ``diffusion_pytorch_model`` for diffusers.
+        metadata: entries to add to the ``__metadata__`` of every file, names and values as str. An entry ``format``
             replaces ``"format": "pt"``.
 
     Raises:
-        ValueError: if the stem cannot be part of a file name, or if metadata is not a mapping of str to str.
+        ValueError: the stem cannot be part of a file name, or metadata is not a mapping of str to str.
     """
 
     capabilities = LayoutCapabilities(sessions=True)
@@ -83,20 +83,20 @@ class SafetensorsLayout(Layout):
             or stem[0] in ".-"
         ):
             raise ValueError(
-                f"SafetensorsLayout(stem={self.stem!r}): give ASCII letters, digits, '_', '-' and '.', the first of "
-                "them neither '.' nor '-', such as 'model' or 'adapter_model'"
+                f"SafetensorsLayout(stem={self.stem!r}): use ASCII letters, digits, '_', '-' and '.', and do not start "
+                "with '.' or '-': such as 'model' or 'adapter_model'"
             )
         if self.stem.startswith("checkpoint."):
             raise ValueError(
-                f"SafetensorsLayout(stem={self.stem!r}): names that begin with 'checkpoint.' are ckptcore's own; "
-                "give another stem"
+                f"SafetensorsLayout(stem={self.stem!r}): names that begin with 'checkpoint.' are reserved for "
+                "ckptcore's own files; use another stem"
             )
         object.__setattr__(self, "metadata", dict(self.metadata))  # the caller may change its mapping while a save runs
         for name, text in self.metadata.items():
             if not isinstance(name, str) or not isinstance(text, str) or name == SHARDING:
                 raise ValueError(
                     f"SafetensorsLayout(metadata={{{name!r}: {text!r}}}): names and values must be str, and the name "
-                    f"{SHARDING} is reserved for slices; give another name, or json.dumps(...) of the value"
+                    f"{SHARDING} is reserved for slices; use another name, or json.dumps(...) of the value"
                 )
 
     @property
@@ -105,7 +105,7 @@ class SafetensorsLayout(Layout):
         return "safetensors"
 
     def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse names that collide, whatever is done.
+        """Refuse trees in which names collide.
 
         Raises:
             NameCollisionError
@@ -113,7 +113,7 @@ class SafetensorsLayout(Layout):
         _names(tree)
 
     def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]]:
-        """Arrays per file; wide elements first, so that every element lies aligned to its size."""
+        """Return the arrays of each file, wide elements first, so that every element is aligned to its size."""
         arrays = [
             (leaf, record.spec)
             for leaf, record in enumerate(tree.leaves)
@@ -131,11 +131,11 @@ class SafetensorsLayout(Layout):
         return files
 
     def file_names(self, tree: TreeMetadata) -> Sequence[str]:
-        """The names of the files that a tree is written to, without the index."""
+        """Return the names of the files of a tree, without the index."""
         return file_names(self.stem, len(self.arrays_by_object(tree)))
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write the files whose arrays this process holds whole, and slices of what it holds of others."""
+        """Write the files whose arrays this process holds whole, and slices of its boxes of other arrays."""
         plan = snapshot.plan
         items = _items_by_leaf(plan)
         files = self.arrays_by_object(plan.tree)
@@ -192,10 +192,10 @@ class SafetensorsLayout(Layout):
         return state
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Merge the places that all processes wrote to, and write the index if there are several files of whole arrays.
+        """Merge the columns of all processes. Writes the index if there are several files of whole arrays.
 
         Raises:
-            CheckpointError: if a process wrote other files than these, because its layout has other options.
+            CheckpointError: a process wrote other files, because its layout has other options.
         """
         if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
             return _finish_sessions(tree, receipts, self.stem, self.metadata, store)
@@ -211,7 +211,7 @@ class SafetensorsLayout(Layout):
             if "slices" in state:
                 slices.extend(state["slices"], tree, offsets)
         if slices:
-            # A file that is in slices has no name of its own; those that are whole keep theirs.
+            # Arrays in slices have no file name of their own. Files with only whole arrays keep their names.
             written = [number for number, leaves in enumerate(files) if leaves and offsets.keys() >= set(leaves)]
             files, keys = [files[number] for number in written], [keys[number] for number in written]
         elif len(files) > 1:
@@ -229,28 +229,28 @@ class SafetensorsLayout(Layout):
 
     @property
     def session_options(self) -> str:
-        """The stem of the names of files."""
+        """The stem of file names."""
         return f"stem {self.stem!r}"
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
-        """All: headers have them."""
+        """Return the names of all arrays, because headers contain every name."""
         return _names(tree)
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
         """See `Layout`. Renumbers the columns of leaves."""
-        columns: Any = state  # the caller handles what a hostile state raises
-        made = {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
+        columns: Any = state  # the caller handles errors that a hostile state causes
+        result = {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
         if "slices" in columns:
-            made["slices"] = {**columns["slices"], "leaf": [leaves[leaf] for leaf in columns["slices"]["leaf"]]}
-        return made
+            result["slices"] = {**columns["slices"], "leaf": [leaves[leaf] for leaf in columns["slices"]["leaf"]]}
+        return result
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the table of arrays and slices."""
         return ChunkTable(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """A file of any name, an index, or a directory that has a file ``*.safetensors`` or an index."""
-        from ckptcore.builtin.safetensors_files import inspect_files  # only needed for files of other software
+        """Inspect a file of any name, an index, or a directory with a file ``*.safetensors`` or an index."""
+        from ckptcore.builtin.safetensors_files import inspect_files  # needed only for files of other software
 
         return inspect_files(store, entry)
 
@@ -258,9 +258,9 @@ class SafetensorsLayout(Layout):
 def _finish_sessions(
     tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, metadata: Mapping[str, str], store: WriteStore
 ) -> JSON:
-    """Combine the columns of sessions, and write the index; without arrays, write one empty file.
+    """Combine the columns of sessions, and write the index. Without arrays, write one empty file.
 
-    The index has the names in the files. There is none if arrays are in slices, as after any save.
+    The index lists the names in the files. As in any save, there is no index if arrays are in slices.
     """
     states: list[Any] = [receipt.state for receipt in receipts]
     places: dict[int, tuple[str, int, str]] = {}
@@ -295,10 +295,10 @@ def _names(tree: TreeMetadata) -> dict[int, str]:
 
 
 def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
-    """By leaf the numbers of its items; where there are several that make up an array, in C order.
+    """Return, by leaf, the numbers of its items; several items of an array are in C order.
 
     Raises:
-        PluginError: if several items of one array are not runs of its elements.
+        PluginError: several items of one array are not adjacent runs of its elements.
     """
     items: dict[int, list[int]] = {}
     for number, item in enumerate(plan.items):
@@ -311,24 +311,25 @@ def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
             extent = run_extent(item.spec.shape, item.boxes[0]) if len(item.boxes) == 1 else None
             if extent is None or extent[0] != stop:
                 raise PluginError(
-                    f"{format_path(plan.tree.paths[leaf])} is given in {len(numbers)} pieces; expected runs of its "
-                    f"elements, one behind the other, found {item.boxes[:3]} after element {stop}"
+                    f"{format_path(plan.tree.paths[leaf])} is given in {len(numbers)} pieces; expected adjacent runs "
+                    f"of its elements, found {item.boxes[:3]} after element {stop}"
                 )
             stop = extent[1]
     return items
 
 
 def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Sequence[Sequence[int]]) -> list[int]:
-    """The numbers of the files whose elements this process holds all; of those without any, the leader."""
+    """Return the numbers of the files of which this process holds all elements. Empty files belong to the leader."""
     held = {
-        leaf: sum(box.size for number in numbers for box in plan.items[number].boxes) for leaf, numbers in items.items()
+        leaf: sum([box.size for number in numbers for box in plan.items[number].boxes])
+        for leaf, numbers in items.items()
     }
     own = []
     for number, leaves in enumerate(files):
-        filled = [leaf for leaf in leaves if _spec(plan.tree, leaf).size]
-        whole = all(held.get(leaf) == _spec(plan.tree, leaf).size for leaf in filled)
+        sizes = [(leaf, size) for leaf in leaves if (size := prod(_record(plan.tree, leaf).spec.shape))]
+        whole = all(held.get(leaf) == size for leaf, size in sizes)
         first = plan.rank == (plan.session or 0) and (leaves or plan.session is None)
-        if whole if filled else first:
+        if whole if sizes else first:
             own.append(number)
     return own
 
@@ -339,19 +340,15 @@ def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
     return record
 
 
-def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
-    return _record(tree, leaf).spec
-
-
 def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
-    """Return the elements of an array, a segment for each of its items; none if the array is empty."""
+    """Return the elements of an array, one segment for each item; none if the array is empty."""
     plan = snapshot.plan
     segments = []
     for number in items:
         item = plan.items[number]
         if item.spec.size:
             box = Box.whole(item.spec.shape) if len(items) == 1 else item.boxes[0]
-            open_arrays = partial(_taken, snapshot, number)
+            open_arrays = partial(_take, snapshot, number)
             release = partial(snapshot.release, number)
             segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))
         else:
@@ -359,12 +356,12 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
     return segments
 
 
-def _taken(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
+def _take(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
     return tuple(zip(snapshot.plan.items[number].boxes, snapshot.take(number), strict=True))
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:
-    """Make sure that all processes mean the same files: the options of a layout are no part of what they agree on."""
+    """Check that all processes use the same files, because jobs do not compare the options of layouts."""
     file_of = {leaf: number for number, leaves in enumerate(files) for leaf in leaves}
     for receipt in receipts:
         state: Any = receipt.state or {"leaf": (), "file": ()}
@@ -372,6 +369,6 @@ def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts
         for leaf, number in zip(state["leaf"], state["file"], strict=True):
             if number != file_of[leaf] or names[number] not in written:
                 raise CheckpointError(
-                    f"process {receipt.rank} wrote {', '.join(sorted(written))}, where the leader expects its arrays "
-                    f"in {names[file_of[leaf]]}: give SafetensorsLayout the same options in every process"
+                    f"process {receipt.rank} wrote {', '.join(sorted(written))}, and the leader expects its arrays "
+                    f"in {names[file_of[leaf]]}. Pass SafetensorsLayout the same options in every process"
                 )

@@ -34,9 +34,9 @@ def _record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | N
     that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes` have its dtype and its shape.
 
     Args:
-        dtype: its name in the format; one of a newer version has other names.
+        dtype: the name of the dtype in the format; newer versions have further names.
         shape: elements along each axis.
-        nbytes: bytes that the header states.
+        nbytes: the bytes that the header states.
     """
     if (ours := _OURS.get(dtype)) is not None:
         record = ArrayRecord(ArraySpec(tuple(shape), ours))
@@ -52,7 +52,7 @@ def _record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | N
 
 
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""What the safetensors library itself accepts."""
+"""The limit of the safetensors library."""
 
 _FILE: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
@@ -72,7 +72,7 @@ class _TensorEntry:
         name: its name.
         record: its array.
         key: the file.
-        offset: where its first element is in the file, in bytes.
+        offset: the position of its first element in the file, in bytes.
     """
 
     name: str
@@ -88,15 +88,15 @@ _Found: TypeAlias = tuple[Sequence["_TensorEntry"], Mapping[str, JSON]]
 def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
     """Inspect safetensors files of other software. Return None if the location has none.
 
-    The metadata of an adapter has its ``adapter_config.json`` as ``adapter_config``.
+    The metadata of an adapter has the content of ``adapter_config.json`` as ``adapter_config``.
 
     Args:
         store: the files of the location.
-        entry: the file that was named, with any suffix, or None for a directory.
+        entry: the file that the user named, with any suffix, or None for a directory.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
-        CheckpointNotFoundError: there are several files, and no index says which belong together.
+        CheckpointNotFoundError: there are several files, and no index lists which belong together.
     """
     found = _find_tensors(store, entry)
     if found is None:
@@ -122,7 +122,7 @@ def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:
             try:
                 return _with_config(store, *found)
             except CorruptCheckpointError:
-                return found  # a file that is named is loaded whatever else is in its directory
+                return found  # the user named this file, so other files of its directory may be damaged
         if entry.endswith(_INDEX):
             return _read_index(store, entry)
         return _read_header(store, entry) if entry.endswith(_FILE) or _has_header(store, entry) else None
@@ -131,11 +131,11 @@ def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:
     files = [name for name in names if name.endswith(_FILE)]
     if not indexes and not files:
         return None
-    stem = _stem_meant(indexes, files)
+    stem = _choose_stem(indexes, files)
     if stem is None:
         raise CheckpointNotFoundError(
-            "there are several safetensors files and nothing says which belong together: "
-            f"{', '.join([*indexes, *files])}; name one of them as the location"
+            "the directory has several safetensors files and no index lists which belong together: "
+            f"{', '.join([*indexes, *files])}. Name one of them as the location"
         )
     entries, metadata = _read_stem(store, stem, indexes, files)
     return _with_config(store, entries, metadata) if stem == _ADAPTER else (entries, metadata)
@@ -153,7 +153,7 @@ def _with_config(store: ReadStore, entries: Sequence[_TensorEntry], metadata: Ma
 def _read_stem(
     store: ReadStore, stem: str, indexes: Sequence[str], files: Sequence[str]
 ) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
-    """The files whose names begin with a stem: by their index, or the one, or all shards."""
+    """Read the files with a stem: the files that the index lists, the single file, or all shards."""
     if f"{stem}{_INDEX}" in indexes:
         return _read_index(store, f"{stem}{_INDEX}")
     if f"{stem}{_FILE}" in files:
@@ -162,17 +162,17 @@ def _read_stem(
     counts = sorted({int(shard[3]) for shard in shards})
     if counts != [len(shards)]:
         raise CorruptCheckpointError(
-            f"{counts[0] if len(counts) == 1 else counts} safetensors shards belong together and {len(shards)} are "
-            f"there: {[shard[0] for shard in shards]}"
+            f"expected {counts[0] if len(counts) == 1 else counts} safetensors shards that belong together, found "
+            f"{len(shards)}: {[shard[0] for shard in shards]}"
         )
-    return _unite(store, [shard[0] for shard in shards])
+    return _read_files(store, [shard[0] for shard in shards])
 
 
-def _stem_meant(indexes: Sequence[str], files: Sequence[str]) -> str | None:
-    """What the names of the files that are meant begin with; None if nothing tells.
+def _choose_stem(indexes: Sequence[str], files: Sequence[str]) -> str | None:
+    """Return the stem of the files to load; None if it is ambiguous.
 
-    Where there are several checkpoints it is that of the library whose directory it is: a model that was trained with
-    an adapter has files of it beside its own.
+    If a directory has several checkpoints, the main one of a known library is loaded: a model that was trained with an
+    adapter has the files of the adapter too.
     """
     indexed = {name.removesuffix(_INDEX) for name in indexes}
     stems = {shard[1] if (shard := _SHARD.fullmatch(name)) else name.removesuffix(_FILE) for name in files}
@@ -185,7 +185,7 @@ def _stem_meant(indexes: Sequence[str], files: Sequence[str]) -> str | None:
     return None
 
 
-def _unite(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
+def _read_files(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
     entries: dict[str, _TensorEntry] = {}
     metadata: dict[str, str] = {}
     for key in files:
@@ -208,9 +208,9 @@ def _read_index(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Map
     directory = key.rpartition("/")[0]
     files = sorted({f"{directory}/{file}" if directory else file for file in weight_map.values()})
     try:
-        entries, metadata = _unite(store, files)
+        entries, metadata = _read_files(store, files)
     except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(f"{key} lists a file that is not there: {error}", key=key) from error
+        raise CorruptCheckpointError(f"{key} lists a file that does not exist: {error}", key=key) from error
     missing = weight_map.keys() - {entry.name for entry in entries}
     if missing:
         raise CorruptCheckpointError(
@@ -220,9 +220,9 @@ def _read_index(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Map
 
 
 def _has_header(store: ReadStore, key: str) -> bool:
-    """Return whether a file begins like a safetensors file: with the length of a header that fits into it, and "{".
+    """Return True if a file starts like a safetensors file: the length of a header that fits into it, then "{".
 
-    Files of torch.save, and others that begin with letters, state a length beyond any limit.
+    Files of torch.save, and others that start with letters, state a length beyond any limit.
     """
     file_bytes = store.size(key)
     begin = store.get(key, 0, min(file_bytes, 9))
@@ -230,18 +230,18 @@ def _has_header(store: ReadStore, key: str) -> bool:
 
 
 def _fits(header_bytes: int, file_bytes: int) -> bool:
-    """Return whether a header of this length fits into a file of that length."""
+    """Return True if a header of this length fits into a file of that length."""
     return 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8)
 
 
 def _read_header(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
     file_bytes = store.size(key)
     if file_bytes < 8:
-        raise CorruptCheckpointError(f"{key} is no safetensors file: it has {file_bytes} bytes", key=key)
+        raise CorruptCheckpointError(f"{key} is not a safetensors file: it has {file_bytes} bytes", key=key)
     header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
     if not _fits(header_bytes, file_bytes):
         raise CorruptCheckpointError(
-            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
+            f"{key} is not a safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
             f"{header_bytes}",
             key=key,
         )
@@ -256,13 +256,13 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Ma
     for entry in entries:
         if entry.offset != position:
             raise CorruptCheckpointError(
-                f"the tensor {entry.name!r} of {key} begins at byte {entry.offset}, where byte {position} is expected",
+                f"the tensor {entry.name!r} of {key} starts at byte {entry.offset}, where byte {position} is expected",
                 key=key,
             )
         position += entry.record.spec.nbytes
     if position != file_bytes:
         raise CorruptCheckpointError(
-            f"{key} has {file_bytes} bytes, where its header describes {position}; the file is cut off or damaged",
+            f"{key} has {file_bytes} bytes, and its header describes {position}; the file is cut off or damaged",
             key=key,
         )
     return entries, metadata
@@ -302,54 +302,54 @@ _MOST_JSON_DEPTH: Final = 64
 
 
 Constants: TypeAlias = Literal["refused", "kept"]
-"""Handling of ``NaN`` and ``Infinity``, which are not JSON, but which Python writes into configurations of models."""
+"""Handling of ``NaN`` and ``Infinity``, which are not JSON but occur in model configurations that Python wrote."""
 
 
 def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refused") -> dict[str, JSON]:
-    """Read a JSON object from a file beside tensors; limited in depth and size.
+    """Read a JSON object from a file next to tensors. Its depth and size are limited.
 
     Raises:
-        ObjectNotFoundError: if there is no such file.
-        CorruptCheckpointError: if it holds anything else.
+        ObjectNotFoundError: the file does not exist.
+        CorruptCheckpointError: the file contains anything else.
     """
     nbytes = store.size(key)
     if nbytes > _MOST_JSON_BYTES:
         raise CorruptCheckpointError(
-            f"{key} has {nbytes} bytes, where at most {_MOST_JSON_BYTES} are expected; name a file of tensors to "
-            "load it alone",
+            f"{key} has {nbytes} bytes, at most {_MOST_JSON_BYTES} are expected. Name a file of tensors to load it "
+            "alone",
             key=key,
         )
     config: dict[str, JSON] = _parse_json_object(store.get(key), key, constants=constants)
-    inside: list[JSON] = [config]
+    level: list[JSON] = [config]
     for _ in range(_MOST_JSON_DEPTH):
-        inside = [
+        level = [
             child
-            for value in inside
+            for value in level
             if isinstance(value, dict | list)
             for child in (value.values() if isinstance(value, dict) else value)
         ]
-        if not inside:
+        if not level:
             return config
     raise CorruptCheckpointError(f"the JSON in {key} is nested deeper than {_MOST_JSON_DEPTH} levels", key=key)
 
 
 def _parse_json_object(data: bytes, key: str, *, constants: Constants = "refused") -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """Return the JSON object in a file.
 
     Raises:
-        CorruptCheckpointError: if it holds anything else, or one key twice.
+        CorruptCheckpointError: the file contains anything else, or an object has a key twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise ValueError("it has one key twice")
-        return made
+        parsed_object = dict(pairs)
+        if len(parsed_object) != len(pairs):
+            raise ValueError("an object has a key twice")
+        return parsed_object
 
     def constant_of(constant: str) -> object:
         if constants == "kept":
             return float(constant)
-        raise ValueError(f"it has {constant}, which is no JSON")
+        raise ValueError(f"it has {constant}, which is not JSON")
 
     try:
         parsed = json.loads(data, object_pairs_hook=unique, parse_constant=constant_of)

@@ -1,13 +1,13 @@
-"""Writing of safetensors files: their headers, and slices of arrays that no process holds whole.
+"""Writing of safetensors files: headers, and slices of arrays that no process holds as a whole.
 
 The names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements,
-also for dtypes smaller than a byte. Their elements are packed; the library refuses a tensor that does not end at a byte
+also for dtypes smaller than a byte. Their elements are packed. The library refuses a tensor that does not end at a byte
 boundary.
 
-Slices are in the files of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that
-it loads them (torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the
-process>.safetensors``, each a plain safetensors file in which a tensor is a box of the array with that name.
-``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``: where the box begins.
+Slices are stored like those of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so
+that it loads them (torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the
+process>.safetensors``. Each is a plain safetensors file in which a tensor is a box of the array with that name.
+``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``: the start of each box.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ WHOLE_BYTES: Final[Mapping[str, str]] = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""The names of dtypes whose elements have whole bytes, by ours."""
+"""The names of dtypes whose elements have whole bytes, by our names."""
 
 BITS: Final[Mapping[str, int]] = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of dtypes smaller than a byte. Those of ml_dtypes have a byte per element and are other dtypes."""
+"""Bits per element of dtypes smaller than a byte. ml_dtypes uses a byte per element, so its dtypes are different."""
 
 PAIRS: Final = "torch.float4_e2m1fn_x2"
 """The kind of an array of bytes with two F4 elements each: the dtype that the safetensors library uses for F4."""
 
 RAW: Final = "safetensors."
-"""Prefix of the kind of an array that holds the bytes of a tensor whose dtype NumPy lacks. The dtype's name follows."""
+"""Prefix of the kind of an array with the bytes of a tensor whose dtype NumPy lacks. The name of the dtype follows."""
 
 
 def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
-    """The dtype and shape that a header states for an array that is stored whole."""
+    """Return the dtype and shape that a header states for an array."""
     spec = record.spec
     if spec.dtype == "uint8" and record.kind != PLAIN_ARRAY and spec.shape:
         if record.kind == PAIRS:
@@ -90,7 +90,7 @@ def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
 
 
 def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
-    """Return the dtype and shape in the file of an array that is loaded as bytes; None for other records."""
+    """Return the stored dtype and shape of an array that is loaded as bytes; None for other records."""
     name = record.kind.removeprefix(RAW)
     bits, shape = BITS.get(name), record.notes.get("shape")
     if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):
@@ -101,19 +101,19 @@ def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
 
 
 METADATA: Final = "__metadata__"
-"""The name in a header of the metadata of the file."""
+"""The key of the metadata of a file in its header."""
 
 _ALIGNMENT: Final = 64
 _LARGE_ALIGNMENT: Final = 4096
-"""Where elements begin in a large file, in bytes: a page, so that direct I/O needs no copy."""
+"""Alignment of the first element in a large file, in bytes: a page, so that direct I/O needs no copy."""
 
 
 def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
-    """Return the bytes before the elements of a file.
+    """Return the bytes of a file before its elements.
 
     Args:
-        header: by name, what each tensor is and where.
-        data_bytes: how many bytes of elements follow.
+        header: by name, the dtype, shape and position of each tensor.
+        data_bytes: the bytes of all elements.
     """
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     alignment = _LARGE_ALIGNMENT if data_bytes > 1 << 20 else _ALIGNMENT
@@ -122,7 +122,7 @@ def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """The names of so many files that hold whole arrays."""
+    """Return the names of `count` files of whole arrays."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -139,13 +139,13 @@ def file_metadata(
     metadata: dict[str, JSON] = {
         names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
     }
-    metadata["format"] = "pt"  # Hugging Face loaders ask for it; it says nothing of who wrote the file
+    metadata["format"] = "pt"  # Hugging Face loaders require it, whatever software wrote the file
     metadata.update(own)
     return metadata
 
 
 SHARDING: Final = "DCP_SHARDING_INFO"
-"""The entry in the metadata of a file that says where its boxes begin."""
+"""The key in the metadata of a file for the starts of its boxes."""
 
 _TOGETHER_BYTES: Final = 256 << 20
 """Most bytes of arrays with several separate boxes in one file: they stay in memory until the last is written."""
@@ -155,9 +155,9 @@ class _Slice(NamedTuple):
     """A box of an array that is one tensor of a file.
 
     Attributes:
-        item: the number of the item that it is of.
-        boxes: which of the boxes of the item it is made of.
-        box: all of them together.
+        item: the number of the item.
+        boxes: the numbers of the boxes of the item that form this box.
+        box: the box.
     """
 
     item: int
@@ -175,15 +175,15 @@ def write_slices(
     max_file_bytes: int,
     metadata: Mapping[str, str],
 ) -> ChunkColumns:
-    """Write items of a plan into files of this process.
+    """Write items of a plan as slices into files of this process.
 
     Args:
-        snapshot: has the elements.
+        snapshot: contains the elements.
         items: the numbers of the items.
-        names: by leaf, how the array is called.
-        store: where to write.
-        stem: what the names of files have in them.
-        max_file_bytes: the most elements that a file holds, in bytes, unless one box is larger.
+        names: the names of arrays by leaf.
+        store: the store to write to.
+        stem: the stem of file names.
+        max_file_bytes: the most bytes of elements in a file, unless one box is larger.
         metadata: the user's entries for every file.
     """
     plan = snapshot.plan
@@ -223,10 +223,10 @@ def write_slices(
 
 
 def _files(plan: WritePlan, items: Sequence[int], max_file_bytes: int) -> list[list[_Slice]]:
-    """Divide slices into files: at most one of each array, wide elements first, so that elements are aligned."""
+    """Divide slices into files: at most one slice of each array per file, wide elements first for alignment."""
     order = sorted(items, key=lambda number: -plan.items[number].spec.numpy_dtype.itemsize)
     cut = [_slices(plan, number) for number in order]
-    files = _filled(plan, [slices[0] for slices in cut if len(slices) == 1], max_file_bytes)
+    files = _fill_files(plan, [slices[0] for slices in cut if len(slices) == 1], max_file_bytes)
     several = [slices for slices in cut if len(slices) > 1]
     while several:
         together: list[list[_Slice]] = []
@@ -236,11 +236,11 @@ def _files(plan: WritePlan, items: Sequence[int], max_file_bytes: int) -> list[l
             nbytes += sum(_nbytes(plan, part) for part in together[-1])
         for number in range(max(map(len, together))):
             layer = [slices[number] for slices in together if number < len(slices)]
-            files.extend(_filled(plan, layer, max_file_bytes))
+            files.extend(_fill_files(plan, layer, max_file_bytes))
     return files
 
 
-def _filled(plan: WritePlan, slices: Sequence[_Slice], max_file_bytes: int) -> list[list[_Slice]]:
+def _fill_files(plan: WritePlan, slices: Sequence[_Slice], max_file_bytes: int) -> list[list[_Slice]]:
     files: list[list[_Slice]] = []
     room = 0
     leaves: set[int] = set()
@@ -261,22 +261,22 @@ def _nbytes(plan: WritePlan, part: _Slice) -> int:
 
 
 def _slices(plan: WritePlan, number: int) -> list[_Slice]:
-    """Return the boxes of an item, merged into one if they form a box, without empty ones."""
+    """Return the boxes of an item without empty ones, merged into one if they form a box."""
     item = plan.items[number]
-    held = [position for position, box in enumerate(item.boxes) if box.size]
-    if not held:
+    filled = [position for position, box in enumerate(item.boxes) if box.size]
+    if not filled:
         return [] if item.spec.size else [_Slice(number, (0,), item.boxes[0])]
-    boxes = [item.boxes[position] for position in held]
+    boxes = [item.boxes[position] for position in filled]
     start = tuple(map(min, zip(*[box.start for box in boxes], strict=True)))
     stop = tuple(map(max, zip(*[box.stop for box in boxes], strict=True)))
-    around = Box(start, stop)
-    if around.size == sum(box.size for box in boxes):  # those of an item do not overlap
-        return [_Slice(number, tuple(held), around)]
-    return [_Slice(number, (position,), item.boxes[position]) for position in held]
+    union = Box(start, stop)
+    if union.size == sum([box.size for box in boxes]):  # boxes of an item do not overlap
+        return [_Slice(number, tuple(filled), union)]
+    return [_Slice(number, (position,), item.boxes[position]) for position in filled]
 
 
 class _Users:
-    """Gives the elements of slices, and releases an item with the last of its slices. Any thread."""
+    """Segments of slices. Releases an item after the last of its slices. Any thread."""
 
     def __init__(self, snapshot: Snapshot, files: Sequence[Sequence[_Slice]]) -> None:
         self._snapshot = snapshot

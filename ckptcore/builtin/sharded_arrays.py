@@ -1,4 +1,4 @@
-"""Sharded arrays: NumPy arrays of which each process of a job holds a part, as it says itself."""
+"""Sharded arrays: NumPy arrays of which each process of a job holds some boxes, without a framework."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["ArrayShard", "ShardedArray", "ShardedArrayHandler"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayShard:
-    """A box of an array that this process holds, or asks for.
+    """A box of an array that this process holds, or requests.
 
     Attributes:
-        box: where it is in the array.
-        elements: those of the box; None in what is asked for.
-        replica: which of the equal copies of the box this one is; each has a number of its own, from 0 on.
-        replicas: how many copies there are in the job.
+        box: its position in the array.
+        elements: the elements of the box; None in a request.
+        replica: the number of this replica of the box, from 0.
+        replicas: the number of replicas in the job.
     """
 
     box: Box
@@ -37,18 +37,18 @@ class ArrayShard:
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class ShardedArray:
-    """An array of which this process holds boxes, and others of the job hold the rest.
+    """An array of which this process holds some boxes, and other processes of the job hold the rest.
 
-    In a save every process gives the same shape and dtype, and the different boxes of all make up the array. In a load
-    a process asks for the boxes that it needs, whichever were saved; what is loaded is a `ShardedArray` with the
-    elements of these.
+    In a save every process passes the same shape and dtype, and the boxes of all processes make up the array. In a load
+    a process requests the boxes that it needs, independent of the saved ones. The load returns a `ShardedArray` with
+    their elements.
 
     Attributes:
-        shape: of the whole array, elements along each axis.
-        dtype: of the elements.
-        shards: what this process holds; their boxes do not overlap.
+        shape: the shape of the whole array, in elements.
+        dtype: the dtype of the elements.
+        shards: the boxes that this process holds. They do not overlap.
         cuts: per axis, the inner boundaries at which shards of any process meet, in elements. Layouts that store a
-            regular grid of chunks (zarr, OCDBT) need them; None where nothing is known.
+            regular grid of chunks (zarr, OCDBT) need them. None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -67,13 +67,13 @@ class ShardedArray:
         """Describe an array.
 
         Args:
-            shape: of the whole array.
+            shape: the shape of the whole array.
             dtype: anything that `numpy.dtype` takes, or a name such as ``bfloat16``.
-            shards: what this process holds of it.
-            cuts: where shards meet.
+            shards: the boxes that this process holds.
+            cuts: the boundaries at which shards meet.
 
         Raises:
-            ValueError: if a box is not within the array, shards overlap, or elements are not those of their box.
+            ValueError: a box is not within the array, shards overlap, or elements do not fit their box.
         """
         object.__setattr__(self, "shape", tuple(map(operator.index, shape)))
         object.__setattr__(self, "dtype", dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype))
@@ -92,14 +92,14 @@ class ShardedArray:
         replicas: int = 1,
         cuts: Sequence[Sequence[int]] | None = None,
     ) -> ShardedArray:
-        """An array of which this process holds one box.
+        """Return an array of which this process holds one box.
 
         Args:
-            elements: those of the box.
-            start: where the box begins along each axis.
-            shape: of the whole array.
-            replica, replicas: which of the equal copies of the box this one is, and how many there are.
-            cuts: where shards meet.
+            elements: the elements of the box.
+            start: the start of the box along each axis.
+            shape: the shape of the whole array.
+            replica, replicas: the number of this replica of the box, and the number of replicas.
+            cuts: the boundaries at which shards meet.
         """
         stop = tuple([first + extent for first, extent in zip(start, elements.shape, strict=True)])
         shard = ArrayShard(Box(tuple(start), stop), elements, replica, replicas)
@@ -121,7 +121,9 @@ class ShardedArray:
                     f"{shard.elements.shape}; expected {box.shape}"
                 )
             if not 0 <= shard.replica < shard.replicas:
-                raise ValueError(f"ShardedArray: {shard.replica} is none of {shard.replicas} replicas of the box {box}")
+                raise ValueError(
+                    f"ShardedArray: the box {box} has the replica {shard.replica}; expected 0 to {shard.replicas - 1}"
+                )
             for other in self.shards[:number]:
                 if other.box.intersect(box) is not None:
                     raise ValueError(f"ShardedArray of shape {self.shape}: the boxes {other.box} and {box} overlap")
@@ -134,17 +136,17 @@ class ShardedArray:
 
 
 class ShardedArrayHandler(LeafHandler):
-    """`ShardedArray`."""
+    """Handler of `ShardedArray`."""
 
     priority = Priority.EXACT
 
     def describe(self, leaf: ShardedArray) -> LeafRecord:
-        """Shape, dtype and cuts of the whole array."""
+        """Return the shape, dtype and cuts of the whole array."""
         notes = {} if leaf.dtype.isnative else {"converted": "byte order"}
         return ArrayRecord(ArraySpec(leaf.shape, name_of_dtype(leaf.dtype)), cuts=leaf.cuts, notes=notes)
 
     def abstract(self, leaf: ShardedArray) -> object:
-        """The same boxes, replicas and cuts, without elements."""
+        """Return the same boxes, replicas and cuts without elements."""
         self.describe(leaf)  # refuses dtypes that cannot be stored
         if all(shard.elements is None for shard in leaf.shards):
             return leaf
@@ -152,7 +154,7 @@ class ShardedArrayHandler(LeafHandler):
         return ShardedArray(leaf.shape, leaf.dtype, shards, cuts=leaf.cuts)
 
     def identity(self, leaf: ShardedArray) -> Hashable | None:
-        """The place in memory of every part, and where it is in the array."""
+        """Return the memory address of every shard, and its box."""
         parts = []
         for shard in leaf.shards:
             elements = shard.elements
@@ -162,35 +164,35 @@ class ShardedArrayHandler(LeafHandler):
         return (leaf.shape, leaf.dtype, tuple(parts)) if parts else None
 
     def shards(self, leaf: ShardedArray, rank: int, size: int) -> Sequence[Shard]:
-        """As the array says."""
+        """Return the boxes of the array."""
         if any(shard.elements is None for shard in leaf.shards):
-            raise UnsupportedLeafError("a ShardedArray without elements asks for some, and has none to save")
+            raise UnsupportedLeafError("a ShardedArray without elements is a request for a load; it cannot be saved")
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def shards_of(self, leaf: ShardedArray, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """As the array says, also without elements. It tells of one process: each gives one of its own."""
+        """Return the boxes of the array, also without elements. An array describes one process: each has its own."""
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def host_bytes(self, leaf: ShardedArray, boxes: Sequence[Box]) -> HostBytes:
-        """None for views: elements are in host memory, or would be."""
+        """Return no bytes for views, because elements are in host memory."""
         return HostBytes(0, sum([box.size for box in boxes]) * leaf.dtype.itemsize)
 
     def copy_to_host(
         self, leaf: ShardedArray, boxes: Sequence[Box], memory: HostMemory
     ) -> Sequence[Pending[HostArray]]:
-        """Copies: the caller may change an array at any time."""
+        """Copy boxes, because the caller may change an array at any time."""
         return [memory.copy(_elements(leaf, box)) for box in boxes]
 
     def view_on_host(self, leaf: ShardedArray, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """Views."""
+        """Return views."""
         return [Ready(_elements(leaf, box)) for box in boxes]
 
     def wanted(self, abstract: ShardedArray, stored: ArrayRecord) -> Sequence[Box]:
-        """The boxes that it names."""
+        """Return the boxes of the request."""
         return [shard.box for shard in abstract.shards]
 
     def destination(self, abstract: ShardedArray, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """The elements of the shard, where they lie as they are stored."""
+        """Return the elements of the shard, if they are in the stored form."""
         for shard in abstract.shards:
             elements = shard.elements
             if shard.box == box and elements is not None:
@@ -199,15 +201,15 @@ class ShardedArrayHandler(LeafHandler):
         return None
 
     def build(self, abstract: ShardedArray, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> ShardedArray:
-        """The same boxes, with elements."""
+        """Return the same boxes with elements."""
         if isinstance(stored, ValueRecord):
-            raise PluginError("a ShardedArray was to be built of a value")
+            raise PluginError("a ShardedArray cannot be built from a value")
         found = dict(boxes)
         shards = [ArrayShard(shard.box, found[shard.box], shard.replica, shard.replicas) for shard in abstract.shards]
         return ShardedArray(abstract.shape, stored.spec.numpy_dtype, shards, cuts=abstract.cuts)
 
     def fill(self, target: ShardedArray, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into its elements; False where one has none, or cannot be written."""
+        """Copy into the elements; False if a shard has none, or is read-only."""
         parts = {shard.box: shard.elements for shard in target.shards}
         if isinstance(stored, ValueRecord) or any(part is None or not part.flags.writeable for part in parts.values()):
             return False
@@ -218,7 +220,7 @@ class ShardedArrayHandler(LeafHandler):
         return True
 
     def memory_to_fill(self, target: ShardedArray) -> Sequence[StridedMemory] | None:
-        """The memory of its shards; None if one has no elements or is read-only."""
+        """Return the memory of the shards; None if one has no elements or is read-only."""
         found = []
         for shard in target.shards:
             if shard.elements is None or not shard.elements.flags.writeable:
@@ -228,7 +230,7 @@ class ShardedArrayHandler(LeafHandler):
 
 
 def _elements(leaf: ShardedArray, box: Box) -> HostArray:
-    """Those of a box within one of its shards."""
+    """Return the elements of a box within one of the shards."""
     for shard in leaf.shards:
         if shard.elements is not None and shard.box.contains(box):
             return shard.elements[box.within(shard.box)]

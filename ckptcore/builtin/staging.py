@@ -1,4 +1,4 @@
-"""Staging directories: where objects that write files of their own write them before they are saved."""
+"""Staging directories, into which objects write their own files before these are saved."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _PREFIX: Final = "ckptcore-staging-"
 
 
 class StagingDirectory:
-    """A new empty directory of this process, in the system's directory for temporary files.
+    """A new empty directory of this process, in the temporary directory of the system.
 
-    It is locked while it is used. The kernel releases the lock when the process ends in any way, and the next staging
-    directory that is created on the same machine removes all unlocked ones. Other machines, which may share the parent
-    directory and not see the lock, do not remove it. Neither does this machine after a restart.
+    It is locked while it is used. The kernel releases the lock when the process ends, and the next staging directory
+    that is created on the same machine removes all unlocked ones. Other machines may share the temporary directory
+    without seeing the lock, so they do not remove it. After a restart, neither does this machine.
 
     Attributes:
-        path: its path.
+        path: the path.
     """
 
     def __init__(self) -> None:
-        """Create and lock it.
+        """Create and lock the directory.
 
         Raises:
-            StorageError: it cannot be created, or cannot be locked and was removed again.
+            StorageError: the directory cannot be created or locked.
         """
         try:
             above = tempfile.gettempdir()
@@ -49,7 +49,7 @@ class StagingDirectory:
             ) from error
 
     def close(self) -> None:
-        """Remove it and its contents. Closing again is no error. The next sweep removes what could not be removed."""
+        """Remove the directory. Closing again is no error. The next sweep removes files that could not be removed."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -60,7 +60,7 @@ def _make(above: str) -> tuple[Path, DirectoryLock]:
         try:
             lock = try_to_lock(path)
         except FileNotFoundError:
-            continue  # swept before it was locked
+            continue  # another process swept it before it was locked
         except BaseException:
             os.rmdir(path)
             raise
@@ -70,9 +70,9 @@ def _make(above: str) -> tuple[Path, DirectoryLock]:
 
 @functools.cache
 def _prefix() -> str:
-    """Return the prefix of the names of all staging directories of this machine, until it is started again."""
+    """Return the prefix of the names of all staging directories of this machine since its last start."""
     try:
-        # Not the name of the host: several containers and machines may have the same.
+        # Not the host name: containers and machines may share it.
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
         machine = platform.node().encode("utf-8", "surrogateescape")
@@ -85,14 +85,14 @@ def _sweep(above: str) -> None:
         with os.scandir(above) as entries:
             found = [entry.path for entry in entries if entry.name.startswith(_prefix())]
     except PermissionError:
-        return  # others may write there and not look
+        return  # the directory may be writable but not readable
     for path in found:
         try:
             if os.lstat(path).st_uid != os.geteuid():
                 continue
             lock = try_to_lock(path)
         except OSError:
-            continue  # gone meanwhile, or no directory of ours
+            continue  # removed meanwhile, or not a staging directory
         if lock is not None:
             with lock:
                 shutil.rmtree(path, ignore_errors=True)

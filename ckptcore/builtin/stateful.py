@@ -26,21 +26,21 @@ __all__ = [
     "PythonRandomHandler",
     "StateDictHandler",
     "StateTreeHandler",
+    "accepts_arguments",
     "random_state_handler",
-    "required_names",
+    "required_parameters",
     "state_handler",
     "state_to_load",
-    "takes_only",
 ]
 
 _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def required_names(value_type: type, name: str) -> tuple[str, ...] | None:
-    """The parameters that a method must be given, without ``self``; None if there is no such method of instances.
+def required_parameters(value_type: type, name: str) -> tuple[str, ...] | None:
+    """Return the required parameters of a method without ``self``; None if instances have no such method.
 
     Raises:
-        ValueError: if the method is not written in Python and does not tell.
+        ValueError: the method is not written in Python and has no signature.
     """
     method = getattr(value_type, name, None)
     if method is None or not callable(method):
@@ -63,8 +63,8 @@ def required_names(value_type: type, name: str) -> tuple[str, ...] | None:
     return tuple([parameter.name for parameter in required])
 
 
-def takes_only(value_type: type, name: str, count: int) -> bool:
-    """Whether a method can be called with `count` arguments by position; one that does not tell is believed to."""
+def accepts_arguments(value_type: type, name: str, count: int) -> bool:
+    """Return True if a method can be called with `count` positional arguments, or if its signature is unknown."""
     method = getattr(value_type, name, None)
     if method is None or not callable(method):
         return False
@@ -81,31 +81,31 @@ def takes_only(value_type: type, name: str, count: int) -> bool:
     return True
 
 
-class _Nothing:
+class _Missing:
     __slots__ = ()
 
 
-_NOTHING: Final = _Nothing()
-"""The object has nothing at this place now."""
+_MISSING: Final = _Missing()
+"""Placeholder for a value that the object does not have."""
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
-"""Values that say themselves what they are, and come back so."""
+"""Types whose stored values determine their type."""
 
 _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
-"""Dtypes of frameworks with elements below one byte: their arrays are stored as bytes, without the dtype."""
+"""Dtypes of frameworks with elements smaller than a byte: their arrays are stored as bytes, without the dtype."""
 
 
 def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], object] = lambda stored: stored) -> Any:
-    """An abstract state with the structure of `stored`, whatever structure the object's own state has.
+    """Return an abstract state with the structure of `stored`, for `CheckpointableHandler.flatten_to_load`.
 
-    For `CheckpointableHandler.flatten_to_load`. A checkpoint does not tell all types. Where the own state has
-    something at the same place, it does: the array of which framework, which subclass of dict. Shapes and dtypes are
-    those that are stored. Where it has nothing, arrays come back as `array` asks, and containers as Python's.
+    A checkpoint does not store all types. If the object's own state has a value at the same place, that determines the
+    type: the framework of an array, the subclass of a dict. Shapes and dtypes are the stored ones. Otherwise arrays
+    load as `array` requests, and containers as Python's.
 
     Args:
-        own: the state of the object now.
-        stored: what is stored, in Python's own containers: `AbstractArray` for arrays, and values.
-        array: makes the abstract leaf for an array that the own state does not have; a NumPy array unless given.
+        own: the current state of the object.
+        stored: the stored state in Python's containers, with `AbstractArray` for arrays.
+        array: returns the abstract leaf for an array that the own state does not have; by default a NumPy array.
     """
     if isinstance(stored, AbstractArray):
         return _array(own, stored, array)
@@ -113,9 +113,9 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
         return _mapping(own, stored, array)
     if isinstance(stored, list | tuple):
         return _sequence(own, stored, array)
-    if stored is None or isinstance(own, (_Nothing, *_PLAIN, dict, list, tuple)) or _is_array(own):
+    if stored is None or isinstance(own, (_Missing, *_PLAIN, dict, list, tuple)) or _is_array(own):
         return stored
-    return own  # a leaf that only its own handler can build
+    return own  # a leaf that only its handler can build
 
 
 def _array(own: object, stored: AbstractArray, array: Callable[[AbstractArray], object]) -> object:
@@ -123,42 +123,42 @@ def _array(own: object, stored: AbstractArray, array: Callable[[AbstractArray], 
         return stored
     if not _is_array(own):
         return array(stored)
-    # The object's own arrays are left to its setter: they may be the arrays of other objects too. Those that cannot
-    # make others like themselves are asked for as they are.
+    # Do not reuse the object's own arrays: its setter copies into them, and other objects may share them. Frameworks
+    # without a way to make a similar array request the array itself.
     make = getattr(own, "new_empty", None)
     if make is not None:
         name = _element_name(own)
         if name == stored.dtype.name or re.fullmatch(_IN_BYTES, name):
             return make(stored.shape)
-        dtype = _dtype_beside(own, stored.dtype.name)
+        dtype = _dtype_of_same_module(own, stored.dtype.name)
         return array(stored) if dtype is None else make(stored.shape, dtype=dtype)
     return own if _is_like(own, stored) else _of_namespace(own, stored)
 
 
 def _element_name(own: Any) -> str:
-    """The name of a dtype, without the framework that some put before it."""
+    """Return the name of a dtype without the prefix of its framework."""
     return str(own.dtype).rpartition(".")[2]
 
 
-def _dtype_beside(own: Any, name: str) -> object | None:
-    """The dtype of another name: where dtypes are no NumPy ones, the module that has their class has them all."""
+def _dtype_of_same_module(own: Any, name: str) -> object | None:
+    """Return the dtype with another name from the module of the dtype's class; None for dtypes of NumPy."""
     kind = type(own.dtype)
     found = getattr(sys.modules.get(kind.__module__), name, None)
     return found if isinstance(found, kind) else None
 
 
 def _is_like(own: Any, stored: AbstractArray) -> bool:
-    # A dtype that is not NumPy's, such as of random keys, says nothing of how it is stored.
+    # A dtype of another framework, such as of random keys, does not determine the stored form.
     return not isinstance(own.dtype, np.dtype) or (tuple(own.shape) == stored.shape and own.dtype == stored.dtype)
 
 
 def _of_namespace(own: Any, stored: AbstractArray) -> object:
-    """Convert to the framework and device of another array, by the array API standard, if it implements that."""
+    """Make an array of the framework and device of another array by the array API standard, if it implements that."""
     try:
         return own.__array_namespace__().empty(stored.shape, dtype=stored.dtype, device=own.device)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # No such framework; or it has no such dtype, cannot divide this shape over the devices, or has let go of the
-        # array.
+        # The framework does not implement it, lacks the dtype, cannot divide the shape over its devices, or has deleted
+        # the array.
         return own
 
 
@@ -168,55 +168,55 @@ def _is_array(own: object) -> bool:
 
 def _mapping(own: object, stored: dict[Any, Any], array: Callable[[AbstractArray], object]) -> object:
     if not isinstance(own, dict):
-        # A container of another type is taken apart by its own handler.
-        if not isinstance(own, (_Nothing, *_PLAIN, list)) and not _is_array(own):
+        # The handler of another container type takes it apart.
+        if not isinstance(own, (_Missing, *_PLAIN, list)) and not _is_array(own):
             return own
         own = {}
-    children = {key: state_to_load(own.get(key, _NOTHING), child, array=array) for key, child in stored.items()}
+    children = {key: state_to_load(own.get(key, _MISSING), child, array=array) for key, child in stored.items()}
     if type(own) is dict or not isinstance(own, type(stored)):
         return OrderedDict(children) if isinstance(stored, OrderedDict) else children
-    made = copy.copy(own)  # with what an instance carries beside its items
-    made.clear()
-    made.update(children)
-    return made
+    result = copy.copy(own)  # keeps attributes of the instance
+    result.clear()
+    result.update(children)
+    return result
 
 
 def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[[AbstractArray], object]) -> object:
     if not isinstance(own, list | tuple):
-        if not isinstance(own, (_Nothing, *_PLAIN, dict)) and not _is_array(own):
+        if not isinstance(own, (_Missing, *_PLAIN, dict)) and not _is_array(own):
             return own
         own = type(stored)()
-    known = [*own[: len(stored)], *[_NOTHING] * (len(stored) - len(own))]
+    known = [*own[: len(stored)], *[_MISSING] * (len(stored) - len(own))]
     children = [state_to_load(now, child, array=array) for now, child in zip(known, stored, strict=True)]
     if isinstance(stored, tuple):
         return type(own)(children) if isinstance(own, tuple) and not hasattr(own, "_fields") else tuple(children)
     if type(own) is list or not isinstance(own, list):
         return children
-    made = copy.copy(own)
-    made[:] = children
-    return made
+    result = copy.copy(own)
+    result[:] = children
+    return result
 
 
 class StateDictHandler(CheckpointableHandler):
     """Objects with ``state_dict()`` and ``load_state_dict(state)``: data loaders, schedulers, metrics.
 
-    Each process has a state of its own. What is loaded has the structure that was saved, also where the object is new
-    and has another state as yet. ``load(location, obj)`` gives the state; ``load_into`` gives it to the object.
+    Each process has its own state. A load has the structure that was saved, even if the object is new and has another
+    state. ``load(location, obj)`` returns the state; ``load_into`` loads it into the object.
     """
 
     priority = Priority.PROTOCOL
     per_process = True
 
     def flatten(self, value: Any) -> object:
-        """The state dict."""
+        """Return the state dict."""
         return value.state_dict()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """What is stored, with the types of what `value` has at the same places."""
+        """Return the stored state, with the types of the object's own state."""
         return state_to_load(value.state_dict(), stored)
 
     def unflatten(self, like: Any, state: object) -> object:
-        """The state itself, for ``like.load_state_dict``."""
+        """Return the state, for ``like.load_state_dict``."""
         return state
 
     def restore(self, target: Any, state: object) -> None:
@@ -225,24 +225,24 @@ class StateDictHandler(CheckpointableHandler):
 
 
 class GetStateHandler(CheckpointableHandler):
-    """Objects with ``get_state()`` and ``set_state(state)``: iterators over data. A state may be a tree, or bytes.
+    """Objects with ``get_state()`` and ``set_state(state)``: iterators over data. A state is a tree or bytes.
 
-    Otherwise as `StateDictHandler`.
+    Otherwise equal to `StateDictHandler`.
     """
 
     priority = Priority.PROTOCOL
     per_process = True
 
     def flatten(self, value: Any) -> object:
-        """The state."""
+        """Return the state."""
         return value.get_state()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """What is stored, with the types of what `value` has at the same places."""
+        """Return the stored state, with the types of the object's own state."""
         return state_to_load(value.get_state(), stored)
 
     def unflatten(self, like: Any, state: object) -> object:
-        """The state itself, for ``like.set_state``."""
+        """Return the state, for ``like.set_state``."""
         return state
 
     def restore(self, target: Any, state: object) -> None:
@@ -253,43 +253,43 @@ class GetStateHandler(CheckpointableHandler):
 class StateTreeHandler(CheckpointableHandler):
     """Objects with ``get_state_tree()`` and ``set_state_tree(tree)``: models with their optimizer and metrics.
 
-    These setters pass over what they do not know, without a word. So a load asks for exactly the variables that the
-    object has, and the difference is told. Two may be there later: variables of an optimizer that made no step, which
-    is built; and metrics, which are started anew where the object has none yet.
+    These setters silently ignore unknown variables. So a load requests exactly the variables of the object, and reports
+    a difference. Two kinds may be missing at first: variables of an optimizer that made no step, which the load builds,
+    and metrics, which load as they are stored.
 
-    Every process is taken to hold the same arrays, or shards of them.
+    Every process is assumed to hold the same arrays, or shards of them.
     """
 
     priority = Priority.PROTOCOL
 
     def flatten(self, value: Any) -> object:
-        """The tree of its variables.
+        """Return the tree of its variables.
 
         Raises:
-            UnsupportedLeafError: if it is to have an optimizer and has none yet.
+            UnsupportedLeafError: the optimizer is missing.
         """
         if getattr(value, "optimizer", value) is None:
             raise UnsupportedLeafError(
-                f"a {type(value).__qualname__} without an optimizer gives no state tree; compile it first, or save "
+                f"a {type(value).__qualname__} without an optimizer has no state tree; compile it first, or save "
                 "its weights"
             )
         return value.get_state_tree()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """The tree of its variables, those of its optimizer too, with the metrics that are stored."""
+        """Return the tree of its variables, including those of its optimizer, with the stored metrics."""
         tree = self.flatten(value)
         if not isinstance(stored, dict) or not isinstance(tree, dict):
             return tree
         optimizer = getattr(value, "optimizer", None)
         if stored.get(_OPTIMIZER) and not getattr(optimizer, "built", True):
-            optimizer.build(value.trainable_variables)  # type: ignore[union-attr]  # None has nothing that is False
+            optimizer.build(value.trainable_variables)  # type: ignore[union-attr]  # None has no attribute `built`
             tree = value.get_state_tree()
         if stored.get(_METRICS):
             tree = {**tree, _METRICS: state_to_load(tree.get(_METRICS), stored[_METRICS])}
         return tree
 
     def unflatten(self, like: Any, state: object) -> object:
-        """The tree itself, for ``like.set_state_tree``."""
+        """Return the tree, for ``like.set_state_tree``."""
         return state
 
     def restore(self, target: Any, state: object) -> None:
@@ -301,41 +301,41 @@ _OPTIMIZER: Final = "optimizer_variables"
 _METRICS: Final = "metrics_variables"
 
 _PROTOCOLS: Final[tuple[tuple[str, str, CheckpointableHandler], ...]] = (
-    # First, because such a model may have a state dict too, from the framework below it, without its optimizer.
+    # First, because such a model may also have the state dict of its framework, which lacks the optimizer.
     ("get_state_tree", "set_state_tree", StateTreeHandler()),
     ("state_dict", "load_state_dict", StateDictHandler()),
     ("get_state", "set_state", GetStateHandler()),
 )
-"""How a state is got, how it is set, and who does it, in the order of precedence."""
+"""Getter, setter and handler of each protocol, in the order of precedence."""
 
 
 def state_handler(value_type: type) -> CheckpointableHandler | None:
-    """The handler for objects of a type that has the methods of one of the protocols; None for other types."""
+    """Return the handler for objects with the methods of a protocol; None for other types."""
     for getter, setter, handler in _PROTOCOLS:
-        if takes_only(value_type, getter, 0) and takes_only(value_type, setter, 1):
+        if accepts_arguments(value_type, getter, 0) and accepts_arguments(value_type, setter, 1):
             return handler
     return None
 
 
 class NumpyGeneratorHandler(CheckpointableHandler):
-    """`numpy.random.Generator`: the state of its bit generator, of any kind. Not which children it has spawned."""
+    """`numpy.random.Generator`: the state of its bit generator. Spawned children are not counted."""
 
     priority = Priority.FRAMEWORK
     per_process = True
 
     def flatten(self, value: np.random.Generator) -> object:
-        """The state as NumPy gives it: a dict with the name of the bit generator, ints and arrays, which are copies."""
+        """Return the state in NumPy's form: a dict with the name of the bit generator, ints, and copies of arrays."""
         return value.bit_generator.state
 
     def unflatten(self, like: np.random.Generator, state: object) -> object:
-        """The state itself, for ``like.bit_generator.state``."""
+        """Return the state, for ``like.bit_generator.state``."""
         return state
 
     def restore(self, target: np.random.Generator, state: Any) -> None:
         """Set the state.
 
         Raises:
-            TreeMismatchError: if the bit generator is of another kind.
+            TreeMismatchError: the bit generator has another type.
         """
         _check_kind(type(target.bit_generator).__name__, state)
         target.bit_generator.state = state
@@ -348,18 +348,18 @@ class NumpyRandomStateHandler(CheckpointableHandler):
     per_process = True
 
     def flatten(self, value: np.random.RandomState) -> object:
-        """The state as a dict, with arrays that are copies."""
+        """Return the state as a dict with copies of arrays."""
         return value.get_state(legacy=False)
 
     def unflatten(self, like: np.random.RandomState, state: object) -> object:
-        """The state itself, for ``like.set_state``."""
+        """Return the state, for ``like.set_state``."""
         return state
 
     def restore(self, target: np.random.RandomState, state: Any) -> None:
         """Set the state.
 
         Raises:
-            TreeMismatchError: if the bit generator is of another kind.
+            TreeMismatchError: the bit generator has another type.
         """
         _check_kind(str(target.get_state(legacy=False)["bit_generator"]), state)
         target.set_state(state)
@@ -372,16 +372,16 @@ class PythonRandomHandler(CheckpointableHandler):
     per_process = True
 
     def flatten(self, value: random.Random) -> object:
-        """The version, the 625 words as an array, and the number that `gauss` holds back."""
+        """Return the version, the 625 words as an array, and the cached number of `gauss`."""
         version, words, gauss_next = value.getstate()
         return {"version": version, "state": np.array(words, np.uint32), "gauss_next": gauss_next}
 
     def flatten_to_load(self, value: random.Random, stored: object) -> object:
-        """As it is stored: `gauss` may hold a number back in the one and not in the other."""
+        """Return the stored form: `gauss` may have a cached number in only one of them."""
         return state_to_load(self.flatten(value), stored)
 
     def unflatten(self, like: random.Random, state: object) -> object:
-        """The state itself, as `flatten` gives it."""
+        """Return the state, in the form of `flatten`."""
         return state
 
     def restore(self, target: random.Random, state: Any) -> None:
@@ -393,9 +393,7 @@ def _check_kind(expected: str, state: Any) -> None:
     found = state["bit_generator"]
     if found != expected:
         difference = f"the state is one of {found}, the generator has {expected}"
-        raise TreeMismatchError(
-            f"{difference}; make the generator with {found}, as it was when it was saved", [difference]
-        )
+        raise TreeMismatchError(f"{difference}. Create the generator with {found}, as it was saved", [difference])
 
 
 _GENERATOR: Final = NumpyGeneratorHandler()
@@ -404,8 +402,8 @@ _RANDOM: Final = PythonRandomHandler()
 
 
 def random_state_handler(value_type: type) -> CheckpointableHandler | None:
-    """The handler for generators of a type; None for other types, and for those without this state (`SystemRandom`)."""
-    # Both modules are slow to import, and no value is a generator of theirs before they are imported.
+    """Return the handler for generators of a type; None for other types, and for `SystemRandom`, which has no state."""
+    # Do not import these modules, which is slow: before their import there are no values of their types.
     if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):
             return _GENERATOR

@@ -29,8 +29,7 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import IOThreads, ask_each
+from ckptcore.io.requests import IOThreads, map_ordered, requests_of
 from ckptcore.protocols import StorageBackend
 
 __all__ = ["base_locks", "bases_in", "delete_checkpoint", "find_bases", "pin_name", "referring_to"]
@@ -179,7 +178,7 @@ def find_bases(
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
     names = [name for name in directories if name not in (without, ADMINISTRATION) and not is_hidden_name(name)]
     parallelism = requests_of(directory).concurrency
-    bases = ask_each(threads, names, lambda name: bases_of(directory, name), parallelism=parallelism)
+    bases = map_ordered(threads, names, lambda name: bases_of(directory, name), parallelism=parallelism)
     return dict(zip(names, bases, strict=True))
 
 

@@ -55,7 +55,7 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.io.threads import reset_in_children
+from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
 
 __all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose", "SeenOwner"]

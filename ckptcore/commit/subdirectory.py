@@ -56,9 +56,9 @@ class Subdirectory(StorageBackend):
         """See `StorageBackend`."""
         return self._parent.open_reader(self._prefix + key)
 
-    def hold_open(self, key: str) -> RangeReader:
+    def open_stamped(self, key: str) -> RangeReader:
         """See `StorageBackend`."""
-        return self._parent.hold_open(self._prefix + key)
+        return self._parent.open_stamped(self._prefix + key)
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""

@@ -1,10 +1,9 @@
-"""Saves and loads in the background: their threads, their handles, and reports of errors that were not retrieved."""
+"""Saves and loads in the background: their threads, their handles, and reports of errors that were never retrieved."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 import threading
 import traceback
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
+from ckptcore.io.requests import call_into, reset_in_children
 from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.redaction import redacted
 
@@ -25,32 +25,17 @@ __all__ = [
     "LoadHandle",
     "Progress",
     "SaveHandle",
-    "call_into",
     "wait_for_saves_to",
 ]
 
 T = TypeVar("T")
 
 
-def call_into(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function unless its future was cancelled, and give the future its result or error."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-    finally:
-        del future, function  # the traceback of an error holds this frame
-
-
 class BackgroundThreads:
     """Threads that call functions in the order of submission, and end once the queue is empty. Thread-safe.
 
     The interpreter waits for them at exit. The executors of `concurrent.futures` refuse work once the main thread has
-    ended, and their module cannot be imported then. Here `submit` calls the function itself where no thread can be
+    ended, and their module cannot be imported then. Here `submit` calls the function itself if no thread can be
     started, and in exit handlers.
     """
 
@@ -58,8 +43,8 @@ class BackgroundThreads:
         """Start no thread yet.
 
         Args:
-            most: how many functions run at once.
-            name: of the threads.
+            most: the most functions that run at once.
+            name: the name of the threads.
         """
         self._most = most
         self._name = name
@@ -72,7 +57,7 @@ class BackgroundThreads:
         """Call a function on one of the threads.
 
         Args:
-            function: to call.
+            function: the function.
             inline: call it on this thread if no other can be started.
 
         Raises:
@@ -92,7 +77,7 @@ class BackgroundThreads:
                 pass
             else:
                 return future
-        # The main thread runs exit handlers after all threads were joined: no one would wait for a new one.
+        # The main thread runs exit handlers after all threads were joined: nothing would wait for a new thread.
         if not inline:
             with self._lock:
                 self._work.remove(work)
@@ -101,7 +86,7 @@ class BackgroundThreads:
         return future
 
     def join(self, *, cancel: bool = False) -> None:
-        """Wait until all functions have returned; `cancel` drops those that have not begun."""
+        """Wait until all functions have returned. `cancel` drops functions that have not started."""
         with self._lock:
             while cancel and self._work:
                 future, _ = self._work.popleft()
@@ -111,7 +96,7 @@ class BackgroundThreads:
             self._idle.wait_for(lambda: not self._work and not self._serving)
 
     def _serve(self) -> None:
-        """Call functions until the queue is empty. Return at once if enough threads do."""
+        """Call functions until the queue is empty. Return immediately if enough threads do."""
         thread = threading.get_ident()
         with self._lock:
             if len(self._serving) >= self._most or thread in self._serving:
@@ -126,8 +111,8 @@ class BackgroundThreads:
                         return
                     future, function = self._work.popleft()
                 call_into(future, function)
-                del future, function  # this frame must not hold them while it waits
-        except BaseException:  # an interrupt; another thread serves what is left
+                del future, function  # release them before the next wait
+        except BaseException:  # an interrupt; another thread serves the rest of the queue
             with self._lock:
                 self._serving.discard(thread)
                 self._idle.notify_all()
@@ -157,8 +142,8 @@ class SaveHandle(ExplainsAttributes):
         self._written = 0
         self._lock = threading.Lock()
         self._noticed = False
-        self._key = object()  # identifies this handle in reports that do not keep it
-        self._kept_by: weakref.ref[BackgroundSaves] | None = None
+        self._key = object()  # identifies this handle in reports, which keep no reference to it
+        self._saves: weakref.ref[BackgroundSaves] | None = None
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._future.exception() else "committed"
@@ -168,8 +153,8 @@ class SaveHandle(ExplainsAttributes):
         """Wait until the checkpoint is committed.
 
         Raises:
-            TimeoutError: if it is not within `timeout` seconds; the save goes on.
-            CheckpointError: why the save failed.
+            TimeoutError: the save has not finished within `timeout` seconds. It continues.
+            CheckpointError: the save failed.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -180,10 +165,10 @@ class SaveHandle(ExplainsAttributes):
         error = self._future.exception(timeout)
         self._noticed = True
         if error is not None:
-            # The caller may raise it, and then it holds the locals of the frames that it passes.
+            # The caller may raise it: its traceback then holds the locals of the frames that it passes.
             _exit_report().remove(self)
-            if self._kept_by is not None and (keeper := self._kept_by()) is not None:
-                keeper._forget(self)
+            if self._saves is not None and (saves := self._saves()) is not None:
+                saves._forget(self)
         return error
 
     def done(self) -> bool:
@@ -216,8 +201,8 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
         """Wait for the value.
 
         Raises:
-            TimeoutError: if it is not there within `timeout` seconds; the load goes on.
-            CheckpointError: why the load failed.
+            TimeoutError: the load has not finished within `timeout` seconds. It continues.
+            CheckpointError: the load failed.
         """
         return self._future.result(timeout)
 
@@ -231,36 +216,36 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
 
 
 class BackgroundSaves:
-    """The asynchronous saves of a Context, one after the other in the order in which they began."""
+    """The asynchronous saves of a Context. They run one after the other, in the order in which they started."""
 
     def __init__(self) -> None:
-        self._begin_anew()
-        _ALL.add(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def _begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Start without saves or threads. A forked child does not have the threads of its parent."""
         self._threads = BackgroundThreads(1, "ckptcore-save")
-        self._lock = threading.RLock()  # a save that cannot have a thread runs while it is held
+        self._lock = threading.RLock()  # reentrant: a save for which no thread starts runs while the lock is held
         self._handles: list[SaveHandle] = []
 
     def run(
         self, handle: SaveHandle, work: Callable[[], None], locations: Sequence[str] = (), *, inline: bool = True
     ) -> None:
-        """Run a save after those before it, and give its outcome to the handle.
+        """Run a save after all earlier saves, and store its outcome in the handle.
 
         Args:
-            handle: of the save.
-            work: writes and commits it.
-            locations: the save's targets; it also waits for earlier saves of other Contexts to them.
+            handle: the handle of the save.
+            work: writes and commits the save.
+            locations: the targets of the save. It also waits for earlier saves of other Contexts to them.
             inline: do the work on this thread if no other can be started.
 
         Raises:
             RuntimeError: no thread can be started, and `inline` is False.
         """
         with self._lock:
-            handle._kept_by = weakref.ref(self)
+            handle._saves = weakref.ref(self)
             self._handles = [*(other for other in self._handles if other.matters), handle]
-            # Under the lock: turns must come in the order of the queue, or two saves could wait for each other.
+            # Under the lock: turns must have the order of the queue, or two saves could wait for each other.
             turn = _ORDER.take(locations)
             try:
                 self._threads.submit(functools.partial(_run, handle, work, turn), inline=inline)
@@ -274,34 +259,34 @@ class BackgroundSaves:
             self._handles = [other for other in self._handles if other is not handle]
 
     def load(self, work: Callable[[], T]) -> LoadHandle[T]:
-        """Run a load on a thread of its own."""
+        """Run a load on a new thread."""
         return LoadHandle(BackgroundThreads(1, "ckptcore-load").submit(work))
 
     def wait(self) -> None:
         """Wait until no save is running. Raises no errors of saves."""
-        for handle in self._under_way():
+        for handle in self._running():
             handle._future.exception()
 
     def wait_for_room(self) -> None:
         """Block until at most one save is running, so that at most two snapshots are in memory."""
-        for handle in self._under_way()[:-1]:
+        for handle in self._running()[:-1]:
             handle._future.exception()
 
     def busy(self) -> bool:
         """Return True if a save is running."""
-        return bool(self._under_way())
+        return bool(self._running())
 
     def raise_unnoticed(self) -> None:
         """Raise the error of an earlier save, if it was not retrieved.
 
         Raises:
-            BackgroundSaveError: with the save's error as its cause.
+            BackgroundSaveError: the error of the save is its cause.
         """
         for handle in self._failed_unnoticed():
             error = handle.exception()
             raise BackgroundSaveError(f"the earlier save to {handle.location} failed: {error}") from error
 
-    def _under_way(self) -> list[SaveHandle]:
+    def _running(self) -> list[SaveHandle]:
         with self._lock:
             return [handle for handle in self._handles if not handle.done()]
 
@@ -311,7 +296,7 @@ class BackgroundSaves:
 
 
 class _Turn:
-    """The place of an asynchronous save among those to the same locations."""
+    """The position of an asynchronous save in the queue of each of its locations."""
 
     def __init__(self, order: _SaveOrder, locations: Sequence[str], before: Sequence[_Turn]) -> None:
         self.locations = locations
@@ -320,37 +305,38 @@ class _Turn:
         self._ended = threading.Event()
 
     def begin(self) -> None:
-        """Wait for the saves before this one, on the thread that runs it."""
+        """Wait for earlier saves, on the thread that runs this save."""
         for turn in self._before:
             turn.wait()
         self._before = ()
         self._order.running.turn = self
 
     def wait(self) -> None:
-        """Wait until the save has committed or failed."""
+        """Wait until the save is committed or failed."""
         self._ended.wait()
 
     def end(self) -> None:
-        """End the turn, so that later saves begin."""
+        """End the turn, so that later saves start."""
         self._order.running.turn = None
         self._order.remove(self)
         self._ended.set()
 
 
 class _SaveOrder:
-    """The asynchronous saves of all Contexts to each location, in the order in which they began. Thread-safe."""
+    """The asynchronous saves of all Contexts to each location, in the order in which they started. Thread-safe."""
 
     def __init__(self) -> None:
-        self.begin_anew()
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def begin_anew(self) -> None:
-        """Forget all saves: a forked child runs none of those of its parent."""
+    def reset_after_fork(self) -> None:
+        """Forget all saves: they do not run in a forked child."""
         self._lock = threading.Lock()
         self._last: dict[str, _Turn] = {}
         self.running = threading.local()
 
     def take(self, locations: Sequence[str]) -> _Turn:
-        """Give a save its turn after those that began before."""
+        """Return the turn of a new save, after all earlier saves."""
         with self._lock:
             before = [self._last[location] for location in locations if location in self._last]
             turn = _Turn(self, locations, before)
@@ -358,14 +344,14 @@ class _SaveOrder:
             return turn
 
     def remove(self, turn: _Turn) -> None:
-        """Forget a save that ended."""
+        """Remove a save that ended."""
         with self._lock:
             for location in turn.locations:
                 if self._last.get(location) is turn:
                     del self._last[location]
 
     def wait_for(self, location: str) -> None:
-        """Wait for earlier saves to a location. A save that runs in its turn has waited already."""
+        """Wait for earlier saves to a location. Inside an asynchronous save, do not wait again."""
         if getattr(self.running, "turn", None) is not None:
             return
         with self._lock:
@@ -378,21 +364,8 @@ _ORDER: Final = _SaveOrder()
 
 
 def wait_for_saves_to(location: str) -> None:
-    """Wait for asynchronous saves of all Contexts of this process to a location. Inside such a save, return at once."""
+    """Wait for asynchronous saves of all Contexts of this process to a location. Inside such a save, do not wait."""
     _ORDER.wait_for(location)
-
-
-_ALL: Final[weakref.WeakSet[BackgroundSaves]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    _ORDER.begin_anew()
-    for saves in _ALL:
-        saves._begin_anew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
@@ -404,46 +377,46 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
             turn.end()
     except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`, or reported at exit
         del work
-        _empty_frames(error)
+        _clear_frames(error)
         _exit_report().add(handle, error)
         handle._future.set_exception(error)
     else:
         handle._future.set_result(None)
 
 
-def _empty_frames(error: BaseException) -> None:
-    """Clear the frames of an error, which hold the state and its memory: the error may be kept for long."""
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error, which refer to the state: the error may exist for long."""
     seen: set[int] = set()
-    behind: list[BaseException | None] = [error]
-    while behind:
-        one = behind.pop()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
         traceback.clear_frames(one.__traceback__)
-        behind += [one.__cause__, one.__context__]
+        pending += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
-            behind += one.exceptions
+            pending += one.exceptions
 
 
 class _ExitReport:
     """Failed saves that are reported when the program ends. Any thread."""
 
     def __init__(self) -> None:
-        self._unheard: dict[object, str] = {}  # by the key of the handle, which is not kept itself
+        self._failures: dict[object, str] = {}  # by the key of the handle
         atexit.register(self.print)
 
     def add(self, handle: SaveHandle, error: BaseException) -> None:
-        """Remember a save that is about to fail."""
-        self._unheard[handle._key] = f"the save to {handle.location} failed: {type(error).__name__}: {error}"
+        """Add a failed save."""
+        self._failures[handle._key] = f"the save to {handle.location} failed: {type(error).__name__}: {error}"
 
     def remove(self, handle: SaveHandle) -> None:
-        """Forget a save: its error was retrieved."""
-        self._unheard.pop(handle._key, None)
+        """Remove a save whose error was retrieved."""
+        self._failures.pop(handle._key, None)
 
     def print(self) -> None:
         """Print the failed saves whose errors were not retrieved. The threads of all saves have been joined."""
-        for failure in self._unheard.values():
+        for failure in self._failures.values():
             print(f"ckptcore: {failure}", file=sys.stderr)
 
 

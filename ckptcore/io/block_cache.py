@@ -1,4 +1,4 @@
-"""Block cache: an open object that remembers which of its blocks were verified, and the blocks that were read last."""
+"""Block cache: an open object that remembers which of its blocks were verified, and the blocks read last."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Final, cast
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.checksums import RecordedChecksums
 from ckptcore.io.elements import new_bytes
-from ckptcore.io.requests import is_held_reader
-from ckptcore.io.threads import IOThreads, run_each
-from ckptcore.protocols import Buffer, HeldReader, RangeReader
+from ckptcore.io.requests import IOThreads, for_each, is_stamped_reader
+from ckptcore.protocols import Buffer, RangeReader, StampedReader
 
 __all__ = ["BlockCache", "RecentBlocks"]
 
@@ -24,15 +23,15 @@ class _Spare(threading.local):
     """Memory in which a thread verifies blocks. It is freed when the thread ends.
 
     Attributes:
-        memory: for one block.
-        block: the cache and the first byte of the verified block that it contains, if this may be read again.
+        memory: the memory of one block.
+        block: the cache and the first byte of the verified block in `memory`, if it may be read again.
     """
 
     memory: memoryview | None = None
     block: tuple[object, int] | None = None
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory to fill. Mapping and touching a MiB takes longer than verifying one."""
+        """Return memory to fill. It is reused, because mapping and touching a MiB takes longer than verifying one."""
         self.block = None
         if self.memory is None or len(self.memory) < nbytes:
             self.memory = new_bytes(nbytes)
@@ -43,16 +42,16 @@ _spare: Final = _Spare()
 
 
 class RecentBlocks:
-    """The verified blocks of a checkpoint that were read last. Any thread."""
+    """The last verified blocks that were read of a checkpoint. Any thread."""
 
     def __init__(self, most: int) -> None:
-        """Keep at most `most` blocks."""
+        """Cache at most `most` blocks."""
         self._most = most
         self._blocks: OrderedDict[tuple[str, int], Buffer] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, key: str, start: int) -> Buffer | None:
-        """Return the block of an object that begins at a byte, or None if it is not kept."""
+        """Return the block of an object that starts at a byte, or None if it is not cached."""
         with self._lock:
             found = self._blocks.get((key, start))
             if found is not None:
@@ -60,7 +59,7 @@ class RecentBlocks:
             return found
 
     def keep(self, key: str, start: int, block: Buffer) -> None:
-        """Keep a block in place of the one that was used longest ago."""
+        """Cache a block. Drops the least recently used one."""
         with self._lock:
             self._blocks[key, start] = block
             self._blocks.move_to_end((key, start))
@@ -69,18 +68,17 @@ class RecentBlocks:
 
 
 class BlockCache:
-    """An open object that remembers which of its blocks were verified, and skips that until it changes. Any thread.
+    """An open object that remembers which blocks were verified, and verifies them again only if it changes. Any thread.
 
-    - An object that its storage holds open (`HeldReader`) has a stamp that changes with it, and may be mapped into
-      memory. Verified blocks are noted for the stamp. Without a stamp a change could go unnoticed: each
-      thread keeps the last block only.
-    - Blocks of other objects are kept in memory, because to read them again would cost as much as to verify them.
+    - The stamp of a `StampedReader` changes with the object, which may be mapped into memory. Verified blocks are
+      remembered with the stamp. Without a stamp a change could go unnoticed: each thread caches its last block only.
+    - Blocks of other objects are cached in memory, because reading them again costs as much as verifying them.
     - Without checksums nothing is verified, and mapped memory may be used after the first read.
 
-    A disk that returns other bytes for a page than before, although nothing wrote to the object, goes unnoticed.
+    Silent changes of the disk, which leave the stamp unchanged, go unnoticed.
 
     Attributes:
-        is_verified: True if bytes are compared with checksums, and read by whole blocks for this.
+        is_verified: True if bytes are compared with checksums, and therefore read as whole blocks.
     """
 
     def __init__(
@@ -101,14 +99,14 @@ class BlockCache:
             reader: the open object.
             size: its bytes, as far as known; may be hostile.
             sums: the checksums of its blocks; None: verify nothing.
-            block_bytes: what one checksum covers.
-            recent: keeps blocks of objects that are not held open.
+            block_bytes: the bytes that one checksum covers.
+            recent: caches blocks of objects without a stamp.
             count: called with the number of bytes after each read.
         """
         self.is_verified = sums is not None
         self._key = key
         self._reader = reader
-        self._held = cast(HeldReader, reader) if is_held_reader(type(reader)) else None
+        self._stamped = cast(StampedReader, reader) if is_stamped_reader(type(reader)) else None
         self._size = size
         self._sums = sums
         self._block_bytes = block_bytes
@@ -117,32 +115,32 @@ class BlockCache:
         self._memory: memoryview | None = None
         self._is_mapped = False
         self._was_read = False
-        self._token = object()  # identifies this cache in the memory of threads, which do not keep it
-        # The stamp of the object, and a byte for each block that is 1 if it was verified with that. Replaced together.
+        self._token = object()  # identifies this cache in `_spare`, which keeps no reference to it
+        # The stamp, and a byte for each block: 1 if it was verified with this stamp. Replaced together.
         self._verified: tuple[Hashable | None, bytearray] = None, self._no_marks()
 
     def memory(self) -> memoryview | None:
-        """Return the object as memory, of which only what `is_at_hand` may be touched; None if it cannot be mapped."""
+        """Map the object into memory. Only ranges for which `is_cached` is True may be touched. None if impossible."""
         if not self._is_mapped:
-            self._memory = None if self._held is None else self._held.memory()
+            self._memory = None if self._stamped is None else self._stamped.memory()
             self._is_mapped = True
         return self._memory
 
-    def is_at_hand(self, start: int, stop: int) -> bool:
-        """Return True if bytes of `memory` exist, and are verified if this verifies. The range must not be empty."""
-        held = self._held
-        if held is None or not 0 <= start < stop <= self._size:
+    def is_cached(self, start: int, stop: int) -> bool:
+        """Return True if bytes of `memory` may be used: they exist, and are verified. The range must not be empty."""
+        stamped = self._stamped
+        if stamped is None or not 0 <= start < stop <= self._size:
             return False
         if self._sums is None:
-            return self._was_read and stop <= held.size()
+            return self._was_read and stop <= stamped.size()
         stamp, marks = self._verified
         first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
         if not marks[first] or (first != last and marks.find(0, first, last + 1) >= 0):
             return False
-        return held.stamp() == stamp
+        return stamped.stamp() == stamp
 
-    def bring(self, start: int, stop: int, threads: IOThreads) -> bool:
-        """Read and verify the blocks of a range, so that it is at hand. Return False if it cannot be.
+    def fetch(self, start: int, stop: int, threads: IOThreads) -> bool:
+        """Read and verify the blocks of a range. Return True if `is_cached` then returns True for it.
 
         Args:
             start, stop: the range in bytes; not empty.
@@ -150,31 +148,31 @@ class BlockCache:
 
         Raises:
             ChecksumError
-            CorruptCheckpointError: the object ends before.
+            CorruptCheckpointError: the object ends before `stop`.
         """
         self._expect(start, stop)
-        if self._held is None or self.memory() is None:
+        if self._stamped is None or self.memory() is None:
             return False
         self._was_read = True
         if self._sums is not None:
-            stamp = self._held.stamp()
+            stamp = self._stamped.stamp()
             if stamp is None:
-                return False  # blocks verified now would have to be verified again
+                return False  # each use would have to verify the blocks again
             marks, size = self._marks_of(stamp), self._block_bytes
             missing = [number for number in range(start // size, -(-stop // size)) if not marks[number]]
             if len(missing) < _FEW_BLOCKS:
                 for number in missing:
                     self._verify_block(number)
             else:
-                run_each(threads, missing, self._verify_block)
-        return self.is_at_hand(start, stop)
+                for_each(threads, missing, self._verify_block)
+        return self.is_cached(start, stop)
 
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes from `start` on.
+        """Fill memory with the bytes from `start`.
 
         Raises:
             ChecksumError
-            CorruptCheckpointError: the object ends before.
+            CorruptCheckpointError: the object ends too early.
         """
         stop = start + len(memory)
         self._expect(start, stop)
@@ -192,15 +190,15 @@ class BlockCache:
         self._read_verified(start, stop, memory)
 
     def _read_verified(self, start: int, stop: int, memory: memoryview) -> None:
-        """Fill memory with bytes that are verified now; whole blocks straight into it.
+        """Fill memory with bytes that are verified now. Whole blocks are read directly into it.
 
-        If the object is not held open, a single block goes through the recent blocks, because each read is a request.
+        A single block of an object without a stamp goes through the recent blocks, because each read is a request.
         """
         position = start
         while position < stop:
             begin = position - position % self._block_bytes
             end = min(begin + self._block_bytes, self._size)
-            is_single = self._held is None and stop - position <= self._block_bytes
+            is_single = self._stamped is None and stop - position <= self._block_bytes
             if position == begin and end <= stop and not is_single:
                 end = stop if stop == self._size else stop - stop % self._block_bytes
                 self._verify(begin, memory[position - start : end - start], self._stamp())
@@ -210,16 +208,16 @@ class BlockCache:
             position = end
 
     def _block(self, begin: int) -> Buffer:
-        """Return a verified block; the memory may be used until this thread verifies another one."""
+        """Return a verified block. The memory may be used until this thread verifies another one."""
         nbytes = min(self._block_bytes, self._size - begin)
-        if self._held is None:
-            kept = self._recent.find(self._key, begin)
-            if kept is None:
-                kept = new_bytes(nbytes)
-                self._verify(begin, kept, None)
-                self._recent.keep(self._key, begin, kept)
-            return kept
-        stamp, place = self._held.stamp(), (self._token, begin)
+        if self._stamped is None:
+            cached = self._recent.find(self._key, begin)
+            if cached is None:
+                cached = new_bytes(nbytes)
+                self._verify(begin, cached, None)
+                self._recent.keep(self._key, begin, cached)
+            return cached
+        stamp, place = self._stamped.stamp(), (self._token, begin)
         if stamp is None and _spare.block == place and _spare.memory is not None:
             return _spare.memory[:nbytes]
         block = _spare.take(nbytes)
@@ -233,7 +231,7 @@ class BlockCache:
         self._verify(begin, _spare.take(min(self._block_bytes, self._size - begin)), self._stamp())
 
     def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
-        """Fill memory with whole blocks, verify them, and note them for the stamp that the object had before."""
+        """Fill memory with whole blocks, verify them, and mark them for the stamp that the object had before."""
         assert self._sums is not None  # nothing is verified without checksums
         self._fill(start, memory)
         self._sums.verify(start, memory)
@@ -245,13 +243,13 @@ class BlockCache:
         marks[first : first + count] = b"\x01" * count
 
     def _stamp(self) -> Hashable | None:
-        return None if self._held is None else self._held.stamp()
+        return None if self._stamped is None else self._stamped.stamp()
 
     def _no_marks(self) -> bytearray:
         return bytearray(-(-self._size // self._block_bytes) if self.is_verified else 0)
 
     def _marks_of(self, stamp: Hashable) -> bytearray:
-        """Return the blocks that were verified with a stamp; none if it is another one than before."""
+        """Return the marks of the blocks that were verified with a stamp; no marks if the stamp is new."""
         known, marks = self._verified
         if known != stamp:
             marks = self._no_marks()
@@ -266,8 +264,8 @@ class BlockCache:
         if not 0 <= start <= stop <= self._size:
             raise CorruptCheckpointError(
                 f"{self._key!r} does not hold what the checkpoint says: expected bytes {start} to {stop}, found "
-                f"{self._size} bytes; it was cut off, or what describes it is damaged: restore it from a copy, or load "
-                "another checkpoint",
+                f"{self._size} bytes. The object was cut off, or the metadata is damaged: restore it from a copy, or "
+                "load another checkpoint",
                 key=self._key,
                 start=start,
                 stop=stop,

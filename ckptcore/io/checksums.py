@@ -51,7 +51,7 @@ class BlockChecksums:
         """Add bytes. Each byte of the object is added once. Whole blocks are not copied.
 
         Raises:
-            ValueError: for bytes outside the object.
+            ValueError: bytes are outside the object.
         """
         view = memoryview(data)
         stop = offset + len(view)
@@ -112,7 +112,7 @@ class RecordedChecksums:
         """Use the checksums of a record, which may be hostile.
 
         Raises:
-            CorruptCheckpointError: if there are not as many as the object has blocks.
+            CorruptCheckpointError: the number of checksums is not the number of blocks.
         """
         count = -(-record.size // block_bytes)
         if len(record.checksums) != count * CHECKSUM_BYTES:
@@ -127,7 +127,7 @@ class RecordedChecksums:
         self._block_bytes = block_bytes
 
     def verify(self, start: int, data: memoryview) -> None:
-        """Compare bytes that begin at `start`, a whole number of blocks or up to the end of the object.
+        """Compare bytes from `start`, a block boundary, to another one or the end of the object.
 
         Raises:
             ChecksumError: names the first block that differs.
@@ -140,7 +140,7 @@ class RecordedChecksums:
             self.verify(start + begin, data[begin : begin + size])
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
-        """Compare bytes as `verify` does that follow each other in the object, and are in several places of memory.
+        """Compare bytes that are contiguous in the object, and in several places of memory. See `verify`.
 
         Raises:
             ChecksumError
@@ -184,11 +184,11 @@ def _difference(key: str, start: int, nbytes: int, expected: int, found: int) ->
 
 
 class InlineChecksum:
-    """A checksum that an object has behind the bytes that it covers, computed from pieces in any order.
+    """A checksum that follows the bytes that it covers in an object. Computed from pieces in any order.
 
     Attributes:
         checksum: its algorithm.
-        nbytes: how many bytes it covers.
+        nbytes: the number of bytes that it covers.
         data: the checksum as stored in the object, or None until all pieces are added.
     """
 
@@ -209,7 +209,7 @@ class InlineChecksum:
         The caller holds a lock, or has all bytes in one piece.
 
         Raises:
-            PluginError: the checksum does not have as many bytes as its algorithm says.
+            PluginError: the checksum does not have the number of bytes that its algorithm states.
         """
         self._pieces.append((start, nbytes, value))
         self._missing -= nbytes
@@ -227,13 +227,13 @@ def encoded(checksum: Checksum, value: int) -> bytes:
     """Return a checksum as stored in an object.
 
     Raises:
-        PluginError: it does not have as many bytes as it said.
+        PluginError: it does not have the stated number of bytes.
     """
     data = checksum.encode(value)
     if len(data) != checksum.nbytes:
         raise PluginError(
-            f"the checksum {checksum.name} says that it takes {checksum.nbytes} bytes, and {len(data)} bytes were "
-            "found; the layout that gave it is wrong"
+            f"the checksum {checksum.name} states a size of {checksum.nbytes} bytes and encodes to {len(data)} bytes: "
+            "the layout has a bug"
         )
     return data
 
@@ -250,16 +250,16 @@ def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSeg
     if not before < first < number:
         raise PluginError(
             f"segment {number} of {len(segments)} is the checksum of {segment.segments} segments before it: expected "
-            f"1 to {number - before - 1}, because it may not be of another checksum; the layout is wrong"
+            f"1 to {number - before - 1}, because it may not cover another checksum; the layout has a bug"
         )
     return first
 
 
 def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[int, InlineChecksum]:
-    """Return checksums by number of segment, for the segments that contain one and those that one covers.
+    """Return checksums by segment number, for segments that contain a checksum or that one covers.
 
     Raises:
-        PluginError: a checksum covers segments that it may not cover.
+        PluginError: a checksum covers invalid segments.
     """
     found: dict[int, InlineChecksum] = {}
     before = -1
@@ -275,7 +275,7 @@ def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[
 
 
 class ChunkCheck:
-    """A chunk to compare with the checksum behind it, read in one part or several. Any thread.
+    """The comparison of a chunk with its inline checksum. The chunk is read in one part or several. Any thread.
 
     Attributes:
         start, stop: the range of the object that the checksum covers; it begins at `stop`.
@@ -319,8 +319,8 @@ class ChunkCheck:
         found = self._sum.data
         if found != self._stored:
             raise ChecksumError(
-                f"{self._key!r} is damaged in bytes {self.start} to {self.end}: expected the {checksum.name} that "
-                f"stands there, {self._stored.hex()}, found {found.hex() if found else ''}; it changed after it was "
+                f"{self._key!r} is damaged in bytes {self.start} to {self.end}: expected the stored "
+                f"{checksum.name} {self._stored.hex()}, found {found.hex() if found else ''}; it changed after it was "
                 "written, or the storage returned wrong bytes: restore it from a copy, or load another checkpoint",
                 key=self._key,
                 start=self.start,
@@ -330,7 +330,7 @@ class ChunkCheck:
 
 
 def _between(buffers: Sequence[tuple[int, memoryview]], start: int, stop: int) -> list[memoryview]:
-    """Return bytes `start` to `stop` of an object, of buffers as `ChunkCheck.compare` takes them."""
+    """Return bytes `start` to `stop` of an object from buffers (position in the object, bytes)."""
     place = bisect.bisect_right(buffers, start, key=_position) - 1
     position, buffer = buffers[place]
     found = [buffer[start - position : stop - position]]

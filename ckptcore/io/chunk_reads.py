@@ -1,4 +1,4 @@
-"""Boxes of arrays read through a chunk index: the one read path of all layouts."""
+"""Reads of boxes of arrays through a chunk index: the one read path of all layouts."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
 __all__ = ["StoredFormat", "native_reader", "read_boxes"]
 
 _FETCHED_BYTES: Final = 32 << 20
-"""The most bytes of encoded chunks that are fetched at once, if they are close to each other."""
+"""Most bytes of encoded chunks that one request fetches, if they are close to each other."""
 
 _GAP_BYTES: Final = 64 << 10
-"""The most bytes between chunks that are fetched at once."""
+"""Most bytes between chunks that one request fetches."""
 
 _DECODED_BYTES: Final = 128 << 20
-"""Elements that are decoded at a time, in bytes."""
+"""Bytes of elements that are decoded at a time."""
 
 _LEAST_STARTED: Final = 2
-"""Chunks that are decoded at a time, however large they are."""
+"""Minimum number of chunks that are decoded at a time, of any size."""
 
 _Target: TypeAlias = tuple[int, Box, HostArray]
 """The number of an item, its box and its buffer."""
@@ -46,24 +46,24 @@ _Target: TypeAlias = tuple[int, Box, HostArray]
 
 @dataclass(slots=True)
 class _Wanted:
-    """A chunk, and the targets that want elements of it."""
+    """A chunk, and the targets that need elements of it."""
 
     chunk: Chunk
     targets: list[_Target] = field(default_factory=list)
 
 
 class StoredFormat:
-    """A layout and its state: where the arrays of a checkpoint are in its objects. Any thread.
+    """A layout and its state, which locate the arrays of a checkpoint in its objects. Any thread.
 
     Checkpoints that are opened with the same root share it, and with it the chunk index.
 
     Attributes:
         layout: the layout.
-        state: what it stored with the tree.
+        state: the state that the layout stored with the tree.
     """
 
     def __init__(self, layout: Layout, state: JSON) -> None:
-        """Make no index yet."""
+        """Create no index yet."""
         self.layout = layout
         self.state = state
         self._last: tuple[TreeMetadata, ChunkIndex] | None = None
@@ -86,7 +86,7 @@ def read_boxes(
     """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
 
     Args:
-        index: of the checkpoint; may be made of a hostile state.
+        index: the index of the checkpoint; its state may be hostile.
         items: the boxes to read, in any order.
         buffers: C-contiguous and writable, of the box's shape and the stored dtype.
         store: reads and verifies objects.
@@ -96,16 +96,16 @@ def read_boxes(
         UnsupportedLeafError: an array is stored in a way that cannot be read.
     """
     native, specs = native_reader(index), index.stored_specs
-    by_itself: list[_Target] = []
+    by_index: list[_Target] = []
     exact: dict[tuple[int, int], _Wanted] = {}
     others: dict[int, dict[int, _Wanted]] = {}
     for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
         box = item.box
         if (spec := specs.get(item.leaf)) is not None:
             box, buffer = _as_stored(box, buffer, spec)
-        size = missing = buffer.size  # as of the box, without a call in Python
+        size = missing = buffer.size  # equal to the size of the box, without a Python call
         if native is not None and size and native.reads(item.leaf, store):
-            by_itself.append((number, box, buffer))
+            by_index.append((number, box, buffer))
             continue
         chunks = index.boxes(item.leaf, box)
         if not size:
@@ -132,13 +132,13 @@ def read_boxes(
             wanted.targets.append(target)
         if missing:
             raise CorruptCheckpointError(
-                f"{missing} of the {size} elements of a box of leaf {item.leaf} are in no chunk; restore the "
-                "checkpoint from a copy, or load another one"
+                f"leaf {item.leaf}: {missing} of the {size} elements of a box are in no chunk. Restore the checkpoint "
+                "from a copy, or load another one"
             )
-    if by_itself and native is not None:
-        part = [ReadItem(items[number].leaf, box) for number, box, _ in by_itself]
-        for place in native.read(part, [buffer for _, _, buffer in by_itself], store):
-            yield by_itself[place][0]
+    if by_index and native is not None:
+        part = [ReadItem(items[number].leaf, box) for number, box, _ in by_index]
+        for position in native.read(part, [buffer for _, _, buffer in by_index], store):
+            yield by_index[position][0]
     reads = [_chunk_read(wanted, wanted.chunk.key, wanted.chunk.offset, None) for wanted in exact.values()]
     if others:
         yield from _Located(index, store, reads).results(others)
@@ -153,12 +153,12 @@ def native_reader(index: ChunkIndex) -> NativeReader | None:
 
 @functools.lru_cache(maxsize=64)
 def _is_native(kind: type[ChunkIndex]) -> bool:
-    """Return whether indexes of a type are `NativeReader`. Cached: the check is slow."""
+    """Return True if indexes of a type are `NativeReader`. Cached: the check is slow."""
     return issubclass(kind, NativeReader)
 
 
 def _as_stored(box: Box, buffer: HostArray, spec: ArraySpec) -> tuple[Box, HostArray]:
-    """Return a box and its buffer as the stored elements of an array, which may be bytes on another axis."""
+    """Return a box and its buffer in the stored dtype, which may have the bytes of an element as a last axis."""
     shape = buffer.shape
     if len(spec.shape) > len(shape):
         box = Box((*box.start, 0), (*box.stop, spec.shape[-1]))
@@ -184,7 +184,7 @@ class _Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """A chunk that is being decoded, and the bytes that its elements take."""
+    """A chunk that is being decoded, and the bytes of its elements."""
 
     wanted: _Wanted
     nbytes: int
@@ -192,7 +192,7 @@ class _Decoding:
 
 
 class _Located:
-    """Chunks whose places the index finds with I/O: raw, encoded, inline, or missing with a fill value."""
+    """Chunks that the index locates with I/O: raw, encoded, inline, or missing with a fill value."""
 
     def __init__(self, index: ChunkIndex, store: ReadStore, reads: list[ChunkRead]) -> None:
         self._index = index
@@ -203,7 +203,7 @@ class _Located:
         self._left: dict[int, int] = {}
 
     def results(self, wanted: Mapping[int, Mapping[int, _Wanted]]) -> Iterator[int]:
-        """Yield the number of each target once all of its chunks are complete, of exact chunks too."""
+        """Yield the number of each target once all of its chunks are complete, including exact chunks."""
         for of_leaf in wanted.values():
             self._locate(list(of_leaf.values()))
         for one in self._encoded:
@@ -219,7 +219,7 @@ class _Located:
             yield from self._decode(self._encoded)
 
     def _locate(self, chunks: Sequence[_Wanted]) -> None:
-        """Find the chunks of one array. Copies those that are at hand, and collects the others."""
+        """Locate the chunks of one array. Copies inline chunks and fill values, and collects the others."""
         places = self._index.locate([one.chunk for one in chunks], self._store)
         encoded, inline, fills, checksums = places.encoded, places.inline, places.fills, places.checksums
         at: dict[tuple[str, int], Chunk] = {}
@@ -234,37 +234,37 @@ class _Located:
                 self._copied.update(dict.fromkeys([number for number, _, _ in one.targets]))
             elif at.setdefault((key, start), one.chunk) is not one.chunk:
                 raise CorruptCheckpointError(
-                    f"leaf {one.chunk.leaf} has two chunks at byte {start} of {key}; what describes the arrays is "
-                    "damaged: restore the checkpoint from a copy, or load another one",
+                    f"leaf {one.chunk.leaf} has two chunks at byte {start} of {key}: the metadata is damaged. Restore "
+                    "the checkpoint from a copy, or load another one",
                     key=key,
                 )
             else:
                 self._reads.append(_chunk_read(one, key, start, checksums.get(row)))
 
     def _decode(self, encoded: Sequence[_Encoded]) -> Iterator[int]:
-        """Decode chunks, each once and whole, several at a time, and copy to targets."""
+        """Decode whole chunks, each once and several at a time, and copy their elements to targets."""
         started: deque[_Decoding] = deque()
-        held = 0
+        decoded_bytes = 0
         try:
             for one, data in _fetched(encoded, self._store):
                 targets = one.wanted.targets
                 nbytes = max(one.wanted.chunk.box.size, 1) * targets[0][2].itemsize
                 started.append(_Decoding(one.wanted, nbytes, self._index.decode(one.wanted.chunk, data)))
-                held += nbytes
-                while held > _DECODED_BYTES and len(started) > _LEAST_STARTED:
-                    held -= started[0].nbytes
+                decoded_bytes += nbytes
+                while decoded_bytes > _DECODED_BYTES and len(started) > _LEAST_STARTED:
+                    decoded_bytes -= started[0].nbytes
                     yield from self._take(started)
             while started:
                 yield from self._take(started)
         finally:
-            # After an error a decoder may still write into memory that is about to be freed.
+            # After an error, wait for decoders: they may still write into memory that is about to be freed.
             for left in started:
                 _settle(left.elements)
 
     def _take(self, started: deque[_Decoding]) -> Iterator[int]:
         oldest = started[0]
         _copy(oldest.wanted, oldest.elements.result())
-        started.popleft()  # now that nothing writes to its elements any more, also if it is interrupted
+        started.popleft()  # only now: `_decode` waits for all started chunks, also after an interrupt
         for number, _, _ in oldest.wanted.targets:
             self._left[number] -= 1
             if not self._left[number]:
@@ -274,7 +274,7 @@ class _Located:
 def _settle(elements: Pending[HostArray]) -> None:
     try:
         elements.result()
-    except Exception:  # noqa: BLE001, S110  # another error is on its way already
+    except Exception:  # noqa: BLE001, S110  # another error is being raised
         pass
 
 
@@ -284,7 +284,7 @@ def _copy(wanted: _Wanted, elements: HostArray) -> None:
     valid = Box(origin, tuple(map(int.__add__, origin, elements.shape)))
     for _, box, buffer in wanted.targets:
         if (common := box.intersect(valid)) is not None:
-            # With an ellipsis arrays without axes do not become scalars.
+            # The ellipsis keeps arrays without axes from becoming scalars.
             to: tuple[Any, ...] = (*common.within(box), ...)
             of: tuple[Any, ...] = (*common.within(valid), ...)
             copy_elements(buffer[to], elements[of])
@@ -297,10 +297,10 @@ def _fill(wanted: _Wanted, value: HostArray) -> None:
 
 
 def _elements(wanted: _Wanted, data: bytes, start: int, checksum: Checksum | None) -> HostArray:
-    """Return the elements of a raw chunk that is stored with its key.
+    """Return the elements of a raw inline chunk.
 
     Raises:
-        CorruptCheckpointError: there are not as many as the chunk has.
+        CorruptCheckpointError: the number of bytes is wrong.
         ChecksumError
     """
     box, dtype = wanted.chunk.box, wanted.targets[0][2].dtype
@@ -315,14 +315,14 @@ def _elements(wanted: _Wanted, data: bytes, start: int, checksum: Checksum | Non
         end = start + nbytes
         if checksum.encode(checksum.of(elements)) != data[end : end + checksum.nbytes]:
             raise ChecksumError(
-                f"a chunk of leaf {wanted.chunk.leaf} is not what was written: its {checksum.name} differs; restore "
-                "the checkpoint from a copy, or load another one"
+                f"a chunk of leaf {wanted.chunk.leaf} is damaged: its {checksum.name} differs. Restore the checkpoint "
+                "from a copy, or load another one"
             )
     return np.frombuffer(elements, little_dtype(dtype)).reshape(box.shape)
 
 
 def _fetched(encoded: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_Encoded, bytes]]:
-    """Fetch encoded chunks, several at once if they are close to each other."""
+    """Fetch encoded chunks. One request fetches several if they are close to each other."""
     group: list[_Encoded] = []
     for one in sorted(encoded, key=lambda one: (one.wanted.chunk.leaf, one.key, one.start)):
         if group and not _follows(group, one):
@@ -337,7 +337,7 @@ def _follows(group: Sequence[_Encoded], one: _Encoded) -> bool:
     last = group[-1]
     if one.inline is not None or last.key != one.key or last.stop is None or one.stop is None:
         return False
-    # The next array may have chunks before those of this one: a group only goes forward.
+    # The next array may have chunks before those of this one; a group only continues forward.
     return 0 <= one.start - last.stop <= _GAP_BYTES and one.stop - group[0].start <= _FETCHED_BYTES
 
 
@@ -353,7 +353,7 @@ def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[t
         raise CorruptCheckpointError(f"a chunk is missing: {error}", key=first.key) from error
     if stop is not None and len(data) != stop - first.start:
         raise CorruptCheckpointError(
-            f"{first.key} ends at byte {first.start + len(data)}, where {stop} are expected; it was cut off: restore "
+            f"{first.key} ends at byte {first.start + len(data)}, where {stop} are expected. It was cut off: restore "
             "it from a copy, or load another checkpoint",
             key=first.key, start=first.start + len(data), stop=stop,
         )  # fmt: skip

@@ -28,20 +28,20 @@ from ckptcore.model import Box, ChunkRead, HostArray
 __all__ = ["BoxDestination", "Destination", "ObjectShape", "RunDestination", "destinations_of"]
 
 _SMALL_BYTES: Final = 16 << 10
-"""Up to this an array is filled by element. Beyond it NumPy would keep the interpreter lock for some dtypes."""
+"""Up to this size an array is filled by NumPy assignment, which for some dtypes holds the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectShape:
-    """How an object is read.
+    """The sizes of reads of one object.
 
     Attributes:
         key: the object.
         size: its bytes.
-        step: bytes that are only read together, from multiples of it on: a block if blocks are verified, else 1.
+        step: reads start and end at multiples of it, in bytes: a block if blocks are verified, else 1.
         part_bytes: the most bytes of a request; a multiple of `step`.
-        gap_bytes: gaps up to this are cheaper to read than to leave out.
-        sizes: how much is moved at a time.
+        gap_bytes: gaps up to this size are read, because that is cheaper than another request.
+        sizes: the sizes of tasks and blocks.
     """
 
     key: str
@@ -57,22 +57,22 @@ class ObjectShape:
         return max(self.sizes.task, self.part_bytes)
 
     def keeps_elements(self, offset: int, itemsize: int) -> bool:
-        """Return True if no element of a chunk at `offset` is cut by the ends of what is read."""
+        """Return True if reads never start or end inside an element of a chunk at `offset`."""
         grid = self.step if self.step > 1 else self.part_bytes
         return offset % itemsize == 0 and grid % itemsize == 0
 
     def above(self, position: int) -> int:
-        """Return the first position from this one on at which a step begins, or the end of the object."""
+        """Return the first step boundary at or after a position, or the end of the object."""
         return min(self.size, -(-position // self.step) * self.step)
 
 
 class RunDestination:
-    """An array that takes the bytes `start` to `stop` of an object unchanged, to one place of its memory."""
+    """An array that takes the bytes `start` to `stop` of an object unchanged, at one offset of its memory."""
 
     __slots__ = ("_array", "_memory", "_place", "number", "start", "stop")
 
     def __init__(self, number: int, start: int, stop: int, array: HostArray, place: int) -> None:
-        """`place` is the offset in the memory of the array, in bytes; -1 if the bytes are all of it."""
+        """`place` is the offset in the memory of the array, in bytes; -1 if the bytes fill the array."""
         self.number = number
         self.start = start
         self.stop = stop
@@ -88,9 +88,9 @@ class RunDestination:
         return self._memory[start + shift : stop + shift]
 
     def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
-        """Take what it wants of bytes `start` to `stop` of the object. Return how many bytes it took.
+        """Copy the part of bytes `start` to `stop` of the object that belongs to the array. Return the bytes copied.
 
-        `window` holds them; its first byte is number `base` of the object.
+        `window` contains the bytes; its first byte is at position `base` of the object.
         """
         start = max(start, self.start)
         stop = min(stop, self.stop)
@@ -104,7 +104,7 @@ class RunDestination:
 
 
 class BoxDestination:
-    """An array that takes a box of a chunk whose elements do not follow each other, in the object or in its memory."""
+    """An array that takes a box of a chunk whose elements are not contiguous, in the object or in its memory."""
 
     __slots__ = (
         "_array",
@@ -131,11 +131,11 @@ class BoxDestination:
         """Fill a part of an array.
 
         Args:
-            number: of the target.
-            offset: of the chunk in the object, in bytes.
-            shape: of the chunk.
+            number: the number of the target.
+            offset: the position of the chunk in the object, in bytes.
+            shape: the shape of the chunk.
             extent: the box, relative to the chunk; not empty.
-            array: of the little endian dtype that the object has.
+            array: an array of the little endian dtype of the object.
             origin: the first element of the array, relative to the chunk.
         """
         self.number = number
@@ -180,18 +180,18 @@ Destination: TypeAlias = RunDestination | BoxDestination
 
 
 def destinations_of(shape: ObjectShape, read: ChunkRead, base: int = 0) -> Iterator[Destination]:
-    """Yield destinations for the bytes of a chunk that its targets want.
+    """Yield destinations for the bytes of a chunk that its targets need.
 
     Args:
-        shape: how the object is read.
-        read: of a chunk of the object.
-        base: the position that parts of the object are counted from.
+        shape: the sizes of reads of the object.
+        read: the chunk and its targets.
+        base: the position at which the reads of the object start.
 
     Raises:
         CorruptCheckpointError: the chunk is not within the object, or a target does not fit its box.
     """
     chunk, itemsize, offset = read.box, read.itemsize, read.offset
-    # The stop of a box that begins at zero is its shape. Most boxes do.
+    # The shape of a box that starts at zero, the common case, is its stop.
     chunk_shape = chunk.stop if not any(chunk.start) and len(chunk.start) == len(chunk.stop) else _shape(read, chunk)
     nbytes = prod(chunk_shape) * itemsize
     end = offset + nbytes if read.checksum is None else offset + nbytes + read.checksum.nbytes
@@ -199,8 +199,8 @@ def destinations_of(shape: ObjectShape, read: ChunkRead, base: int = 0) -> Itera
         checksum = "" if read.checksum is None else " and its checksum"
         raise CorruptCheckpointError(
             f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an array of "
-            f"shape {list(chunk_shape)}{checksum}, found {shape.size} bytes; it was cut off, or what describes it is "
-            "damaged: restore it from a copy, or load another checkpoint",
+            f"shape {list(chunk_shape)}{checksum}, found {shape.size} bytes. The object was cut off, or the metadata "
+            "is damaged: restore it from a copy, or load another checkpoint",
             key=read.key,
             start=offset,
             stop=end,
@@ -249,7 +249,7 @@ def _part_destinations(
     elif shape.keeps_elements(read.offset - base, itemsize):
         yield BoxDestination(number, read.offset, chunk_shape, extent, array.view(little_dtype(array.dtype)), origin)
     else:
-        # The ends of what is read cut elements: take them apart into bytes, on an axis of their own.
+        # Reads may start or end inside elements: read them as bytes, with the bytes of an element as a last axis.
         if not little:
             raise _mismatch(read, f"elements that are not aligned, for an array of {array.dtype}")
         as_bytes = array.reshape(-1).view(np.uint8).reshape(*array.shape, itemsize)
@@ -269,8 +269,8 @@ def _relative(extent: Extent, origin: tuple[int, ...]) -> Extent:
 
 def _mismatch(read: ChunkRead, found: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"what describes {read.key!r} is damaged: expected a box from {list(read.box.start)} to {list(read.box.stop)} "
-        f"with {read.itemsize} bytes per element at byte {read.offset}, found {found}; restore it from a copy, or load "
+        f"the metadata of {read.key!r} is damaged: expected a box from {list(read.box.start)} to {list(read.box.stop)} "
+        f"with {read.itemsize} bytes per element at byte {read.offset}, found {found}. Restore it from a copy, or load "
         "another checkpoint",
         key=read.key,
     )

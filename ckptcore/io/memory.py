@@ -1,4 +1,4 @@
-"""Host memory for transfers: a budget, buffers that are used again, huge pages."""
+"""Host memory for transfers: a memory limit, reused buffers, huge pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.io.elements import copy_elements, plain
-from ckptcore.io.threads import IOThreads, reset_in_children
+from ckptcore.io.requests import IOThreads, reset_in_children
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
 
 __all__ = [
@@ -25,18 +25,18 @@ __all__ = [
 ]
 
 PAGE_BYTES: Final = 4096
-"""Alignment of the memory of `map_pages`, at least."""
+"""Minimum alignment of the memory of `map_pages`."""
 
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""Bytes of a huge page on most systems. If huge pages are larger, memory is in small pages."""
+"""Bytes of a huge page on most systems. If huge pages are larger, memory uses small pages."""
 
 _SPARE: Final = 32
-"""The last huge page is used too if it adds less than one part in so many. Touching up to two MiB at the end of each
-array in small pages takes longer than filling many times as much in huge ones."""
+"""The last huge page is used if it adds less than one part in this many: touching up to two MiB at the end of each
+array in small pages takes longer than filling many times as much in huge pages."""
 
 
 class Pages:
-    """Memory of a mapping; it is unmapped when neither this object nor an array in it is left."""
+    """Part of a memory mapping. It is unmapped with the last reference to it and to arrays in it."""
 
     __slots__ = ("_mapping", "_offset", "nbytes")
 
@@ -46,23 +46,23 @@ class Pages:
         self.nbytes = nbytes
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        """An array at the beginning of the memory; not initialised."""
+        """Return an array at the start of the memory; not initialised."""
         return np.ndarray(shape, dtype, self._mapping, self._offset)
 
     def memory(self) -> memoryview:
-        """All of the memory as bytes."""
+        """Return all of the memory as bytes."""
         return memoryview(self._mapping)[self._offset : self._offset + self.nbytes]
 
     def cut(self, start: int, stop: int) -> Pages:
-        """A part of the memory, in bytes."""
+        """Return a part of the memory; offsets in bytes."""
         return Pages(self._mapping, self._offset + start, stop - start)
 
 
 def map_pages(nbytes: int) -> Pages:
-    """Map memory, which the system provides as it is touched. It begins at a huge page if it is as large as one.
+    """Map memory, which the system provides when it is touched. Memory of a huge page or more is aligned to huge pages.
 
-    Huge pages are used where they are filled, and at the end if little of one is left over: an array takes at most a
-    thirty-second part more than its bytes, or one small page.
+    Huge pages are used where they are filled, and at the end if little of the last one is left over: an array takes at
+    most one thirty-second more than its bytes, or one small page.
 
     Raises:
         MemoryError
@@ -86,27 +86,27 @@ def _advise(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
     except OSError:
-        # A kernel without transparent huge pages refuses; the memory is as good, only slower to touch first.
+        # A kernel without transparent huge pages refuses. The memory works, and is only slower to touch first.
         return
 
 
 _LARGE_BYTES: Final = 4 << 20
-"""From here on arrays get pages of their own."""
+"""Arrays from this size have their own pages."""
 
 _SMALL_BYTES: Final = 64 << 10
-"""Up to here the allocator of NumPy is as good, and a copy is made at once."""
+"""Arrays below this size use the allocator of NumPy, and are copied immediately."""
 
 _SLAB_BYTES: Final = 32 << 20
-"""Pages that arrays between small and large are cut from."""
+"""Bytes of a mapping from which arrays of medium size are cut."""
 
 _PIECE_BYTES: Final = 4 << 20
 """Bytes that a thread copies at a time."""
 
 
 def allocate(spec: ArraySpec) -> HostArray:
-    """An array that is not initialised; its memory is freed with the last array that views it.
+    """Allocate an array that is not initialised; its memory is freed with the last array that views it.
 
-    Large ones are in huge pages, which a load fills several times faster than small ones.
+    Large arrays use huge pages, which a load fills several times faster than small ones.
 
     Raises:
         MemoryError
@@ -116,7 +116,7 @@ def allocate(spec: ArraySpec) -> HostArray:
         if nbytes >= HUGE_PAGE_BYTES:
             return map_pages(nbytes).array(spec.shape, spec.numpy_dtype)
     except MemoryError:
-        # The system may only be out of mappings, of which it gives a process so many.
+        # The process may only have reached its limit of mappings.
         pass
     try:
         return np.empty(spec.shape, spec.numpy_dtype)
@@ -125,19 +125,19 @@ def allocate(spec: ArraySpec) -> HostArray:
 
 
 class StagingPool:
-    """Memory that saves copy arrays into before they are written, kept for the next save. Any thread.
+    """Memory into which saves copy arrays before they are written, reused by the next save. Any thread.
 
-    It never holds more than the most that was ever in use at once. Arrays below 4 MiB are cut from mappings of 32 MiB,
-    which are unmapped whole. A forked child begins with an empty pool.
+    It never keeps more than the peak use. Arrays below 4 MiB are cut from mappings of 32 MiB, which are unmapped whole.
+    A forked child starts with an empty pool.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing; memory is taken from the system as saves need it."""
+        """Start empty; saves allocate memory from the system when they need it."""
         self.reset_after_fork()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget all memory: in a forked child, where the saves that used it are not."""
+        """Forget all memory in a forked child, because the saves that used it do not run there."""
         self._lock = threading.Lock()
         self._free: list[tuple[int, int, Pages]] = []
         self._free_bytes = 0
@@ -148,12 +148,12 @@ class StagingPool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are in use or kept."""
+        """Bytes in use or kept for reuse."""
         with self._lock:
             return self._used_bytes + self._free_bytes
 
     def take(self, nbytes: int) -> Pages:
-        """At least `nbytes` of memory.
+        """Return at least `nbytes` of memory.
 
         Raises:
             MemoryError
@@ -161,7 +161,7 @@ class StagingPool:
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             place = bisect.bisect_left(self._free, (size,))
-            # A little larger will do: then memory is reused when a shape changes a little.
+            # Use memory that is a little larger, so that it is reused when a shape changes a little.
             if place < len(self._free) and self._free[place][0] <= size + size // 8:
                 pages = self._free.pop(place)[2]
                 self._free_bytes -= pages.nbytes
@@ -174,13 +174,13 @@ class StagingPool:
             return pages
 
     def put_back(self, pages: Pages) -> None:
-        """Return memory that is not used any more."""
+        """Return memory to the pool."""
         with self._lock:
             self._used_bytes -= pages.nbytes
             self._keep(pages)
 
     def release_unused(self) -> None:
-        """Give the system all memory back that is not in use."""
+        """Return all memory that is not in use to the system."""
         with self._lock:
             self._free.clear()
             self._free_bytes = 0
@@ -193,7 +193,7 @@ class StagingPool:
         self._free_bytes += pages.nbytes
 
     def _drop_free(self, allowed: int) -> None:
-        """Free memory that fitted nothing, the largest first, until at most `allowed` bytes are kept."""
+        """Free memory that fitted no request, the largest first, until at most `allowed` bytes are kept."""
         while self._free_bytes > allowed and self._free:
             self._free_bytes -= self._free.pop()[0]
 
@@ -209,16 +209,16 @@ class StagingMemory:
     """The `ckptcore.protocols.HostMemory` of one save. Any thread.
 
     Attributes:
-        copied_bytes: bytes that were copied, or asked for to be filled; exact where one thread asks.
+        copied_bytes: bytes that were copied, or allocated to be filled; exact if one thread copies.
     """
 
     def __init__(self, pool: StagingPool, threads: IOThreads) -> None:
-        """Take memory from `pool` and copy on `threads`."""
+        """Allocate memory from `pool` and copy on `threads`."""
         self._pool = pool
         self._threads = threads
         self._lock = threading.Lock()
-        self._leased: dict[int, Pages] = {}  # by the address at which they begin
-        self._pieces: deque[tuple[_Copy, HostArray, HostArray]] = deque()  # the copy, and its part of both arrays
+        self._leased: dict[int, Pages] = {}  # by start address
+        self._pieces: deque[tuple[_PendingCopy, HostArray, HostArray]] = deque()  # copy, destination, source
         self._copiers = 0
         self._copying = 0
         self._not_copying = threading.Condition(self._lock)
@@ -226,7 +226,7 @@ class StagingMemory:
         self.copied_bytes = 0
 
     def empty(self, spec: ArraySpec) -> HostArray:
-        """A C-contiguous array to fill; not initialised."""
+        """Return a C-contiguous array to fill; not initialised."""
         return self._empty(spec.shape, spec.numpy_dtype)
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
@@ -244,24 +244,24 @@ class StagingMemory:
                 self._leased[array.ctypes.data] = pages
                 return array
         self._pool.put_back(pages)
-        raise _closed()
+        raise _closed_error()
 
     def copy(self, source: HostArray) -> Pending[HostArray]:
-        """Copy `source` into memory of the save, in native byte order; `source` must stay as it is until then.
+        """Copy `source` into memory of the save, in native byte order. `source` must not change before the result.
 
-        Small arrays are copied at once, others by the threads and by callers that wait for a result.
+        Small arrays are copied immediately, others by the threads and by callers that wait for a result.
         """
         if source.nbytes < _SMALL_BYTES:
             self._expect_open()
             self.copied_bytes += source.nbytes
             return Ready(_copy_small(source))
         array = self._empty(source.shape, source.dtype if source.dtype.isnative else source.dtype.newbyteorder("="))
-        copy = _Copy(self, self._lock, array)
+        copy = _PendingCopy(self, self._lock, array)
         pieces = [(copy, to, of) for to, of in _cut_copy(array, source)]
         copy.missing = len(pieces)
         with self._lock:
             if self._closed:
-                raise _closed()
+                raise _closed_error()
             self._pieces.extend(pieces)
             more = min(len(pieces), self._threads.count - self._copiers)
             self._copiers += more
@@ -274,7 +274,7 @@ class StagingMemory:
             pass
 
     def help_copy(self, *, is_copier: bool = False) -> bool:
-        """Copy one piece that no thread has begun. Return False if there is none: a copier is counted out then."""
+        """Copy one piece that no thread has started. Return False if there is none; then a copier is not counted."""
         with self._lock:
             if not self._pieces:
                 if is_copier:
@@ -284,7 +284,7 @@ class StagingMemory:
             self._copying += 1
         try:
             copy_elements(destination, source)
-        except BaseException as error:  # noqa: BLE001  # raised by the thread that asks for the result
+        except BaseException as error:  # noqa: BLE001  # raised by `result`
             copy.piece_done(error)
         else:
             copy.piece_done(None)
@@ -295,7 +295,7 @@ class StagingMemory:
                     self._not_copying.notify_all()
         return True
 
-    def give_back(self, array: HostArray) -> None:
+    def release(self, array: HostArray) -> None:
         """Return the memory of an array, or of one with the same address, to the pool."""
         if array.nbytes < _SMALL_BYTES:
             return
@@ -304,20 +304,20 @@ class StagingMemory:
         if pages is not None:
             self._pool.put_back(pages)
 
-    def give_up(self) -> None:
-        """Stop copying: copies that have not begun fail. Waits for running copies. Finished ones can still be read."""
+    def cancel(self) -> None:
+        """Stop copying: copies that have not started fail. Waits for running copies. Finished copies can be read."""
         with self._lock:
             self._closed = True
-            given_up = list(self._pieces)
+            canceled = list(self._pieces)
             self._pieces.clear()
             while self._copying:
                 self._not_copying.wait()
-        for copy, _, _ in given_up:
-            copy.piece_done(_closed())
+        for copy, _, _ in canceled:
+            copy.piece_done(_closed_error())
 
     def close(self) -> None:
-        """Give up copies, and return all memory to the pool. It must not be read any more."""
-        self.give_up()
+        """Cancel copies, and return all memory to the pool. The memory must not be read afterwards."""
+        self.cancel()
         with self._lock:
             leased = list(self._leased.values())
             self._leased.clear()
@@ -326,15 +326,15 @@ class StagingMemory:
 
     def _expect_open(self) -> None:
         if self._closed:
-            raise _closed()
+            raise _closed_error()
 
 
-def _closed() -> RuntimeError:
+def _closed_error() -> RuntimeError:
     return RuntimeError("the memory of a save was used after the save ended")
 
 
-class _Copy:
-    """A copy that threads make piece by piece; a `ckptcore.model.Pending`."""
+class _PendingCopy:
+    """A copy that threads make piece by piece. See `ckptcore.model.Pending`."""
 
     __slots__ = ("_array", "_counting", "_done", "_error", "_memory", "missing")
 
@@ -348,7 +348,7 @@ class _Copy:
         self.missing = 0
 
     def result(self) -> HostArray:
-        """Wait for the copy; meanwhile this thread copies too, so that it never waits for threads that wait for it."""
+        """Wait for the copy. This thread copies too, so that it never waits for threads that wait for it."""
         while not self._done.acquire(blocking=False):
             if not self._memory.help_copy():
                 self._done.acquire()
@@ -376,7 +376,7 @@ def _copy_small(source: HostArray) -> HostArray:
 
 
 def _cut_copy(destination: HostArray, source: HostArray) -> list[tuple[HostArray, HostArray]]:
-    """Pieces of a copy; those of strided arrays are cut along the first axis that is long enough."""
+    """Return the pieces of a copy. Strided arrays are cut along the first axis that is long enough."""
     nbytes = destination.nbytes
     count = -(-nbytes // _PIECE_BYTES)
     if count == 1:

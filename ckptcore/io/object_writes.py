@@ -1,4 +1,4 @@
-"""Writes of objects: their segments, new objects, and records of what was written."""
+"""Writes of objects by several threads, and the recorder that layouts write to."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Final
 
 from ckptcore.io.checksums import BlockChecksums, checksums_of
 from ckptcore.io.memory import map_pages
-from ckptcore.io.requests import SIZES, Sizes, requests_of
+from ckptcore.io.requests import SIZES, IOThreads, Sizes, requests_of
 from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
-from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
 from ckptcore.protocols import ObjectWriter, StorageAddress, StorageBackend
 
@@ -23,10 +22,10 @@ __all__ = [
 
 
 class ObjectWrites:
-    """Objects on their way to a storage. Threads call `work`; when all have returned, one calls `end`.
+    """Running writes of objects to a storage. Threads call `work`; once all have returned, one thread calls `end`.
 
-    Objects are begun in order, and their segments opened in order. A thread takes a piece of the object that was begun
-    last, or begins the next. The thread that writes the last piece of an object completes it.
+    Objects are started in order, and their segments are opened in order. A thread takes a piece of the last started
+    object, or starts the next one. The thread that writes the last piece of an object completes it.
     """
 
     def __init__(
@@ -42,12 +41,12 @@ class ObjectWrites:
         """Write to `storage`.
 
         Args:
-            storage: where objects go.
-            objects: keys, and what the objects are made of; asked for the next one when a thread begins it.
-            sizes: how much is moved at a time.
-            checksums: whether checksums are kept.
-            bounce: free buffers of `Sizes.write` bytes each, to which bytes are copied; taken buffers are returned.
-            progress: called with a number of bytes each time that many more are written.
+            storage: the storage.
+            objects: keys and segments; the next one is taken when a thread starts it.
+            sizes: the sizes of tasks and blocks.
+            checksums: True to compute checksums of blocks.
+            bounce: free buffers of `Sizes.write` bytes each, into which bytes are copied. Used buffers are returned.
+            progress: called with the number of bytes after each write.
         """
         self._storage = storage
         self._objects = objects
@@ -61,12 +60,12 @@ class ObjectWrites:
         self._counting = threading.Lock()
         self._summing = threading.Condition()
         self._current: _Large | None = None
-        self._begun = 0
+        self._started = 0
         self._unfinished: dict[int, _Large] = {}
         self._records: dict[int, ObjectRecord] = {}
 
     def work(self) -> None:
-        """Write until nothing is left or a thread failed. Never raises."""
+        """Write until no work is left or a thread failed. Never raises."""
         bounce: memoryview | None = None
         try:
             while (taken := self._take()) is not None:
@@ -80,24 +79,27 @@ class ObjectWrites:
                         bounce = self._take_bounce()
                     if not self._write_task(target, task, bounce):
                         break
-                del taken, target, task  # they hold what is saved
+                del taken, target, task  # they refer to the state
         except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for the objects
             self._stop(error)
         if bounce is not None:
             self._bounce.append(bounce)
 
     def end(self, error: BaseException | None = None) -> tuple[ObjectRecord, ...]:
-        """Return the objects in order, all of them complete. After an error, give up unfinished objects and raise.
+        """Return the records of all objects, in order. After an error, abort unfinished objects and raise it.
 
         Args:
-            error: stops the writing although no thread failed.
+            error: an error outside of `work` that stops the writes.
 
         Raises:
-            BaseException: the first error of a thread, or the one given.
+            BaseException: the first error of a thread, or the given one.
         """
         if error is not None:
             self._stop(error)
-        failure, self._error = self._error, None  # it holds frames that hold it, and they hold what is saved
+        failure, self._error = (
+            self._error,
+            None,
+        )  # break the cycle with the frames of the error
         if failure is None:
             return tuple([record for _, record in sorted(self._records.items())])
         for target in self._unfinished.values():
@@ -111,7 +113,7 @@ class ObjectWrites:
             del failure
 
     def _stop(self, error: BaseException) -> None:
-        """Keep threads from taking tasks, and wake those that wait for a checksum."""
+        """Stop threads from taking tasks, and wake threads that wait for a checksum."""
         with self._counting:
             if not self._stopped:
                 self._stopped = True
@@ -120,40 +122,40 @@ class ObjectWrites:
             self._summing.notify_all()
 
     def _take(self) -> tuple[_Small | _Large, WriteTask | None] | None:
-        """Return a small object, a task of a large one, or a large one to complete, whose tasks are done."""
+        """Return a small object, a task of a large object, or a large object whose tasks are done."""
         with self._taking:
             try:
                 while not self._stopped:
                     target = self._current
                     if target is None:
-                        begun = self._begin()
-                        if begun is None:
+                        started = self._start()
+                        if started is None:
                             return None
-                        if isinstance(begun, _Small):
-                            return begun, None
-                        target = self._current = begun
+                        if isinstance(started, _Small):
+                            return started, None
+                        target = self._current = started
                     task = target.segments.next_task()
                     with self._counting:
                         if task is not None:
-                            target.under_way += 1
+                            target.unwritten += 1
                             return target, task
                         target.all_taken = True
-                        idle = target.under_way == 0
+                        idle = target.unwritten == 0
                     self._current = None
                     if idle:
                         return target, None
             except BaseException as error:
-                self._stop(error)  # here, so that no other thread goes on with the segments
+                self._stop(error)  # under the lock, so that no other thread continues with the segments
                 raise
             return None
 
-    def _begin(self) -> _Small | _Large | None:
+    def _start(self) -> _Small | _Large | None:
         found = next(self._objects, None)
         if found is None:
             return None
         key, segments = found
-        number = self._begun
-        self._begun += 1
+        number = self._started
+        self._started += 1
         nbytes = [segment.nbytes for segment in segments]
         size = sum(nbytes)
         if size < self._sizes.inline or not size:
@@ -186,9 +188,9 @@ class ObjectWrites:
             self._progress(len(data))
 
     def _write_task(self, target: _Large, task: WriteTask, bounce: memoryview) -> bool:
-        """Write bytes of an object, and complete it if they are the last; False if writing failed elsewhere meanwhile.
+        """Write a task, and complete the object after the last one. Return False if another thread failed meanwhile.
 
-        The bytes are copied, because arrays may change during the save. All checksums are of the copy that is written.
+        The bytes are copied, because arrays may change during the save. All checksums cover the copy that is written.
         """
         data = task.fill(bounce)
         if task.summed:
@@ -205,14 +207,14 @@ class ObjectWrites:
         if self._progress is not None:
             self._progress(task.stop - task.start)
         with self._counting:
-            target.under_way -= 1
-            last = target.all_taken and target.under_way == 0
+            target.unwritten -= 1
+            last = target.all_taken and target.unwritten == 0
         if last:
             self._finish(target)
         return True
 
     def _finish(self, target: _Large) -> None:
-        assert target.writer is not None  # an object without bytes is a small one
+        assert target.writer is not None  # an object without bytes is small
         target.writer.finish()
         with self._counting:
             del self._unfinished[target.number]
@@ -224,7 +226,7 @@ class ObjectWrites:
             self._records[number] = ObjectRecord(key, size, checksums)
 
     def _sum(self, task: WriteTask, data: memoryview) -> None:
-        """Compute checksums inside the object, while their bytes are in cache, and wake threads that wait for them."""
+        """Compute checksums of this task's bytes while they are in the cache, and wake threads that wait for them."""
         values = [
             (inline, start, stop - start, inline.checksum.of(data[start:stop])) for inline, start, stop in task.summed
         ]
@@ -234,10 +236,10 @@ class ObjectWrites:
             self._summing.notify_all()
 
     def _place_checksums(self, task: WriteTask, data: memoryview) -> bool:
-        """Copy checksums to their places, once they are computed. Return False if writing failed meanwhile.
+        """Copy inline checksums to their positions, once they are computed. Return False if another thread failed.
 
         The bytes that they cover are in this task, or in tasks taken before it. A thread computes all checksums of a
-        task before it waits, so some thread never waits.
+        task before it waits, so at least one thread does not wait.
         """
         for inline, position, start, stop in task.checksums:
             if inline.data is None:
@@ -258,7 +260,7 @@ class ObjectWrites:
 
 @dataclass(slots=True)
 class _Small:
-    """An object that one thread writes, and the bytes of each of its segments."""
+    """An object that one thread writes, with the bytes of each segment."""
 
     number: int
     key: str
@@ -270,12 +272,12 @@ class _Large:
     """An object that several threads write.
 
     Attributes:
-        under_way: tasks that were taken and not written yet.
-        all_taken: whether no more will be taken.
+        unwritten: the number of tasks that were taken and are not written.
+        all_taken: True if all tasks were taken.
         writer: None before the first task is written.
     """
 
-    __slots__ = ("_opening", "all_taken", "key", "number", "segments", "size", "sums", "under_way", "writer")
+    __slots__ = ("_opening", "all_taken", "key", "number", "segments", "size", "sums", "unwritten", "writer")
 
     def __init__(self, number: int, key: str, size: int, segments: ObjectSegments, sums: BlockChecksums | None) -> None:
         self.number = number
@@ -283,13 +285,13 @@ class _Large:
         self.size = size
         self.segments = segments
         self.sums = sums
-        self.under_way = 0
+        self.unwritten = 0
         self.all_taken = False
         self.writer: ObjectWriter | None = None
         self._opening = threading.Lock()
 
     def open(self, storage: StorageBackend) -> ObjectWriter:
-        """Return its writer. The first caller opens it, which may take a request, while other objects are written."""
+        """Return the writer. The first caller opens it, perhaps by a request, while other objects are written."""
         with self._opening:
             if self.writer is None:
                 self.writer = storage.open_writer(self.key, self.size)
@@ -297,7 +299,7 @@ class _Large:
 
 
 def _close_all(closers: Sequence[Callable[[], None]]) -> None:
-    """Close all, even if one fails."""
+    """Call all functions, even if one fails."""
     for number, close in enumerate(closers):
         try:
             close()
@@ -307,16 +309,16 @@ def _close_all(closers: Sequence[Callable[[], None]]) -> None:
 
 
 def _close_after(error: BaseException, closers: Sequence[Callable[[], None]]) -> None:
-    """Close all because of an error, and add further errors to it as notes."""
+    """Call all functions after an error, and add further errors to it as notes."""
     for close in closers:
         try:
             close()
-        except Exception as another:  # noqa: BLE001  # told with the first error
-            error.add_note(f"giving memory back failed too: {another!r}")
+        except Exception as another:  # noqa: BLE001  # reported with the first error
+            error.add_note(f"releasing memory failed too: {another!r}")
 
 
-_SMALL_AT_ONCE: Final = 8
-"""Small objects that are written at once to any storage. A disk, too, mostly makes writers wait."""
+_CONCURRENT_SMALL_OBJECTS: Final = 8
+"""Small objects that are written at once on any storage: even on a disk, writers mostly wait."""
 
 
 class ObjectRecorder:
@@ -334,11 +336,11 @@ class ObjectRecorder:
         """Write to `storage`.
 
         Args:
-            storage: where objects go.
-            threads: what writes large objects, together with the calling thread.
-            checksums: whether checksums are kept.
-            progress: called with a number of bytes each time that many more are written, from any thread.
-            sizes: how much is moved at a time.
+            storage: the storage.
+            threads: write large objects, together with the calling thread.
+            checksums: True to record checksums of blocks.
+            progress: called with the number of bytes after each write, from any thread.
+            sizes: the sizes of tasks and blocks.
         """
         self._storage = storage
         self._threads = threads
@@ -352,12 +354,12 @@ class ObjectRecorder:
 
     @property
     def address(self) -> StorageAddress | None:
-        """For native I/O, or None."""
+        """The address for native I/O, or None."""
         return self._storage.address
 
     @property
     def objects(self) -> tuple[ObjectRecord, ...]:
-        """The objects that are complete."""
+        """The complete objects."""
         return tuple(self._records.values())
 
     def put(self, key: str, data: bytes) -> None:
@@ -369,32 +371,32 @@ class ObjectRecorder:
             self._progress(len(data))
 
     def write(self, key: str, segments: Sequence[Segment]) -> None:
-        """Write an object made of these segments, in this order.
+        """Write an object that consists of these segments, in this order.
 
-        Array segments are opened one after the other, and closed as their bytes are written, or when it failed. Bytes
-        are copied to a few buffers of 1 MiB, or, if the storage has `part_bytes`, to one of that size for each
-        request under way. Checksums are of the copy that is written, even if the arrays change meanwhile.
-        Checksums that are part of the object are computed piece by piece, each by the thread that writes the piece.
+        Array segments are opened one after the other, and closed once their bytes are written, or after an error. Bytes
+        are copied to a few buffers of 1 MiB or, if the storage has `part_bytes`, to one buffer of that size for each
+        running request. Checksums cover the copy that is written, even if the arrays change meanwhile. Inline checksums
+        are computed piece by piece, by the thread that writes the piece.
 
         Raises:
-            PluginError: if the arrays of a segment do not make up its box, or a checksum is of what it cannot be of.
-            StorageError: the first error of a thread; the object is given up.
+            PluginError: the arrays of a segment do not make up its box, or a checksum covers invalid segments.
+            StorageError: the first error of a thread; the object is aborted.
         """
         nbytes = sum([segment.nbytes for segment in segments])
         pieces = -(-nbytes // self._sizes.write) if nbytes >= self._sizes.inline else 1
         self._write_all(iter([(key, segments)]), pieces, self._concurrency)
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
-        """Write objects, several at once where the storage gains by it; each as `write` does.
+        """Write objects, several at once if that is faster on this storage. See `write`.
 
-        On a storage with `concurrency` parts of one object are under way together with those of the next ones. On any
-        other, large objects are written one after the other, and small ones several at a time.
+        On a storage with `concurrency`, parts of one object are written together with those of the next ones. On any
+        other storage, large objects are written one after the other, and several small objects at once.
 
         Raises:
-            PluginError, StorageError: the first error. No other object is begun then, those under way are given up, and
+            PluginError, StorageError: the first error. No further object is started, unfinished ones are aborted, and
                 some may be complete.
         """
-        if self._threads.at_once(self._concurrency) > self._threads.count:
+        if self._threads.parallelism(self._concurrency) > self._threads.count:
             self._write_all(iter(objects), self._concurrency, self._concurrency)
             return
         for small, several in itertools.groupby(objects, self._is_small):
@@ -406,8 +408,8 @@ class ObjectRecorder:
 
     def _write_small(self, objects: Iterator[tuple[str, Sequence[Segment]]]) -> None:
         some = list(itertools.islice(objects, 2))
-        at_once = _SMALL_AT_ONCE if len(some) > 1 else 1  # no threads are begun for one
-        self._write_all(itertools.chain(some, objects), at_once, at_once)
+        parallelism = _CONCURRENT_SMALL_OBJECTS if len(some) > 1 else 1  # one object needs no threads
+        self._write_all(itertools.chain(some, objects), parallelism, parallelism)
 
     def _is_small(self, one: tuple[str, Sequence[Segment]]) -> bool:
         return sum([segment.nbytes for segment in one[1]]) < self._sizes.inline

@@ -1,4 +1,4 @@
-"""Read tasks: which bytes of an object are requested together, for which destinations, and how they are verified."""
+"""Read tasks: the byte ranges of an object to request, their destinations, and the checksums to compare."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ckptcore.model import Checksum, ChunkRead
 __all__ = ["ReadPart", "ReadTask", "plan_object"]
 
 _SPARE_BLOCKS: Final = 2
-"""Most needless blocks of an object that are read rather than using the checksums behind its chunks: only the checksums
-of blocks, in the root, prove that bytes are of this save."""
+"""Most unneeded blocks of an object that are read before inline checksums are used instead. Checksums of blocks are
+better, because they are in the root: only they prove that bytes belong to this save."""
 
 
 _FIRST: Final = itemgetter(0)
@@ -29,9 +29,9 @@ class ReadPart:
     """Bytes `start` to `stop` of an object.
 
     Attributes:
-        destinations: arrays that take some of them, and the range of the object that each takes.
-        direct: ranges that are read straight into the only array that needs them, in order.
-        checks: chunks to compare with the checksums behind them, of which all or some bytes are in the part.
+        destinations: arrays that take some of the bytes, and the range of the object for each.
+        direct: ranges that are read directly into the only array that needs them, in order.
+        checks: inline checksums to compare, of chunks that are in the part as a whole or in part.
     """
 
     __slots__ = ("checks", "destinations", "direct", "start", "stop")
@@ -44,7 +44,7 @@ class ReadPart:
         self.checks: list[ChunkCheck] = []
 
     def memory(self) -> memoryview | None:
-        """Return the memory of the one array that all bytes are read straight into; None if there is none."""
+        """Return the memory of the array into which all bytes are read directly; None if there is no such array."""
         if len(self.direct) == 1 and not self.checks:
             destination, start, stop = self.direct[0]
             if start == self.start and stop == self.stop:
@@ -52,7 +52,7 @@ class ReadPart:
         return None
 
     def choose_direct(self, least: int) -> None:
-        """Read straight into arrays that want `least` bytes or more, if no two arrays want the same bytes."""
+        """Read directly into arrays that need `least` bytes or more, if no two arrays need the same bytes."""
         for _, start, stop in self.destinations:
             if stop - start >= least:
                 break
@@ -66,11 +66,11 @@ class ReadPart:
         wanted.sort(key=_FIRST)
         if any(after[0] < before[1] for before, after in itertools.pairwise(wanted)):
             return
-        self.destinations = [(taker, start, stop) for start, stop, taker in wanted if stop - start < least]
-        self.direct = [(taker, start, stop) for start, stop, taker in wanted if stop - start >= least]
+        self.destinations = [(destination, start, stop) for start, stop, destination in wanted if stop - start < least]
+        self.direct = [(destination, start, stop) for start, stop, destination in wanted if stop - start >= least]
 
     def buffers(self, spare: memoryview) -> list[tuple[int, memoryview]]:
-        """Return the memory to read the bytes into: `spare`, which is as long as the part, except for `direct`."""
+        """Return the memory for the bytes: `spare`, which has the length of the part, except for `direct` ranges."""
         found: list[tuple[int, memoryview]] = []
         position = self.start
         for destination, start, stop in self.direct:
@@ -84,16 +84,16 @@ class ReadPart:
 
 
 class ReadTask:
-    """Parts of one object that follow each other without a gap. One thread reads them.
+    """Adjacent parts of one object. One thread reads them.
 
     Attributes:
         key: the object.
-        most: bytes per request.
-        nbytes: bytes to read.
-        requests: the parts that are requested together, in order. A part that is read straight into its array may be
-            larger than a request, and is alone then.
-        numbers: of the targets that take part, each once.
-        checked_numbers: of the targets that wait for chunks whose last bytes are here, once for each chunk.
+        most: the most bytes of a request.
+        nbytes: the bytes to read.
+        requests: the parts of each request, in order. A part that is read directly into its array may be larger than a
+            request, and is then alone.
+        numbers: the targets that take part, each once.
+        checked_numbers: the targets that wait for chunks which end here, once for each chunk.
     """
 
     __slots__ = ("checked_numbers", "key", "most", "nbytes", "numbers", "requests")
@@ -123,7 +123,7 @@ class ReadTask:
 
 
 class _CheckedChunk:
-    """Bytes `start` to `stop` of an object with a checksum behind them that ends at `end`, and their destinations."""
+    """Bytes `start` to `stop` of an object and their destinations. Their inline checksum ends at `end`."""
 
     __slots__ = ("checksum", "destinations", "end", "reads", "start", "stop")
 
@@ -142,14 +142,14 @@ def plan_object(
     """Plan the tasks that read chunks of one object.
 
     Args:
-        shape: how the object is read by blocks if its blocks have checksums, else by bytes.
-        chunk_shape: how chunks are read that are verified by the checksums behind them: by bytes.
-        reads: of the object.
-        verify: compare these checksums.
+        shape: the sizes of reads by blocks if the blocks have checksums, else by bytes.
+        chunk_shape: the sizes of reads of chunks that are verified by their inline checksums.
+        reads: the chunks to read.
+        verify: compare inline checksums.
 
     Raises:
         CorruptCheckpointError: a chunk or its checksum is not within the object, a target does not fit its box, or
-            chunks with checksums overlap.
+            chunks with inline checksums overlap.
     """
     others: list[Destination] = []
     by_place: dict[tuple[int, int, str], _CheckedChunk] = {}
@@ -174,7 +174,7 @@ def plan_object(
         others.extend([destination for chunk in by_blocks for destination in chunk.destinations])
         for chunk in chunks:
             if any(isinstance(destination, BoxDestination) for destination in chunk.destinations):
-                # No block cuts their elements any more.
+                # These reads do not start or end inside an element.
                 chunk.destinations = [
                     destination
                     for read in chunk.reads
@@ -184,13 +184,13 @@ def plan_object(
 
 
 def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
-    # A small hostile checkpoint could have the same bytes summed any number of times.
+    # A small hostile checkpoint could make the reader hash the same bytes any number of times.
     stop = 0
     for chunk in chunks:
         if chunk.start < stop:
             raise CorruptCheckpointError(
-                f"what describes {key!r} is damaged: expected chunks of bytes that do not overlap, found one at "
-                f"bytes {chunk.start} to {chunk.end} and another that ends at {stop}; restore it from a copy, or "
+                f"the metadata of {key!r} is damaged: expected chunks of bytes that do not overlap, found one at "
+                f"bytes {chunk.start} to {chunk.end} and another that ends at {stop}. Restore it from a copy, or "
                 "load another checkpoint",
                 key=key,
                 start=chunk.start,
@@ -200,7 +200,7 @@ def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
 
 
 class _Neighbours:
-    """Chunks whose blocks are read together; the bytes of the blocks, of the chunks, and of gaps that are read."""
+    """Chunks whose blocks are read together, with the bytes of the blocks, the chunks, and the gaps that are read."""
 
     __slots__ = ("block_bytes", "chunk_bytes", "chunks", "gap_bytes")
 
@@ -212,10 +212,10 @@ class _Neighbours:
 
 
 def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_CheckedChunk], list[_CheckedChunk]]:
-    """Return the chunks that are verified by blocks, and those that are verified by the checksums behind them.
+    """Return the chunks to verify by blocks, and the chunks to verify by their inline checksums.
 
-    Neighbours are verified together: by blocks, unless this reads over 2 % more bytes than whole chunks, with the gaps
-    between them that are read.
+    Neighbours are verified in the same way: by blocks, unless that reads over 2 % more bytes than the whole chunks and
+    the gaps between them.
     """
     groups: list[_Neighbours] = []
     near = shape.gap_bytes
@@ -235,9 +235,9 @@ def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_
         group.chunks.append(chunk)
     by_blocks: list[_CheckedChunk] = []
     alone: list[_CheckedChunk] = []
-    in_vain = sum([max(group.block_bytes - group.chunk_bytes, 0) for group in groups])
+    unneeded = sum([max(group.block_bytes - group.chunk_bytes, 0) for group in groups])
     for group in groups:
-        few = in_vain <= _SPARE_BLOCKS * shape.step
+        few = unneeded <= _SPARE_BLOCKS * shape.step
         worth = group.block_bytes * 50 <= (group.chunk_bytes + group.gap_bytes) * 51
         (by_blocks if few or worth else alone).extend(group.chunks)
     return by_blocks, alone
@@ -254,7 +254,7 @@ def _block_ranges(shape: ObjectShape, destinations: Iterable[Destination]) -> It
 
 
 def _plan_chunks(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> list[ReadTask]:
-    """Plan tasks that read chunks whole, each byte once, and compare them. Parts are cut between chunks."""
+    """Plan tasks that read whole chunks, each byte once, and compare their checksums. Cuts parts between chunks."""
     windows: list[ReadPart] = []
     ranges: list[tuple[int, int, Destination]] = []
     most = shape.part_bytes
@@ -269,7 +269,7 @@ def _plan_chunks(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> list[Re
             windows[-1].checks.append(check)
             continue
         for begin in range(chunk.start, chunk.stop, most):
-            # The checksum is in one part with the last bytes that it covers.
+            # The checksum is in the same part as the last bytes that it covers.
             end = begin + most if begin + most < chunk.stop else chunk.end
             window = ReadPart(begin, end)
             window.checks.append(check)
@@ -279,11 +279,11 @@ def _plan_chunks(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> list[Re
 
 
 def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) -> list[ReadTask]:
-    """Plan tasks that read what destinations want. Every step that is wanted is read, and most of them once."""
+    """Plan tasks that read the bytes of destinations. Every needed step is read, and most steps only once."""
     parts: list[ReadPart] = []
     ranges: list[tuple[int, int, Destination]] = []
     step = shape.step
-    # From here on bytes that follow each other are read straight into their array.
+    # Contiguous bytes of at least this size are read directly into their array.
     least = step if step > 1 else shape.sizes.direct
     for destination in destinations:
         start, stop = destination.start, destination.stop
@@ -291,7 +291,7 @@ def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) 
             mark = len(ranges)
             for low, high in destination.spans(shape.gap_bytes):
                 begin, end = low // step * step, shape.above(high)
-                if len(ranges) > mark and begin <= ranges[-1][1]:  # it would take the bytes of both ranges twice
+                if len(ranges) > mark and begin <= ranges[-1][1]:  # otherwise it would take the bytes of both twice
                     ranges[-1] = ranges[-1][0], end, destination
                 else:
                     ranges.append((begin, end, destination))
@@ -316,7 +316,7 @@ def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) 
 
 
 def _group(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
-    """Make tasks of parts, which are in order and do not overlap unless two arrays want the same bytes."""
+    """Group parts into tasks. Parts are in order, and overlap only if two arrays need the same bytes."""
     tasks: list[ReadTask] = []
     group: list[ReadPart] = []
     for part in parts:
@@ -341,9 +341,9 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], dir
     """Return parts that together contain all ranges, without overlap, each with its destinations.
 
     Args:
-        shape: of the object.
-        ranges: the bytes that are wanted, with their destinations; sorted here.
-        direct: the starts of parts that are read straight into arrays, sorted. No gap is closed across one.
+        shape: the sizes of reads of the object.
+        ranges: the needed bytes, with their destinations; sorted here.
+        direct: the starts of parts that are read directly into arrays, sorted. No gap across them is read.
     """
     ranges.sort(key=_FIRST)
     merged: list[tuple[int, int]] = []
@@ -363,7 +363,7 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], dir
 
 
 def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Destination]]) -> None:
-    """Give each destination to the windows that contain the bytes (start, stop) it wants."""
+    """Add each destination to the windows that contain the bytes (start, stop) it needs."""
     starts = list(map(_START, windows))
     for start, stop, destination in ranges:
         place = bisect.bisect_right(starts, start) - 1

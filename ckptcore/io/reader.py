@@ -1,7 +1,8 @@
-"""The objects of a checkpoint while it is read: moved by the I/O threads, verified, and put into arrays."""
+"""Reads of the objects of a checkpoint: I/O threads fetch bytes, verify them and copy them into arrays."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
@@ -18,22 +19,24 @@ from ckptcore.io.memory import map_pages
 from ckptcore.io.read_tasks import ReadPart, ReadTask, plan_object
 from ckptcore.io.requests import (
     SIZES,
-    NearRanges,
+    CoalescedRange,
+    IOThreads,
     Sizes,
-    near_ranges,
-    reads_by_key,
+    WorkerPool,
+    coalesce,
+    map_ordered,
     requests_of,
 )
-from ckptcore.io.threads import IOThreads, WorkerPool, ask_each
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
+from ckptcore.protocols.storage import ReaderByKey
 
 __all__ = ["ObjectReader"]
 
 _RECENT_BYTES: Final = 32 << 20
-"""Verified blocks that are kept: small reads beside each other, of slices or encoded chunks, need the rest of them."""
+"""Bytes of verified blocks that are cached: small reads that are close to each other need parts of the same block."""
 
-_SUPPOSED_BYTES: Final = 1 << 30
+_UNCONFIRMED_BYTES: Final = 1 << 30
 """Most bytes that are allocated because the root states them, before the storage has confirmed them. The memory is not
 touched, and is released if an object is missing or too short."""
 
@@ -42,11 +45,11 @@ class ObjectReader:
     """A `ckptcore.protocols.ReadStore` over a storage. Any thread.
 
     Attributes:
-        objects: what is known of the objects, by key.
-        bytes_read: bytes requested for chunks and slices, blocks read whole included.
-        bytes_got: bytes got for all else: encoded chunks, and indexes that locate them.
+        objects: records of the objects, by key.
+        bytes_read: bytes requested for chunks and slices, including the rest of blocks.
+        bytes_got: bytes of all other reads: encoded chunks, and the indexes that locate them.
         requests: ranges of bytes requested for chunks and slices.
-        counting: held while these change.
+        counting: the lock for these counters.
     """
 
     def __init__(
@@ -63,14 +66,14 @@ class ObjectReader:
         """Read from `storage`.
 
         Args:
-            storage: where the objects are.
-            objects: what is known of them, by key; may be hostile. Objects without checksums are read without
-                verification, except for chunks with a checksum behind them.
+            storage: the storage of the objects.
+            objects: records of the objects, by key; may be hostile. Objects without checksums are not verified, except
+                for chunks with an inline checksum.
             threads: read chunks, together with the calling thread.
             verify: compare checksums.
-            strict: refuse other objects; else they are read without verification.
-            progress: called with a number of bytes each time that many more are in their arrays, from any thread.
-            sizes: how much is moved at a time.
+            strict: refuse objects without a record. Otherwise they are read without verification.
+            progress: called from any thread with the number of bytes that were copied into arrays.
+            sizes: the sizes of tasks and blocks.
         """
         self._storage = storage
         self.objects = objects
@@ -81,16 +84,19 @@ class ObjectReader:
         suited = requests_of(storage)
         self._concurrency = suited.concurrency
         self._request_bytes = suited.request_bytes
-        self._far = threads.at_once(self._concurrency) > threads.count
-        self._sizes = sizes.for_requests(self._request_bytes) if self._far else sizes
-        # While a request waits for its first byte, a far storage delivers a good part of another one.
-        self._gap_bytes = self._request_bytes // (4 if self._far else 16)
+        self._is_remote = threads.parallelism(self._concurrency) > threads.count
+        self._sizes = sizes.for_requests(self._request_bytes) if self._is_remote else sizes
+        # While a request waits for its first byte, a remote storage delivers a good part of another request.
+        self._gap_bytes = self._request_bytes // (4 if self._is_remote else 16)
         self._sums: dict[str, RecordedChecksums] = {}
-        self._recent = RecentBlocks(max(2, _RECENT_BYTES // self._sizes.block))
         self.counting = threading.Lock()
         self.bytes_read = 0
         self.bytes_got = 0
         self.requests = 0
+
+    @functools.cached_property
+    def _recent(self) -> RecentBlocks:
+        return RecentBlocks(max(2, _RECENT_BYTES // self._sizes.block))
 
     @property
     def address(self) -> StorageAddress | None:
@@ -108,14 +114,14 @@ class ObjectReader:
         return self._storage.size(key) if record is None else record.size
 
     def stored_sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """Return the bytes of objects by asking the storage, not their records; many at once if that is faster.
+        """Return the bytes of objects as the storage states them, with concurrent requests if that is faster.
 
         Raises:
             ObjectNotFoundError
         """
         asked = list(keys)
-        if self._far and len(asked) > 1:
-            sizes = ask_each(self._threads, asked, self._storage.size, parallelism=self._concurrency)
+        if self._is_remote and len(asked) > 1:
+            sizes = map_ordered(self._threads, asked, self._storage.size, parallelism=self._concurrency)
         else:
             sizes = [self._storage.size(key) for key in asked]
         return dict(zip(asked, sizes, strict=True))
@@ -123,36 +129,35 @@ class ObjectReader:
     def size_limits(self, keys: Iterable[str]) -> dict[str, int]:
         """Return limits of the bytes of objects, for callers that allocate memory before they read.
 
-        For small objects on a far storage this is the recorded size, up to a limit for all of them together: the one
-        request that reads such an object tells if the size is right. The storage is asked for the sizes of others.
+        Small objects on a remote storage use the recorded size, up to a limit for their sum: the request that reads
+        such an object checks the size. The storage is asked for all other sizes.
 
         Raises:
             ObjectNotFoundError
         """
         asked = list(keys)
-        supposed: dict[str, int] = {}
-        if self._far:
-            left = _SUPPOSED_BYTES
+        unconfirmed: dict[str, int] = {}
+        if self._is_remote:
+            left = _UNCONFIRMED_BYTES
             recorded = [record for key in asked if (record := self.objects.get(key)) is not None]
             for record in sorted(recorded, key=lambda record: record.size):
                 left -= record.size
                 if left < 0 or record.size > self._request_bytes:
                     break
-                supposed[record.key] = record.size
-        return {**supposed, **self.stored_sizes([key for key in asked if key not in supposed])}
+                unconfirmed[record.key] = record.size
+        return {**unconfirmed, **self.stored_sizes([key for key in asked if key not in unconfirmed])}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        """Return the names one level below a directory, sorted. Names of directories end in ``/``."""
         return self._storage.list_names(prefix)
 
     def _record(self, key: str) -> ObjectRecord | None:
-        """Return what is known of an object; None if nothing is, and it may be read."""
+        """Return the record of an object; None if it has no record and may be read."""
         record = self.objects.get(key)
         if record is None and self._strict:
             raise CorruptCheckpointError(
-                f"{key!r} is asked for, but the root does not list this object: expected one of the "
-                f"{len(self.objects)} that it lists, found a name that it does not know, so what describes the "
-                "arrays is damaged: restore the checkpoint from a copy, or load another one",
+                f"{key!r} is not one of the {len(self.objects)} objects that the root lists: the metadata of the "
+                "arrays is damaged. Restore the checkpoint from a copy, or load another one",
                 key=key,
             )
         return record
@@ -171,7 +176,7 @@ class ObjectReader:
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: it is shorter than was recorded, or refused.
+            CorruptCheckpointError: it is shorter than recorded, or refused.
         """
         sums = self._checksums(key)
         if sums is None:
@@ -188,7 +193,7 @@ class ObjectReader:
             return b""
         block = self._sizes.block
         begin, end = start // block * block, min(-(-stop // block) * block, size)
-        # The blocks at the ends, of which a part is requested, may be kept from reads beside this one.
+        # Blocks at the ends that are requested in part may be cached by reads of their other parts.
         head = self._recent.find(key, begin) if begin < start or stop < min(begin + block, size) else None
         low = begin if head is None else min(begin + block, size)
         foot = self._recent.find(key, (end - 1) // block * block) if stop < end and low < end else None
@@ -202,17 +207,17 @@ class ObjectReader:
         return data if begin == start and end == stop else data[start - begin : stop - begin]
 
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
-        """Return what `get` does for each range, or None if there is no such object. Requests near ranges together.
+        """Return the result of `get` for each range, or None if there is no such object. Coalesces close ranges.
 
         Raises:
             ChecksumError
-            CorruptCheckpointError: an object is shorter than was recorded, or refused.
+            CorruptCheckpointError: an object is shorter than recorded, or refused.
         """
-        groups = list(near_ranges(ranges, self._gap_bytes, self._request_bytes))
-        if self._far and len(groups) > 1:
-            asked = ask_each(self._threads, groups, self._get_if_there, parallelism=self._concurrency)
+        groups = list(coalesce(ranges, self._gap_bytes, self._request_bytes))
+        if self._is_remote and len(groups) > 1:
+            asked = map_ordered(self._threads, groups, self._get_or_none, parallelism=self._concurrency)
         else:
-            asked = [self._get_if_there(group) for group in groups]
+            asked = [self._get_or_none(group) for group in groups]
         found: list[bytes | None] = [None] * len(ranges)
         for group, data in zip(groups, asked, strict=True):
             if data is None:
@@ -222,7 +227,7 @@ class ObjectReader:
                 found[number] = data[start - group.start : None if stop is None else stop - group.start]
         return found
 
-    def _get_if_there(self, group: NearRanges) -> bytes | None:
+    def _get_or_none(self, group: CoalescedRange) -> bytes | None:
         try:
             return self.get(group.key, group.start, group.stop)
         except ObjectNotFoundError:
@@ -233,7 +238,7 @@ class ObjectReader:
             self.bytes_got += nbytes
 
     def _read_blocks(self, key: str, begin: int, end: int, sums: RecordedChecksums) -> bytes:
-        """Return whole blocks of an object, verified."""
+        """Read and verify whole blocks of an object."""
         data = self._storage.get(key, begin, end)
         self._count(len(data))
         if len(data) != end - begin:
@@ -242,17 +247,17 @@ class ObjectReader:
         return data
 
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Generator[int, None, None]:
-        """Fill targets; yields the number of a target once all its chunks here are read and verified.
+        """Fill targets; yields the number of a target once all its chunks in `reads` are read and verified.
 
-        A chunk is verified by the checksums of the blocks of its object. If the object has none, or the blocks are
-        clearly more bytes, it is read whole and verified by the checksum behind it.
+        A chunk is verified by the checksums of the blocks of its object. If the object has none, or if reading whole
+        blocks takes clearly more bytes, the chunk is read whole and verified by its inline checksum.
 
-        The thread that asks for the next number reads too. When this ends, however it does, no thread writes into a
-        target any more.
+        The thread that asks for the next number reads too. After the end of this generator, in any case, no thread
+        writes into a target.
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: an object ends too early or is refused, or its description makes no sense.
+            CorruptCheckpointError: an object ends too early or is refused, or its metadata is invalid.
         """
         by_key: dict[str, list[ChunkRead]] = {}
         waiting: dict[int, int] = {}
@@ -279,10 +284,10 @@ class ObjectReader:
         yield from complete
         if not tasks:
             return
-        reading = _Reading(self, self._storage, tasks, sums, waiting, self._progress)
+        reading = _ChunkReading(self, self._storage, tasks, sums, waiting, self._progress)
         pool: WorkerPool | None = None
-        if len(tasks) > 1 and (self._far or nbytes >= self._sizes.inline):
-            others = min(self._threads.at_once(self._concurrency), len(tasks)) - 1
+        if len(tasks) > 1 and (self._is_remote or nbytes >= self._sizes.inline):
+            others = min(self._threads.parallelism(self._concurrency), len(tasks)) - 1
             pool = self._threads.start(reading.work, others, self._concurrency)
         try:
             yield from reading.results(len(waiting) - len(complete))
@@ -292,11 +297,11 @@ class ObjectReader:
                 pool.join()
 
     def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
-        """Plan the reads of an object of `size` bytes, of whose blocks checksums are recorded or not."""
+        """Plan the reads of an object of `size` bytes. `recorded`: its blocks have recorded checksums."""
         sizes, request, gap = self._sizes, self._request_bytes, self._gap_bytes
         shape = plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
         if recorded:
-            # Blocks that are hashed right after they are read are still in cache.
+            # Requests of few blocks: a block that is hashed right after its read is still in the cache.
             shape = ObjectShape(
                 key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes
             )
@@ -306,16 +311,16 @@ class ObjectReader:
         """See `ckptcore.io.chunk_reads.read_boxes`."""
         return read_boxes(index, items, buffers, self)
 
-    def hold(self, key: str) -> BlockCache | None:
-        """Open an object for many small reads, all of the object that is there now. None if the storage cannot.
+    def open_cached(self, key: str) -> BlockCache | None:
+        """Open the current version of an object for many small reads; None if the storage cannot keep it open.
 
         Raises:
             ObjectNotFoundError
             CorruptCheckpointError: the object is refused.
         """
         sums = self._checksums(key)
-        reader = self._storage.hold_open(key)
-        if reads_by_key(reader):
+        reader = self._storage.open_stamped(key)
+        if isinstance(reader, ReaderByKey):  # a later read could find another object
             return None
         size, block = self.size(key), self._sizes.block
         return BlockCache(key, reader, size, sums, block_bytes=block, recent=self._recent, count=self._add_read)
@@ -326,8 +331,8 @@ class ObjectReader:
             self.requests += 1
 
 
-class _Reading:
-    """Tasks that several threads perform."""
+class _ChunkReading:
+    """Read tasks that several threads perform."""
 
     def __init__(
         self,
@@ -349,18 +354,18 @@ class _Reading:
         self._done: queue.SimpleQueue[list[int] | BaseException] = queue.SimpleQueue()
 
     def work(self) -> None:
-        """Perform tasks until none is left, reading is stopped or something fails. Never raises."""
+        """Perform tasks until none is left, the reading is stopped or a task fails. Never raises."""
         scratch = _Scratch()
         try:
             while (numbers := self._next(scratch)) is not None:
                 if numbers:
                     self._done.put(numbers)
-        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for results
+        except BaseException as error:  # noqa: BLE001  # raised by `results`
             self.stopped = True
             self._done.put(error)
 
     def results(self, count: int) -> Iterator[int]:
-        """Yield the next `count` targets that are complete. This thread performs tasks while there is none."""
+        """Yield the next `count` complete targets. This thread performs tasks while no target is complete."""
         scratch = _Scratch()
         while count:
             numbers: list[int] | BaseException | None = None
@@ -374,7 +379,7 @@ class _Reading:
             yield from numbers
 
     def _next(self, scratch: _Scratch) -> list[int] | None:
-        """Perform the next task. Return the targets it completes; None without a task, or if reading was stopped."""
+        """Perform the next task. Return the targets that it completes; None if no task is left, or after a stop."""
         try:
             task = self._tasks.popleft()
         except IndexError:
@@ -392,7 +397,7 @@ class _Reading:
             else:
                 requests += 1
                 taken += self._read_parts(task.key, parts, sums, scratch, checked)
-        if self.stopped:  # perhaps in the middle of an array
+        if self.stopped:  # an array may be incomplete
             return None
         complete = []
         with self._counting:
@@ -408,7 +413,7 @@ class _Reading:
         return complete
 
     def _read_direct(self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None) -> int:
-        """Read straight into an array, and verify pieces while they are in cache. Return the number of requests."""
+        """Read directly into an array, and verify pieces while they are in the cache. Return the number of requests."""
         most = task.most
         position, stop, requests = start, start + len(memory), 0
         while position < stop and not self.stopped:
@@ -425,15 +430,15 @@ class _Reading:
         try:
             self._objects[key].get_into(ranges)
         except CorruptCheckpointError as error:
-            error.key = key  # a storage around this one may name the object by a longer key, which locates no arrays
+            error.key = key  # a wrapping storage may name the object by a longer key, which matches no array
             raise
 
     def _read_parts(
         self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, scratch: _Scratch, checked: list[int]
     ) -> int:
-        """Read parts that follow each other by one request, verify them, and copy to their destinations.
+        """Read adjacent parts by one request, verify them, and copy them to their destinations.
 
-        Adds to `checked` the targets that waited for a chunk which is complete now. Returns the bytes copied.
+        Adds to `checked` the targets whose last chunk is verified now. Returns the number of bytes copied.
         """
         start, stop = parts[0].start, parts[-1].stop
         spare = scratch.memory(stop - start)
@@ -458,7 +463,7 @@ class _Reading:
 
 
 class _Scratch:
-    """Memory of one thread for bytes that go to several destinations."""
+    """Memory of one thread for bytes with several destinations."""
 
     __slots__ = ("_memory",)
 
@@ -466,14 +471,14 @@ class _Scratch:
         self._memory: memoryview | None = None
 
     def memory(self, nbytes: int) -> memoryview:
-        """Return memory of this many bytes; overwritten by the next call."""
+        """Return `nbytes` of memory, which the next call overwrites."""
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = map_pages(nbytes).memory()
         return self._memory[:nbytes]
 
 
 def _too_short(key: str, start: int, stop: int, found: int) -> CorruptCheckpointError:
-    """Return the error for an object that ends before bytes that it was recorded to have."""
+    """Return the error for an object that ends before its recorded size."""
     return CorruptCheckpointError(
         f"{key!r} is too short: expected bytes {start} to {stop}, found {found} of them; "
         "it was cut off or replaced: restore it from a copy, or load another checkpoint",

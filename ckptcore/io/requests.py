@@ -1,30 +1,46 @@
-"""Requests to a storage: how many at once, how large, which ranges together, and which readers."""
+"""Requests to a storage: the threads that make them, how many run at once, how large they are."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ckptcore.model import BLOCK_BYTES
-from ckptcore.protocols import HeldReader, RangeReader, StorageBackend, StorageCapabilities
-from ckptcore.protocols.storage import ReaderByKey
+from ckptcore.protocols import RangeReader, StampedReader, StorageBackend, StorageCapabilities
 
 __all__ = [
     "SIZES",
-    "NearRanges",
+    "CoalescedRange",
+    "IOThreads",
     "Sizes",
-    "is_held_reader",
-    "near_ranges",
-    "reads_by_key",
+    "WorkerPool",
+    "call_into",
+    "coalesce",
+    "for_each",
+    "is_stamped_reader",
+    "map_ordered",
     "requests_of",
+    "reset_in_children",
 ]
 
+_MOST_THREADS: Final = 8
+_IDLE_SECONDS: Final = 10.0
+"""Idle time after which threads for remote storages end."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+
 _MOST_AT_ONCE: Final = 64
-"""Limit of requests at once, because each one takes a thread and memory."""
+"""Most requests at once: each one takes a thread and memory."""
 
 _MOST_PART_BYTES: Final = 64 << 20
-"""Limit of the bytes of a part, because each thread that writes has one in memory."""
+"""Most bytes of a part: each thread that writes has one in memory."""
 
 
 def requests_of(storage: StorageBackend) -> StorageCapabilities:
@@ -38,16 +54,16 @@ def requests_of(storage: StorageBackend) -> StorageCapabilities:
 
 
 class Sizes(NamedTuple):
-    """Sizes of work in bytes; tests make them small.
+    """Sizes of work, in bytes. Tests make them small.
 
     Attributes:
-        block: what one checksum covers.
-        task: what a thread reads before it takes other work, if there is so much; a multiple of `block`.
-        write: what a thread copies, checks and writes at a time; a multiple of `block`, small enough for a processor's
-            cache.
-        inline: the calling thread alone does objects and reads of fewer bytes.
-        direct: from here on bytes that only one array wants, as they are, are read straight into it.
-        run: from here on each run of elements of a box is read straight into its array, block by block.
+        block: the bytes that one checksum covers.
+        task: the bytes that a thread reads as one task; a multiple of `block`.
+        write: the bytes that a thread copies, checks and writes at a time; a multiple of `block` that fits into the
+            cache of a processor.
+        inline: objects and reads of fewer bytes stay on the calling thread.
+        direct: ranges from this size that only one array needs, unchanged, are read directly into it.
+        run: runs of elements of a box from this size are read directly into its array, block by block.
     """
 
     block: int = BLOCK_BYTES
@@ -58,13 +74,13 @@ class Sizes(NamedTuple):
     run: int = 4 << 20
 
     def for_parts(self, part_bytes: int) -> Sizes:
-        """Return the sizes for a storage that writes parts of so many bytes; 1: unchanged."""
+        """Return the sizes for a storage that writes parts of `part_bytes`; 1: unchanged."""
         if part_bytes == 1:
             return self
         return self._replace(write=-(-part_bytes // self.block) * self.block)
 
     def for_requests(self, request_bytes: int) -> Sizes:
-        """Return the sizes for a storage with many requests of so many bytes at once: each is a task."""
+        """Return the sizes for a storage with many requests of `request_bytes` at once. Each request is a task."""
         return self._replace(task=max(self.block, request_bytes // self.block * self.block))
 
 
@@ -72,13 +88,13 @@ SIZES: Final = Sizes()
 """The sizes for memory and local disks."""
 
 
-class NearRanges(NamedTuple):
+class CoalescedRange(NamedTuple):
     """Ranges of one object that are requested together.
 
     Attributes:
         key: the object.
         start, stop: the range that contains all of them; None: up to the end of the object.
-        numbers: their positions in the ranges that were given.
+        numbers: their positions among the given ranges.
     """
 
     key: str
@@ -87,13 +103,15 @@ class NearRanges(NamedTuple):
     numbers: tuple[int, ...]
 
 
-def near_ranges(ranges: Sequence[tuple[str, int, int | None]], gap_bytes: int, most_bytes: int) -> Iterator[NearRanges]:
+def coalesce(
+    ranges: Sequence[tuple[str, int, int | None]], gap_bytes: int, most_bytes: int
+) -> Iterator[CoalescedRange]:
     """Group ranges (key, start, stop) by object, in ascending order.
 
     Args:
         ranges: in any order; they may overlap.
-        gap_bytes: gaps up to this are cheaper to read than to leave out.
-        most_bytes: the most bytes of a group of several. A range without a known end is a group of its own.
+        gap_bytes: gaps up to this size are read, because that is cheaper than another request.
+        most_bytes: the most bytes of a group of several ranges. A range without a known end is a separate group.
     """
     order = sorted(range(len(ranges)), key=lambda number: ranges[number][:2])
     numbers: list[int] = []
@@ -101,25 +119,301 @@ def near_ranges(ranges: Sequence[tuple[str, int, int | None]], gap_bytes: int, m
     for number in order:
         of_key, start, stop = ranges[number]
         if stop is None:
-            yield NearRanges(of_key, start, None, (number,))
+            yield CoalescedRange(of_key, start, None, (number,))
             continue
         together = numbers and of_key == key and start <= last + gap_bytes and max(last, stop) - first <= most_bytes
         if not together:
             if numbers:
-                yield NearRanges(key, first, last, tuple(numbers))
+                yield CoalescedRange(key, first, last, tuple(numbers))
             numbers, key, first, last = [], of_key, start, stop
         numbers.append(number)
         last = max(last, stop)
     if numbers:
-        yield NearRanges(key, first, last, tuple(numbers))
-
-
-def reads_by_key(reader: RangeReader) -> bool:
-    """Return True if each read of `reader` finds the object by its key, so that it may be another object by then."""
-    return isinstance(reader, ReaderByKey)
+        yield CoalescedRange(key, first, last, tuple(numbers))
 
 
 @functools.lru_cache(maxsize=64)
-def is_held_reader(kind: type[RangeReader]) -> bool:
-    """Return True if readers of a type are `HeldReader`. Cached: the check is slow."""
-    return issubclass(kind, HeldReader)
+def is_stamped_reader(kind: type[RangeReader]) -> bool:
+    """Return True if readers of a type are `StampedReader`. Cached: the check is slow."""
+    return issubclass(kind, StampedReader)
+
+
+def call_into(future: Future[T], function: Callable[[], T]) -> None:
+    """Call a function unless its future was canceled, and store the result or error in the future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+    finally:
+        del future, function  # the traceback of an error holds this frame
+
+
+class IOThreads:
+    """Worker threads for requests and copies. They start when there is work. Any thread may submit work.
+
+    There are two groups: one thread for each processor for copies and local storages, and as many threads as
+    `ckptcore.protocols.StorageCapabilities.concurrency` requests for remote storages. The groups do not wait for each
+    other. Threads for remote storages end when they are idle.
+
+    The threads are daemons: at exit the interpreter waits for callers that wait for work, never for these threads, so a
+    save in a background thread still completes. A forked child starts its own threads. If no thread can be started,
+    `run` does all the work on the calling thread.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        """Use `count` threads; by default one for each processor, from 2 to 8, and more for remote storages."""
+        if count is not None and count < 1:
+            raise ValueError(f"expected at least one thread, found {count}")
+        self.count: Final = count if count is not None else min(_MOST_THREADS, max(2, os.cpu_count() or 2))
+        self._most: Final = count
+        self.reset_after_fork()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget the threads of the parent in a forked child."""
+        self._local = _ThreadGroup(None)
+        self._remote = _ThreadGroup(_IDLE_SECONDS)
+
+    def parallelism(self, concurrency: int) -> int:
+        """Return the most threads for a storage with this `concurrency`; always `count` if the user set it."""
+        return self.count if self._most is not None or concurrency <= self.count else concurrency
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Call `function` on one of the threads, or on this one if no thread can be started."""
+        future: Future[T] = Future()
+        work = functools.partial(call_into, future, function)
+        if not self._local.submit(work, self.count):
+            work()
+        return future
+
+    def start(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> WorkerPool:
+        """Start up to `parallelism` threads that call `worker` once each. `WorkerPool.join` must follow.
+
+        Fewer threads call it if the others are busy until the pool is joined. The caller must be able to do all the
+        work itself.
+
+        Args:
+            worker: the function to call; must not raise.
+            parallelism: the most calls at once.
+            concurrency: the `StorageCapabilities.concurrency` of the storage that `worker` waits for.
+        """
+        pool = WorkerPool(worker)
+        most = self.parallelism(concurrency)
+        group = self._remote if most > self.count else self._local
+        for _ in range(min(parallelism, most)):
+            if not group.submit(pool.work, most):
+                break
+        return pool
+
+    def run(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> None:
+        """Call `worker` on this thread and on up to ``parallelism - 1`` others. Return when all calls have returned.
+
+        `worker` must not raise, and must return when no work is left. Never waits for a thread that has not started, so
+        calls can be nested. See `start` for the arguments.
+        """
+        others = min(parallelism, self.parallelism(concurrency)) - 1
+        if others < 1:
+            worker()
+            return
+        pool = self.start(worker, others, concurrency)
+        try:
+            worker()
+        finally:
+            pool.join()
+
+    def __del__(self) -> None:
+        for group in (getattr(self, "_local", None), getattr(self, "_remote", None)):
+            if group is not None:
+                group.end()
+
+
+class _ThreadGroup:
+    """Threads that take work from one queue."""
+
+    def __init__(self, idle_seconds: float | None) -> None:
+        """End threads after `idle_seconds` without work; None: never."""
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = 0
+        self._waiting = 0  # idle threads minus queued work
+
+    def submit(self, work: Callable[[], None], most: int) -> bool:
+        """Queue work for at most `most` threads. Return False if no thread can do it."""
+        with self._lock:
+            if self._waiting <= 0 and self._started < most:
+                thread = threading.Thread(
+                    target=_serve,
+                    args=(self._work, weakref.ref(self), self._idle_seconds),
+                    name="ckptcore-io",
+                    daemon=True,
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is shutting down, or the system has no more threads
+                    if self._started == 0:
+                        return False
+                else:
+                    self._started += 1
+                    self._waiting += 1
+            self._waiting -= 1
+            self._work.put(work)
+            return True
+
+    def mark_idle(self) -> None:
+        """Count a thread that has finished its work."""
+        with self._lock:
+            self._waiting += 1
+
+    def may_end(self) -> bool:
+        """Return True if a thread that found no work may end. False: work for it is queued now."""
+        with self._lock:
+            if self._waiting <= 0:
+                return False
+            self._waiting -= 1
+            self._started -= 1
+            return True
+
+    def end(self) -> None:
+        """End all threads."""
+        for _ in range(self._started):
+            self._work.put(None)
+
+
+def _serve(
+    work: queue.SimpleQueue[Callable[[], None] | None], owner: weakref.ref[_ThreadGroup], idle_seconds: float | None
+) -> None:
+    while True:
+        try:
+            function = work.get(timeout=idle_seconds)
+        except queue.Empty:
+            group = owner()
+            if group is None or group.may_end():
+                return
+            del group
+            continue
+        if function is None:
+            return
+        function()
+        del function  # release its references before the next wait
+        if (group := owner()) is not None:
+            group.mark_idle()
+        del group
+
+
+class WorkerPool:
+    """Threads that call one worker."""
+
+    def __init__(self, worker: Callable[[], None]) -> None:
+        self._worker: Callable[[], None] | None = worker
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._idle = threading.Condition(self._lock)
+
+    def work(self) -> None:
+        """Call the worker, unless the pool was already joined."""
+        with self._lock:
+            worker = self._worker
+            if worker is None:
+                return
+            self._busy += 1
+        try:
+            worker()
+        finally:
+            del worker
+            with self._lock:
+                self._busy -= 1
+                if self._busy == 0:
+                    self._idle.notify_all()
+
+    def join(self) -> None:
+        """Prevent further threads from starting the worker, and wait for running calls, even if interrupted."""
+        interruption: BaseException | None = None
+        with self._lock:
+            self._worker = None
+            # The caller must not continue while threads still use its memory.
+            while self._busy:
+                try:
+                    self._idle.wait()
+                except BaseException as error:  # noqa: BLE001  # raised below
+                    interruption = error
+        if interruption is not None:
+            raise interruption
+
+
+class _Resettable(Protocol):
+    """An object that can be reset."""
+
+    def reset_after_fork(self) -> None:
+        """Return to the initial state. May not take locks: a thread of the parent may have held them at the fork."""
+        ...
+
+
+def reset_in_children(resettable: _Resettable) -> None:
+    """Call `reset_after_fork` of an object in every forked child, for as long as the object exists."""
+    _RESETTABLE.add(resettable)
+
+
+_RESETTABLE: Final[weakref.WeakSet[_Resettable]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for resettable in _RESETTABLE:
+        resettable.reset_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def for_each(threads: IOThreads, items: Iterable[T], do: Callable[[T], None], *, parallelism: int = 1) -> None:
+    """Call `do` with each item, in several threads. Return when all calls have returned.
+
+    Args:
+        threads: the threads to use besides the calling thread.
+        items: taken in order, one when a thread is free, so they may come from a generator.
+        do: the function.
+        parallelism: useful number of concurrent calls, if more than one for each processor.
+
+    Raises:
+        The first error of a call. No item is taken after it, and no call runs when it is raised.
+    """
+    source = iter(items)
+    taking = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                with taking:
+                    if errors:
+                        return
+                    try:
+                        item = next(source)
+                    except StopIteration:
+                        return
+                do(item)
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
+
+    threads.run(work, max(threads.count, parallelism), parallelism)
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # break the cycle between the errors and this frame
+
+
+def map_ordered(threads: IOThreads, items: Sequence[T], call: Callable[[T], S], *, parallelism: int = 1) -> Sequence[S]:
+    """Return the results of `call` for each item, in order. See `for_each`."""
+    results: dict[int, S] = {}
+
+    def store(number: int) -> None:
+        results[number] = call(items[number])
+
+    for_each(threads, range(len(items)), store, parallelism=parallelism)
+    return [results[number] for number in range(len(items))]

@@ -1,4 +1,4 @@
-"""Segments of an object that is being written, opened in order and cut into tasks."""
+"""Segments of an object that is being written: opened in order, and cut into tasks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, Hos
 __all__ = ["ObjectSegments", "WriteTask", "join_segments"]
 
 _SMALL_BYTES: Final = 16 << 10
-"""Up to here copying the bytes of an array costs less than keeping track of it."""
+"""Up to this size, copying the bytes of an array is faster than keeping a reference to it."""
 
 
 class WriteTask:
-    """Bytes `start` to `stop` of an object, to be written together: whole blocks, or up to the end of the object.
+    """Bytes `start` to `stop` of an object that are written together: whole blocks, or up to the end of the object.
 
     Attributes:
-        credits: (number of a segment, bytes of it that are in this task), for arrays only.
-        summed: (checksum, start, stop): bytes of the task that a checksum in the object is of, from its own start on.
-        checksums: (checksum, position, start, stop): where in the task bytes of a checksum go, that `fill` leaves out.
+        credits: (number of an array segment, bytes of it in this task).
+        summed: (checksum, start, stop): the bytes of the task that an inline checksum covers, relative to its start.
+        checksums: (checksum, position, start, stop): where bytes of an inline checksum belong; `fill` leaves them out.
     """
 
     __slots__ = ("_pieces", "checksums", "credits", "start", "stop", "summed")
@@ -50,7 +50,7 @@ class WriteTask:
         self._pieces: list[tuple[int, _Run, int, int]] = []
 
     def add(self, run: _Run, start: int, stop: int) -> None:
-        """Append bytes `start` to `stop` of the object, which are in `run`."""
+        """Append bytes `start` to `stop` of the object. `run` contains them."""
         self.stop = stop
         position = start - self.start
         if isinstance(run.source, InlineChecksum):
@@ -62,13 +62,13 @@ class WriteTask:
         checksum = run.checksum
         if checksum is not None:
             summed = self.summed
-            if summed and summed[-1][0] is checksum:  # what one checksum is of has no gap
+            if summed and summed[-1][0] is checksum:  # a checksum covers bytes without a gap
                 summed[-1] = checksum, summed[-1][1], stop - self.start
             else:
                 summed.append((checksum, position, stop - self.start))
 
     def fill(self, memory: memoryview) -> memoryview:
-        """Copy the bytes to the start of a buffer. Reads each byte of an array once: it may change meanwhile."""
+        """Copy the bytes to the start of a buffer. Reads each byte of an array only once, because it may change."""
         whole = np.frombuffer(memory, np.uint8)
         for position, run, start, stop in self._pieces:
             end = position + stop - start
@@ -76,7 +76,7 @@ class WriteTask:
             if isinstance(source, _Gathering):
                 source.copy_range(start, stop, memory[position:end])
                 continue
-            assert isinstance(source, memoryview)  # checksums are no pieces
+            assert isinstance(source, memoryview)  # `add` stores checksums separately
             if end - position <= _SMALL_BYTES:
                 memory[position:end] = source[start:stop]
             else:
@@ -85,9 +85,10 @@ class WriteTask:
 
 
 class ObjectSegments:
-    """The segments of one object. One thread at a time takes tasks; any thread says what was written.
+    """The segments of one object. One thread at a time takes tasks; any thread reports written tasks.
 
-    Each `ArraySegment` is opened once and closed exactly once, the ones that were never opened by `close_rest`.
+    Each `ArraySegment` is opened at most once and closed exactly once. `close_rest` closes segments that were never
+    opened.
     """
 
     def __init__(self, segments: Sequence[Segment], segment_sizes: Sequence[int], sizes: Sizes) -> None:
@@ -105,8 +106,8 @@ class ObjectSegments:
         """Return the next bytes to write, or None at the end of the object. May block until arrays are ready."""
         position = self._position
         if position == self._size:
-            for _ in self._runs:  # segments without bytes are opened and closed too
-                raise AssertionError("a segment has more bytes than it said")
+            for _ in self._runs:  # opens and closes segments without bytes
+                raise AssertionError("a segment has more bytes than stated")
             return None
         task = WriteTask(position)
         limit = min((position // self._task_bytes + 1) * self._task_bytes, self._size)
@@ -118,7 +119,7 @@ class ObjectSegments:
         return task
 
     def _run_here(self) -> _Run:
-        """Return the run that contains the byte at the position. Runs are opened when they are needed."""
+        """Return the run that contains the byte at the position. Opens runs when they are needed."""
         run = self._run
         if run is None or run.stop == self._position:
             run = self._run = next(self._runs)
@@ -147,7 +148,7 @@ class ObjectSegments:
             position += size
 
     def written(self, task: WriteTask) -> list[Callable[[], None]]:
-        """Count a task as written. The caller holds its lock, and calls the functions that are returned without it."""
+        """Count a written task. The caller holds its lock, and calls the returned functions after releasing it."""
         closers = []
         outstanding = self._outstanding
         for number, nbytes in task.credits:
@@ -162,8 +163,8 @@ class ObjectSegments:
         return closers
 
     def close_rest(self) -> list[Callable[[], None]]:
-        """Return functions that close all segments which are not closed, after a failure. Each is called once."""
-        self._runs.close()  # which holds this as long as it goes on, and this holds it
+        """Return functions that close all segments that are not closed, after an error. Each is called once."""
+        self._runs.close()  # breaks the cycle between this object and its generator
         self._run = None
         rest = [*self._outstanding, *range(self._opened, len(self._segments))]
         self._outstanding.clear()
@@ -172,9 +173,9 @@ class ObjectSegments:
 
 
 class _Run:
-    """Bytes `start` to `stop` of an object, of one segment; `segment` is -1 if it needs no closing.
+    """Bytes `start` to `stop` of an object, in one segment. `segment` is -1 if it needs no closing.
 
-    `checksum` is the checksum in the object that is of them, if one is.
+    `checksum` is the inline checksum that covers them, or None.
     """
 
     __slots__ = ("checksum", "segment", "source", "start", "stop")
@@ -195,7 +196,7 @@ class _Run:
 
 
 class _Gathering:
-    """Elements of a box, gathered from arrays of any strides and byte order, or from several arrays."""
+    """Elements of a box, copied from arrays with any strides and byte order, or from several arrays."""
 
     __slots__ = ("_dtype", "_itemsize", "_shape", "_sources")
 
@@ -252,7 +253,7 @@ def _open(segment: ArraySegment, size: int) -> list[tuple[int, int, memoryview |
         box, array = arrays[0]
         if box is not segment.box and box != segment.box:
             raise _mismatch(segment, arrays)
-        # Of a box that begins at zero, as most do, the stop is the shape and at hand.
+        # The stop of a box that starts at zero, the common case, equals its shape, and needs no calculation.
         if array.itemsize != segment.itemsize or (array.shape != box.stop and array.shape != box.shape):
             raise _mismatch(segment, arrays)
         if array.nbytes != size:
@@ -306,7 +307,7 @@ def _open_parts(
 
 
 def _bytes_copy(array: HostArray) -> bytes:
-    """Return the elements of a small array as bytes of an object."""
+    """Return the elements of a small array as they are stored."""
     return (array if is_little(array.dtype) else plain(array).astype(little_dtype(array.dtype))).tobytes()
 
 
@@ -319,7 +320,7 @@ def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) ->
 
 
 def join_segments(segments: Sequence[Segment], sizes: Sequence[int]) -> memoryview:
-    """Return all bytes of a small object. Opens arrays and closes none. Reads each byte of an array once."""
+    """Return all bytes of a small object. Opens arrays and closes none. Reads each byte of an array only once."""
     memory = memoryview(bytearray(sum(sizes)))
     begins: list[int] = []
     position, before = 0, -1

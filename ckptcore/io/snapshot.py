@@ -1,4 +1,4 @@
-"""Snapshots: the arrays of one save in host memory, in place or copied so that later changes have no effect."""
+"""Snapshots: the arrays of one save in host memory, viewed in place or copied."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _AHEAD_BYTES: Final = 64 << 20
 
 
 class ViewedSnapshot:
-    """For a blocking save: arrays as they are; transfers from devices begin a little ahead of the writer."""
+    """Snapshot of a blocking save: views of the arrays. Starts transfers from devices a little ahead of the writer."""
 
     def __init__(self, plan: WritePlan, start: Callable[[int], Sequence[Pending[HostArray]]]) -> None:
-        """`start` begins the transfer of an item."""
+        """`start` starts the transfer of an item."""
         self.plan = plan
         self._start = start
         self._pending: dict[int, Sequence[Pending[HostArray]]] = {}
@@ -33,14 +33,14 @@ class ViewedSnapshot:
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`."""
         with self._lock:
-            self._begin(item)
+            self._start_item(item)
             while self._next < len(self.plan.items) and self._outstanding < _AHEAD_BYTES:
-                self._begin(self._next)
+                self._start_item(self._next)
                 self._next += 1
             pending = self._pending[item]
         return [array.result() for array in pending]
 
-    def _begin(self, item: int) -> None:
+    def _start_item(self, item: int) -> None:
         if item not in self._pending:
             self._pending[item] = self._start(item)
             self._outstanding += self.plan.items[item].nbytes
@@ -49,94 +49,94 @@ class ViewedSnapshot:
         """See `Snapshot`."""
         with self._lock:
             if item not in self._pending:
-                return  # the writer gave up before it took the item
+                return  # the writer failed before it took the item
             self._pending[item] = ()
             self._outstanding -= self.plan.items[item].nbytes
 
 
 class CopiedSnapshot:
-    """For an asynchronous save: everything is copied before `wait` returns, in the order of the plan."""
+    """Snapshot of an asynchronous save: `wait` returns once everything is copied. Copies in the order of the plan."""
 
     def __init__(
         self,
         plan: WritePlan,
         start: Callable[[int], Sequence[Pending[HostArray]]],
-        give_back: Callable[[HostArray], None],
+        release: Callable[[HostArray], None],
     ) -> None:
-        """`start` begins the copy of an item; `give_back` takes the memory of one back."""
+        """`start` starts the copy of an item; `release` frees the memory of an array."""
         self.plan = plan
-        self._give_back = give_back
-        self._writer_ended = False
+        self._release = release
+        self._writing_ended = False
         self._copy_failed = False
         self._pending: list[Sequence[Pending[HostArray]]] = [start(number) for number in range(len(plan.items))]
 
     def wait(self) -> None:
-        """Wait until the snapshot owns all its memory, or the writer ended; what it has may be written meanwhile."""
+        """Wait until everything is copied, or the writer ended. Copied items may be written meanwhile."""
         try:
             for arrays in self._pending:
                 for array in arrays:
                     array.result()
         except Exception:
-            if self._copy_failed or not self._writer_ended:
+            if self._copy_failed or not self._writing_ended:
                 raise
             # The writer failed and freed the memory. The handle of the save raises its error.
 
-    def writer_ended(self) -> None:
-        """Note that no more arrays will be taken."""
-        self._writer_ended = True
+    def end_writing(self) -> None:
+        """Record that the writer takes no more arrays."""
+        self._writing_ended = True
 
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`."""
         try:
             return [array.result() for array in self._pending[item]]
         except Exception:
-            self._copy_failed = True  # before the writer ends because of it: `wait` raises the error too
+            self._copy_failed = True  # set before the writer ends because of it: `wait` raises the error too
             raise
 
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         arrays, self._pending[item] = self._pending[item], ()
         for array in arrays:
-            self._give_back(array.result())
+            self._release(array.result())
 
 
 class BoundedSnapshot:
-    """For an asynchronous save with a bound on its memory: copies while the writer writes, in the order it asks.
+    """Snapshot of an asynchronous save with bounded memory: copies items while the writer writes, in its order.
 
-    `copy_all` runs on the thread of the caller; the writer takes and releases on others.
+    `copy_all` runs on the thread of the caller. The writer takes and releases items on other threads.
     """
 
     def __init__(
         self,
         plan: WritePlan,
         start: Callable[[int], Sequence[Pending[HostArray]]],
-        give_back: Callable[[HostArray], None],
+        release: Callable[[HostArray], None],
         limit: int,
     ) -> None:
-        """See `CopiedSnapshot`. Holds at most `limit` bytes, unless a single item is larger."""
+        """See `CopiedSnapshot`. Copies use at most `limit` bytes, unless one item is larger."""
         self.plan = plan
         self._start = start
-        self._give_back = give_back
+        self._release = release
         self._limit = limit
-        self._held = 0
+        self._used_bytes = 0
         self._changed = threading.Condition()
-        self._asked: deque[int] = deque()
+        self._requested: deque[int] = deque()
         self._pending: dict[int, Sequence[Pending[HostArray]]] = {}
         self._error: BaseException | None = None
-        self._writer_ended = False
+        self._writing_ended = False
 
     def again(self, plan: WritePlan, items: Sequence[int]) -> BoundedSnapshot:
-        """Return a snapshot that copies items of this one once more, for another plan.
+        """Return a snapshot that copies items of this snapshot again, for another plan.
 
         Args:
-            plan: what it writes.
-            items: by item of that plan, the item of this one.
+            plan: the other plan.
+            items: by item of that plan, the item of this snapshot.
         """
         start = self._start
-        return BoundedSnapshot(plan, lambda number: start(items[number]), self._give_back, self._limit)
+        return BoundedSnapshot(plan, lambda number: start(items[number]), self._release, self._limit)
 
     def copy_all(self) -> None:
-        """Copy every item; returns once the last is copied, or the writer ended. Nothing is held of the source then."""
+        """Copy every item. Return once the last is copied, or the writer ended; then the source may change."""
         waiting = dict.fromkeys(range(len(self.plan.items)))
         try:
             while waiting:
@@ -151,51 +151,51 @@ class BoundedSnapshot:
                     self._pending[number] = arrays
                     self._changed.notify_all()
         except BaseException as error:
-            if isinstance(error, Exception) and self._writer_ended:
+            if isinstance(error, Exception) and self._writing_ended:
                 return  # the writer freed the memory, and raises its own error
             self.fail(error)
             raise
         finally:
-            self._start = _start_no_more
+            self._start = _refuse_to_start
 
     def _next(self, waiting: dict[int, None]) -> int | None:
         with self._changed:
-            while not self._writer_ended:
-                while self._asked and self._asked[0] not in waiting:
-                    self._asked.popleft()
-                number = self._asked[0] if self._asked else next(iter(waiting))
+            while not self._writing_ended:
+                while self._requested and self._requested[0] not in waiting:
+                    self._requested.popleft()
+                number = self._requested[0] if self._requested else next(iter(waiting))
                 nbytes = self.plan.items[number].nbytes
-                # An item that the writer waits for is copied beyond the limit: it would wait for ever otherwise.
-                if self._asked or self._held == 0 or self._held + nbytes <= self._limit:
-                    self._held += nbytes
+                # The limit does not apply to an item that the writer waits for: that would be a deadlock.
+                if self._requested or self._used_bytes == 0 or self._used_bytes + nbytes <= self._limit:
+                    self._used_bytes += nbytes
                     return number
                 self._changed.wait()
             return None
 
     def wait_until_written(self) -> None:
-        """Wait until everything that was copied is written, or the writer ended."""
+        """Wait until every copied item is written, or the writer ended."""
         with self._changed:
-            while self._held and not self._writer_ended:
+            while self._used_bytes and not self._writing_ended:
                 self._changed.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error in callers that take arrays which are not copied yet."""
+        """Raise this error in callers that take items which are not copied yet."""
         with self._changed:
             self._error = self._error or error
-            self._start = _start_no_more
+            self._start = _refuse_to_start
             self._changed.notify_all()
 
-    def writer_ended(self) -> None:
-        """Note that no more arrays will be taken."""
+    def end_writing(self) -> None:
+        """Record that the writer takes no more items."""
         with self._changed:
-            self._writer_ended = True
+            self._writing_ended = True
             self._changed.notify_all()
 
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`."""
         with self._changed:
             if item not in self._pending:
-                self._asked.append(item)
+                self._requested.append(item)
                 self._changed.notify_all()
             while item not in self._pending:
                 if self._error is not None:
@@ -208,20 +208,20 @@ class BoundedSnapshot:
         """See `Snapshot`."""
         with self._changed:
             if item not in self._pending:
-                return  # the writer gave up before it took the item
+                return  # the writer failed before it took the item
             arrays, self._pending[item] = self._pending[item], ()
-            self._held -= self.plan.items[item].nbytes
+            self._used_bytes -= self.plan.items[item].nbytes
             self._changed.notify_all()
         for array in arrays:
-            self._give_back(array.result())
+            self._release(array.result())
 
 
-def _start_no_more(item: int) -> NoReturn:
-    raise SaveLostError(f"the array {item} was to be copied after the copying ended")
+def _refuse_to_start(item: int) -> NoReturn:
+    raise SaveLostError(f"cannot copy the array {item}: copying has ended")
 
 
 class SharedSnapshot:
-    """Arrays that several layouts write, one after the other. The last layout releases an array. Any thread."""
+    """Arrays that several layouts write, one layout after the other. The last one releases an array. Any thread."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -229,11 +229,11 @@ class SharedSnapshot:
         self._lock = threading.Lock()
 
     def share(self, plan: WritePlan, items: Sequence[int]) -> SnapshotShare:
-        """Return the share of one layout. All shares are created before the first is written.
+        """Return the share of one layout. All shares are created before the first one is written.
 
         Args:
-            plan: of the layout.
-            items: by item of that plan, the item of the whole.
+            plan: the plan of the layout.
+            items: by item of that plan, the item of the shared snapshot.
         """
         with self._lock:
             for item in items:
@@ -241,11 +241,11 @@ class SharedSnapshot:
         return SnapshotShare(self, plan, items)
 
     def take(self, item: int) -> Sequence[HostArray]:
-        """The arrays of an item of the whole."""
+        """Return the arrays of an item."""
         return self._snapshot.take(item)
 
-    def leave(self, item: int) -> None:
-        """Release an item for one share; the last one releases its memory."""
+    def release(self, item: int) -> None:
+        """Release an item for one share. The last share releases its memory."""
         with self._lock:
             self._users[item] -= 1
             last = self._users[item] == 0
@@ -254,13 +254,13 @@ class SharedSnapshot:
 
 
 class SnapshotShare:
-    """Share of one of several layouts in a `SharedSnapshot`; a `Snapshot`."""
+    """The share of one layout in a `SharedSnapshot`. See `Snapshot`."""
 
     def __init__(self, shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> None:
         self.plan = plan
         self.shared = shared
         self._items = items
-        self._held = set(range(len(items)))
+        self._unreleased = set(range(len(items)))
         self._lock = threading.Lock()
 
     def take(self, item: int) -> Sequence[HostArray]:
@@ -270,12 +270,12 @@ class SnapshotShare:
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._lock:
-            if item not in self._held:
+            if item not in self._unreleased:
                 return
-            self._held.discard(item)
-        self.shared.leave(self._items[item])
+            self._unreleased.discard(item)
+        self.shared.release(self._items[item])
 
-    def writer_ended(self) -> None:
-        """Release all items that are left: the layout is done, or failed."""
+    def end_writing(self) -> None:
+        """Release all remaining items: the layout is done, or failed."""
         for item in range(len(self._items)):
             self.release(item)

@@ -15,8 +15,7 @@ from ckptcore.commit.target import LocationVersion, parse_root, read_version
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import ask_each
+from ckptcore.io.requests import map_ordered, requests_of
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import derive
 from ckptcore.model.metadata import ArrayRecord
@@ -147,7 +146,7 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         return open_base(location.display, base_location(location, base, context), base.save_id, context)
 
     parallelism = requests_of(location.parent).concurrency
-    bases = ask_each(runtime_of(context).io_threads, references.bases, open_one, parallelism=parallelism)
+    bases = map_ordered(runtime_of(context).io_threads, references.bases, open_one, parallelism=parallelism)
     derivations: dict[int, DerivedArray] = {}
     values: dict[int, int] = {}
     for leaf, number in stored_numbers(root.tree, references).items():

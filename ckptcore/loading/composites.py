@@ -33,7 +33,7 @@ from ckptcore.loading.targets import (
 )
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
-from ckptcore.tree.suggestions import NearNames
+from ckptcore.tree.suggestions import NameSuggestions
 
 __all__ = ["Abstracts", "CompositeLoad", "Request", "Wanted"]
 
@@ -282,7 +282,7 @@ def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
 
 
 def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) -> str:
-    near = NearNames(present).nearest(str(name))
+    near = NameSuggestions(present).nearest(str(name))
     hint = f"; did you mean {near!r}?" if near else ""
     return f"{composite.location.display} was saved without {name!r}; there are {', '.join(present) or 'none'}{hint}"
 

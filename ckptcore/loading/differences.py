@@ -20,7 +20,7 @@ from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import DerivedArray
-from ckptcore.tree.suggestions import NearNames
+from ckptcore.tree.suggestions import NameSuggestions
 
 __all__ = [
     "Difference",
@@ -148,7 +148,7 @@ def _shares(counts: Mapping[str, int]) -> dict[str, int]:
 
 def missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:
     """Return the differences for leaves that are not stored, each with the unexpected leaf that may have been meant."""
-    there = NearNames(unexpected)
+    there = NameSuggestions(unexpected)
     for name in names:
         near = there.nearest(name)
         hint = "" if near is None else f"; did you mean {near}?"

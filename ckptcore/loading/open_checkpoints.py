@@ -146,7 +146,7 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
         return self._firsts[number]
 
     def _nothing_at(self, keys: Sequence[Key]) -> UnknownPathError:
-        from ckptcore.tree.suggestions import NearNames  # only where something is wrong
+        from ckptcore.tree.suggestions import NameSuggestions  # only where something is wrong
 
         there = [str(key) for key in self._node.keys]
         asked = "/".join(map(str, keys))
@@ -154,9 +154,9 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
         if first in there and inner:
             depth, count = len(self.path), asked.count("/") + 1
             below = [path[depth:][:count] for path in self._state.opened.tree.paths if path[:depth] == self.path]
-            near = NearNames(list(dict.fromkeys(["/".join(map(str, path)) for path in below]))).nearest(asked)
+            near = NameSuggestions(list(dict.fromkeys(["/".join(map(str, path)) for path in below]))).nearest(asked)
         else:
-            near = NearNames(there).nearest(first)
+            near = NameSuggestions(there).nearest(first)
         shown = ", ".join(map(repr, there[:20])) + (", ..." if len(there) > 20 else "")
         hint = f"; did you mean {near!r}?" if near not in (None, asked, first) else ""
         return UnknownPathError(

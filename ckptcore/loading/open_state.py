@@ -137,7 +137,7 @@ class OpenState:
                 return self._held[key]
             if len(self._held) >= _MOST_HELD:
                 return None
-        held = self.guard(lambda opened: opened.store.hold(key))
+        held = self.guard(lambda opened: opened.store.open_cached(key))
         with self._lock:
             return self._held.setdefault(key, held) if self._now is not None else held
 

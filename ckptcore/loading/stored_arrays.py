@@ -136,7 +136,7 @@ class StoredArray:
             if (
                 held
                 and view is not None
-                and held.is_at_hand(self._offset + start * self._row, self._offset + stop * self._row)
+                and held.is_cached(self._offset + start * self._row, self._offset + stop * self._row)
                 and not self._state.is_closed
                 and self._is_little
             ):
@@ -164,7 +164,7 @@ class StoredArray:
         last = first + (stop - start) * self._row
         if held is False or last - first > _RUN_BYTES:
             return None
-        if held.is_at_hand(first, last):
+        if held.is_cached(first, last):
             view = self._mapped(held) if self._view is None else self._view
             if view is not None:
                 return self._copy(view[start:stop])
@@ -237,7 +237,7 @@ class StoredArray:
         span = (last - first) * itemsize
         follow = span == math.prod(indexed.counts) * itemsize
         begin = self._offset + first * itemsize
-        if (span <= _RUN_BYTES or not follow) and held.is_at_hand(begin, begin + span):
+        if (span <= _RUN_BYTES or not follow) and held.is_cached(begin, begin + span):
             view = self._mapped(held) if self._view is None else self._view
             if view is not None:
                 return self._copy(view[indexed.elements])
@@ -264,7 +264,7 @@ class StoredArray:
         for part in _far_parts(whole, tuple([stride * itemsize for stride in strides])):
             begin, end = _extent(part.indexed, strides)
             try:
-                if not held.bring(self._offset + begin * itemsize, self._offset + end * itemsize, threads):
+                if not held.fetch(self._offset + begin * itemsize, self._offset + end * itemsize, threads):
                     return None
             except CheckpointError as error:
                 self._state.explain(error)

@@ -13,8 +13,7 @@ from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import run_each
+from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import (
     Checkpoint,
     CompositeCheckpoint,
@@ -233,8 +232,8 @@ class _Verification:
             unverified = self._read_files() if opened.is_files else self._read_arrays()
             return VerifyReport(tuple(self._problems), len(unverified), self._done, unverified)
         parallelism = requests_of(opened.location.store).concurrency  # each small object is waited for
-        run_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
-        run_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
+        for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
+        for_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
         if not self._problems:
             self._find_unstored(root)
         self._read_referred(root)

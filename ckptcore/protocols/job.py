@@ -15,9 +15,9 @@ __all__ = [
     "Coordinator",
     "Executor",
     "GathersInGroups",
-    "HeldWork",
     "Rejoinable",
     "WantedLeaf",
+    "WorkerCapture",
 ]
 
 SaveT_contra = TypeVar("SaveT_contra", contravariant=True)
@@ -166,7 +166,7 @@ class WantedLeaf(NamedTuple):
     stored: ArrayRecord
 
 
-class HeldWork(Protocol[SaveT_contra]):
+class WorkerCapture(Protocol[SaveT_contra]):
     """Elements that workers hold for one save. Any thread."""
 
     def wait(self) -> None:
@@ -181,7 +181,7 @@ class HeldWork(Protocol[SaveT_contra]):
         """Begin to write what all workers hold into a location that the controller has claimed.
 
         Args:
-            save: the save that `Executor.hold` got, or a further save of the same boxes.
+            save: the save that `Executor.capture` got, or a further save of the same boxes.
 
         Returns:
             The receipts of the workers, by part of the save. A result or an error comes only once no worker writes any
@@ -232,7 +232,7 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
         """
         ...
 
-    def hold(self, save: SaveT_contra, *, copied: bool) -> HeldWork[SaveT_contra]:
+    def capture(self, save: SaveT_contra, *, copied: bool) -> WorkerCapture[SaveT_contra]:
         """Begin to hold the boxes that workers write for a save.
 
         Args:

@@ -16,13 +16,13 @@ __all__ = [
     "AtomicDirectories",
     "Buffer",
     "CheckedWriter",
-    "HeldReader",
     "IfAbsent",
     "IfTag",
     "ObjectWriter",
     "PutCondition",
     "RangeReader",
     "ReaderByKey",
+    "StampedReader",
     "StorageAddress",
     "StorageBackend",
     "StorageCapabilities",
@@ -110,7 +110,7 @@ class RangeReader(Protocol):
 
 
 @runtime_checkable
-class HeldReader(RangeReader, Protocol):
+class StampedReader(RangeReader, Protocol):
     """An object that is open for many small reads, and tells whether it changed. Any thread."""
 
     def stamp(self) -> Hashable | None:
@@ -225,10 +225,10 @@ class StorageBackend(Protocol):
         """
         return ReaderByKey(self, key)
 
-    def hold_open(self, key: str) -> RangeReader:
+    def open_stamped(self, key: str) -> RangeReader:
         """Open an object for many small reads, as `open_reader`, which is the default.
 
-        A storage that is near, and reads the same bytes again as fast, returns a `HeldReader`.
+        A storage that is near, and reads the same bytes again as fast, returns a `StampedReader`.
 
         Raises:
             ObjectNotFoundError: now, or by the first read.

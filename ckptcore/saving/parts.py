@@ -1,4 +1,4 @@
-"""SavePart: one tree of a save, or the files of one object, from the description to the receipts."""
+"""SavePart: one tree of a save, or the files of one object. The stages of a save fill it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -54,14 +54,14 @@ class SavePart:
 
     Attributes:
         directory: its directory within the checkpoint; empty if the part is the whole checkpoint.
-        layout: stores it.
-        plan: what this process writes of it.
-        own: True if every process writes a part of its own. Otherwise all processes write it together.
-        worker_plans: what each worker of this controller writes of it; empty if none holds any of it.
+        layout: the layout that stores it.
+        plan: the boxes that this process writes.
+        own: True if every process writes its own part. Otherwise all processes write it together.
+        worker_plans: the boxes that each worker of this controller writes; empty if workers write nothing of it.
         source: the arrays or files to capture; None after the capture.
-        captured: what is written; None before the capture, and after `close`.
-        receipts: what was written here; on the leader, before the commit, by all ranks.
-        shared: the items that it shares with a part of another save, which captures them; None if it captures its own.
+        captured: the captured content; None before the capture, and after `close`.
+        receipts: the receipts of this process and its workers. On the leader, before the commit, those of all ranks.
+        shared: the boxes that a part of another save captures for it; None if the part captures its own.
     """
 
     directory: str
@@ -80,20 +80,19 @@ class SavePart:
         return (self.plan, *self.worker_plans)
 
     def close(self) -> None:
-        """Release what was captured. Closing again is no error."""
+        """Release the captured content. Closing again is no error."""
         captured, self.captured, self.source = self.captured, None, None
         if captured is not None:
             captured.close()
 
 
-@dataclass(frozen=True, slots=True)
-class SharedItems:
-    """The items of a part that a part of a further save writes too.
+class SharedItems(NamedTuple):
+    """Items of a part that a part of a further save also writes.
 
     Attributes:
         part: the part that captures them.
-        items: by item of the plan of the further part, the number of the item in the plan of that part.
-        worker_items: the same for each worker of this controller that writes of it.
+        items: by item of the plan of the further part, the number of the item in the plan of `part`.
+        worker_items: the same for each worker of this controller.
     """
 
     part: SavePart
@@ -102,19 +101,19 @@ class SharedItems:
 
 
 class ArraySource(Protocol):
-    """The arrays of a part, until they are captured."""
+    """The arrays of a part before the capture."""
 
     def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Begin to copy the boxes of an item of the plan into memory of the save."""
+        """Start to copy the boxes of an item into memory of the save."""
         ...
 
     def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
-        """Begin to bring the boxes of an item of the plan to the host, without a copy if they are there."""
+        """Start to transfer the boxes of an item to the host, without a copy if they are in host memory."""
         ...
 
 
 class Captured(Protocol):
-    """The captured content of a part. It does not change after the save began."""
+    """The captured content of a part. It does not change while the save runs."""
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """Write it, and return the state of the layout for the receipt."""
@@ -125,8 +124,7 @@ class Captured(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TreeCaptured:
+class TreeCaptured(NamedTuple):
     """The arrays of a tree. See `Captured`."""
 
     snapshot: Snapshot
@@ -136,20 +134,19 @@ class TreeCaptured:
         return part.layout.write(self.snapshot, store)
 
     def close(self) -> None:
-        """Release what is not written, and let copies wait for it no longer."""
+        """Release items that were not written, and stop copies from waiting for the writer."""
         if isinstance(self.snapshot, BoundedSnapshot | SnapshotShare):
-            self.snapshot.writer_ended()
+            self.snapshot.end_writing()
 
 
-@dataclass(frozen=True, slots=True)
-class FilesDescription:
-    """An object that writes files of its own.
+class FilesDescription(NamedTuple):
+    """An object that writes its own files.
 
     Attributes:
         name: the name of the checkpointable.
         layout: the layout of files.
         value: the object.
-        handler: lets the object write.
+        handler: saves the object.
     """
 
     name: str
@@ -162,12 +159,12 @@ class FilesDescription:
         return Member("files", size)
 
     def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
-        """Plan no arrays."""
+        """Return a plan without arrays."""
         return (WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name),)
 
     def capture(self) -> _FilesCaptured:
-        """Let the object write what must not change into a directory of the local disk."""
-        from ckptcore.builtin.staging import StagingDirectory  # only objects that write files need it
+        """Run the first phase of the object's save, into a directory of the local disk."""
+        from ckptcore.builtin.staging import StagingDirectory  # needed only by objects that write files
 
         directory = StagingDirectory()
         try:
@@ -179,7 +176,7 @@ class FilesDescription:
 
 
 class _FilesCaptured:
-    """Files that an object has written, or writes in a continuation. See `Captured`."""
+    """Files that an object has written, or will write in a continuation. See `Captured`."""
 
     def __init__(self, name: str, directory: StagingDirectory, continuation: Continuation | None) -> None:
         self._name = name
@@ -187,7 +184,7 @@ class _FilesCaptured:
         self._continuation = continuation
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
-        """Let the object write the rest, and store every file. The state has the empty directories."""
+        """Run the continuation, and store every file. The returned state lists the empty directories."""
         if self._continuation is not None:
             with naming(self._name):
                 self._continuation()
@@ -224,21 +221,19 @@ def describe_part(
         name: the name of the checkpointable; empty if it is the whole checkpoint, which is a tree.
         value: the checkpointable.
         layout: the layout of trees.
-        plugins: give the handlers.
+        plugins: find the handlers.
         rank, size: of this process in the job.
-        replicas: how processes share the elements that several of them hold; None: replica 0 writes them.
-        executor: the workers of this controller, if it has some.
-        placeholders: True if placeholders may stand for leaves of the base of an update.
+        replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
+        executor: the workers of this controller, if it has any.
+        placeholders: True if the state may have placeholders for leaves of the base of an update.
 
     Raises:
-        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: with the name.
+        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: with the name of the checkpointable.
     """
     own = isinstance(value, PerProcess)
     if isinstance(value, PerProcess):
         if not name:
-            raise UnsupportedLeafError(
-                "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
-            )
+            raise UnsupportedLeafError("PerProcess(...) needs a name: use save_checkpointables. Nothing was written")
         value = value.value
     with naming(name):
         if name:
@@ -264,7 +259,7 @@ def naming(name: str) -> Iterator[None]:
     except (UnsupportedLeafError, UnsupportedKeyError, NameCollisionError) as error:
         raise type(error)(f"in {name!r}: {error}") from error
     except Exception as error:
-        error.add_note(f"This was raised as {name!r} was saved. Nothing was committed")
+        error.add_note(f"This error occurred while {name!r} was saved. Nothing was committed")
         raise
 
 
@@ -272,8 +267,8 @@ def _files_below(directory: str) -> tuple[Sequence[tuple[str, str]], Sequence[st
     """Return the path and the key of every file, and the keys of empty directories.
 
     Raises:
-        UnsupportedLeafError: something is neither a file nor a directory.
-        NameCollisionError: something has the name of one of ckptcore's own files.
+        UnsupportedLeafError: an entry is neither a file nor a directory.
+        NameCollisionError: an entry has the name of one of ckptcore's own files.
         OSError: a directory cannot be read.
     """
     found = []
@@ -286,7 +281,7 @@ def _files_below(directory: str) -> tuple[Sequence[tuple[str, str]], Sequence[st
             key = _own_key(path, directory)
             if os.path.islink(path) or not os.path.isfile(path):
                 raise UnsupportedLeafError(
-                    f"the object wrote {key!r}, which is no plain file; only files can be stored"
+                    f"the object wrote {key!r}, which is not a regular file; only files can be stored"
                 )
             found.append((path, key))
     return sorted(found), sorted(empty)
@@ -296,7 +291,7 @@ def _own_key(path: str, directory: str) -> str:
     key = os.path.relpath(path, directory).replace(os.sep, "/")
     if key.startswith("checkpoint."):
         raise NameCollisionError(
-            f"the object wrote {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own files"
+            f"the object wrote {key!r}; names that begin with 'checkpoint.' are reserved for ckptcore's own files"
         )
     return key
 
@@ -306,7 +301,7 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def _segment_of(path: str) -> Segment:
-    """Return the bytes of a file, which are mapped when they are written."""
+    """Return the bytes of a file as a segment, which maps the file when it is written."""
     size = os.path.getsize(path)
     if not size:
         return BytesSegment(b"")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import xxhash
@@ -25,15 +24,15 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.requests import (
     NOTHING_COMMITTED,
+    CommitTarget,
     OneTree,
     Save,
     SaveDraft,
     SaveRequest,
-    Target,
     foreign_checkpoints,
 )
 from ckptcore.saving.tree_descriptions import TreeDescription
-from ckptcore.tree.flattening import leaves_of_each_process, of_each_process
+from ckptcore.tree.flattening import per_process_leaves, per_process_objects
 
 __all__ = ["prepare_save", "save_created", "tree_digest"]
 
@@ -41,12 +40,14 @@ _Descriptions: TypeAlias = Sequence[PartDescription]
 
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> Save:
-    """Describe the values and the target of a save, and refuse what cannot be saved. On every rank; writes nothing.
+    """Describe the values and the target of a save, and refuse values that cannot be saved. On every rank.
+
+    Writes nothing.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError, CheckpointExistsError, InvalidLocationError
         ValueError, TypeError: invalid metadata, metrics, step or epoch.
-        BackgroundSaveError: the error of an earlier save of this process was not retrieved; in a job on every rank.
+        BackgroundSaveError: the error of an earlier save of this process was not retrieved. In a job, on every rank.
     """
     runtime, size, strategy = runtime_of(context), agreement.size, request.strategy
     with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
@@ -55,10 +56,10 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         recording.step = info.progress.get("step")
         place, overwrite = request.destination.place, request.destination.overwrite
         location = resolve_location(place, runtime.storages, to_write=True)
-        target = Target(location, overwrite, request.hooks.before_commit)
+        target = CommitTarget(location, overwrite, request.hooks.before_commit)
         descriptions = _describe_parts(request, context, agreement)
         if not isinstance(request.values, OneTree):
-            info = replace(info, members={one.name: one.member(size) for one in descriptions})
+            info = info._replace(members={one.name: one.member(size) for one in descriptions})
         if agreement.rank == 0:
             _refuse_target(request, target, context)
         if size > 1:
@@ -67,17 +68,9 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     decided = agreement.lead("save", lambda: _decide(payloads, descriptions))
     recording.save_id = decided["save_id"]
     if decided["different"]:
-        descriptions = _unite(agreement, descriptions, decided["different"], payloads)
-    info = replace(info, save_id=decided["save_id"], created=decided["created"])
-    save = Save(
-        target=target,
-        info=info,
-        parts=(),
-        strategy=strategy,
-        agreement=agreement,
-        recording=recording,
-        context=context,
-    )
+        descriptions = _merge_trees(agreement, descriptions, decided["different"], payloads)
+    info = info._replace(save_id=decided["save_id"], created=decided["created"])
+    save = Save(target, info, (), strategy, agreement, recording, context)
     return strategy.prepare(SaveDraft(save, descriptions))
 
 
@@ -95,7 +88,7 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
             check_name(name)
     shared = agreement.size > 1 or executor is not None
     replicas = context.job.replicas if shared and _share_replicas(layout, request.strategy, registry) else None
-    # The same order on every process of a job, because `state_dict` may be collective.
+    # Every process of a job uses the same order, because `state_dict` may be collective.
     by_name = {
         name: describe_part(
             name,
@@ -113,12 +106,12 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
     descriptions = [by_name[name] for name in values]
     if agreement.size > 1 and context.job.replicas.objects == "refuse":
         for description in _common_trees(descriptions).values():
-            _refuse_what_differs(description, agreement.size)
+            _refuse_per_process_objects(description, agreement.size)
     return descriptions
 
 
-def _refuse_target(request: SaveRequest, target: Target, context: Context) -> None:
-    """Refuse a location with a checkpoint that must not be replaced. On the leader."""
+def _refuse_target(request: SaveRequest, target: CommitTarget, context: Context) -> None:
+    """Refuse a location with a checkpoint that may not be replaced. On the leader."""
     if request.hooks.allowed is not None:
         request.hooks.allowed()
     refuse_inside(target.location)
@@ -127,33 +120,33 @@ def _refuse_target(request: SaveRequest, target: Target, context: Context) -> No
 
 
 def save_created() -> str:
-    """Return the present time as the root of a checkpoint states it: ISO 8601 in UTC."""
+    """Return the current time in the format of roots: ISO 8601 in UTC."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _refuse_what_differs(description: TreeDescription, size: int) -> None:
-    """Refuse objects in a shared tree that each process has for itself, because only one of them would be stored.
+def _refuse_per_process_objects(description: TreeDescription, size: int) -> None:
+    """Refuse per-process objects in a shared tree, because the checkpoint would store only one of them.
 
     Equal objects are refused too, so that a job that can save once can save again.
     """
     found = [
         f"{format_path(path)} is a {type(thing).__module__}.{type(thing).__qualname__}"
-        for path, thing in of_each_process(description.flat.shape)
+        for path, thing in per_process_objects(description.flat.shape)
     ]
     if found:
         where = f"in {description.name!r}: " if description.name else ""
         more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
         raise UnsupportedLeafError(
-            f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} "
-            "processes save together only one would be stored. To keep one for each rank, put it under a name of "
-            "its own in save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
+            f"{where}{'; '.join(found[:20])}{more}: every process has its own, and a tree that {size} processes save "
+            "together stores only one. To store one for each rank, save it as a separate name in "
+            "save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
             "torch.distributed.checkpoint does, save with "
             'Context(job=JobOptions(replicas=ReplicaOptions(objects="lowest_rank"))). Nothing was written'
         )
 
 
 def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
-    """Return True if replicas may divide their boxes. Further saves write the boxes that each process has captured."""
+    """Return True if replicas may divide their boxes. Further saves write the boxes that each process captured."""
     further = strategy.layouts if isinstance(strategy, FurtherSaves) else ()
     layouts = [layout, *map(registry.layout, further)]
     return all(one.capabilities.any_replica_writes for one in layouts)
@@ -162,9 +155,9 @@ def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], reg
 def _digests(
     members: Mapping[str, Member] | None, descriptions: _Descriptions, strategy: SaveStrategy[SaveDraft, Save]
 ) -> JSON:
-    """Return digests of what this rank saves. Two ranks have equal digests only if they save the same.
+    """Return digests of the names and trees of this rank. Ranks have equal digests only if they save the same.
 
-    Notes may differ: each rank names the device of an array in its own way.
+    Ignores notes: each rank names the device of an array differently.
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     trees = {name: tree_digest(description) for name, description in _common_trees(descriptions).items()}
@@ -178,11 +171,11 @@ def _common_trees(descriptions: _Descriptions) -> dict[str, TreeDescription]:
 
 
 def tree_digest(description: TreeDescription) -> str:
-    """Return a digest that is equal for two ranks only if they save the same tree, and hold the same of its arrays.
+    """Return a digest that is equal for two ranks only if they save the same tree and hold the same of its arrays.
 
-    Notes may differ.
+    Ignores notes.
     """
-    return _digest([_without_notes(description.tree.to_json()), sorted(description.held.elsewhere)])
+    return _digest([_without_notes(description.tree.to_json()), sorted(description.holders.remote_leaves)])
 
 
 def _digest(document: JSON) -> str:
@@ -190,24 +183,24 @@ def _digest(document: JSON) -> str:
 
 
 def _without_notes(tree: dict[str, JSON]) -> JSON:
-    """Return a tree without notes. Arrays refer to cuts by number: few differ, and each may be long."""
+    """Return a tree without notes. Arrays refer to cuts by number, because few cuts differ and each may be long."""
     extras: Any = tree["extras"]
     cuts: dict[Any, int] = {}
-    kept = {}
+    compact = {}
     for leaf, extra in extras.items():
-        kept[leaf] = dict(extra)
+        compact[leaf] = dict(extra)
         if "cuts" in extra:
-            kept[leaf]["cuts"] = cuts.setdefault(extra["cuts"], len(cuts))
+            compact[leaf]["cuts"] = cuts.setdefault(extra["cuts"], len(cuts))
     columns = {name: column for name, column in tree.items() if name not in ("notes", "note")}
-    return {**columns, "extras": kept, "cuts": list(cuts)}
+    return {**columns, "extras": compact, "cuts": list(cuts)}
 
 
 def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, Any]:
-    """Decide on the leader: the id and the time of the save, and for each tree that differs, the ranks that send it.
+    """Choose the id and the time of the save, and for each tree that differs, the ranks that send it. On the leader.
 
     Raises:
         CheckpointError: the ranks save different things.
-        UnsupportedLeafError: no rank holds an array that all know of.
+        UnsupportedLeafError: no rank holds an array that all ranks describe.
     """
     decision: dict[str, Any] = {"save_id": new_save_id(), "created": save_created(), "different": {}}
     if len(payloads) < 2:
@@ -217,27 +210,26 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, A
         if others:
             found = f": {payloads[others[0]][same]!r} and {payloads[0][same]!r}" if same == "strategy" else ""
             raise CheckpointError(
-                f"the ranks {others} save other {kind} than rank 0{found}; every rank must give the same, and may "
-                "give other trees under them. Nothing was written"
+                f"the ranks {others} save other {kind} than rank 0{found}. Save the same ones on every rank; the trees "
+                "may differ. Nothing was written"
             )
     for name, description in _common_trees(descriptions).items():
         groups = _groups(name, payloads)
         if len(groups) > 1:
             decision["different"][name] = [ranks[0] for ranks in groups]
         else:
-            _refuse_what_nobody_holds(description)
+            _refuse_unheld_arrays(description)
     return decision
 
 
-def _refuse_what_nobody_holds(description: TreeDescription) -> None:
-    """Refuse arrays that the leader only knows of, if all ranks have the same tree."""
-    if description.held.elsewhere:
-        paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.held.elsewhere)]
+def _refuse_unheld_arrays(description: TreeDescription) -> None:
+    """Refuse arrays of which the leader holds nothing, if all ranks have the same tree."""
+    if description.holders.remote_leaves:
+        paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.holders.remote_leaves)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
         raise UnsupportedLeafError(
-            f"no rank holds any of {', '.join(paths[:20])}{more}: expected some of its devices, or processes of its "
-            "mesh, to be in the job that saves; let the processes that hold it take part, or leave it out. Nothing "
-            "was written"
+            f"{', '.join(paths[:20])}{more}: no rank of this job holds any of it. Save from the processes that own "
+            "its devices or belong to its mesh, or leave it out. Nothing was written"
         )
 
 
@@ -249,50 +241,50 @@ def _groups(name: str, payloads: Sequence[Any]) -> list[list[int]]:
     return list(ranks.values())
 
 
-def _unite(
+def _merge_trees(
     agreement: Agreement, descriptions: _Descriptions, senders: Mapping[str, Sequence[int]], payloads: Sequence[Any]
 ) -> _Descriptions:
     """Replace trees that differ between ranks by their union, on every rank.
 
-    One rank of each group with the same tree sends it to the leader, so that the messages do not grow with the job.
+    One rank of each group with equal trees sends its tree to the leader, so that messages do not grow with the job.
 
     Raises:
-        TreeMismatchError: on the leader, trees cannot be united; RankFailedError with its text on the others.
+        TreeMismatchError: on the leader, if trees cannot be merged. Other ranks raise RankFailedError with its text.
     """
     own = _common_trees(descriptions)
     with agreement.stage("trees", meaning=NOTHING_COMMITTED) as stage:
         stage.payload = {
             name: [
                 own[name].tree.to_json(),
-                sorted(own[name].held.elsewhere),
-                sorted(leaves_of_each_process(own[name].flat)),
+                sorted(own[name].holders.remote_leaves),
+                sorted(per_process_leaves(own[name].flat)),
             ]
             for name, ranks in senders.items()
             if agreement.rank in ranks
         }
     sent: Sequence[Any] = stage.payloads
 
-    def unite() -> dict[str, str]:
-        from ckptcore.tree.merge import unite_trees  # only jobs whose ranks have different trees need it
+    def merge() -> dict[str, str]:
+        from ckptcore.tree.merge import merge_trees  # needed only if ranks have different trees
 
-        united = {}
+        merged = {}
         for name, ranks in senders.items():
-            trees, elsewhere, may_differ = zip(*[sent[rank][name] for rank in ranks], strict=True)
+            trees, remote_leaves, may_differ = zip(*[sent[rank][name] for rank in ranks], strict=True)
             with naming(name):
-                tree = unite_trees(
+                tree = merge_trees(
                     [TreeMetadata.from_json(tree) for tree in trees],
                     _groups(name, payloads),
                     size=agreement.size,
-                    elsewhere=elsewhere,
+                    remote_leaves=remote_leaves,
                     may_differ=may_differ,
                 )
                 own[name].layout.check(tree, agreement.size)
-            united[name] = json.dumps(tree.to_json())
-        return united
+            merged[name] = json.dumps(tree.to_json())
+        return merged
 
-    united = agreement.lead("union", unite)
+    merged = agreement.lead("union", merge)
     with agreement.stage("united", meaning=NOTHING_COMMITTED):
-        for name, encoded in united.items():
+        for name, encoded in merged.items():
             union = TreeMetadata.from_json(json.loads(encoded))
             with naming(name):
                 own[name] = own[name].within(union, rank=agreement.rank, size=agreement.size)

@@ -1,12 +1,11 @@
-"""Saves as they are requested, drafted, and prepared to be written."""
+"""Saves: requested, drafted, and ready to be written."""
 
 from __future__ import annotations
 
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role
@@ -22,14 +21,14 @@ from ckptcore.saving.parts import PartDescription, SavePart
 __all__ = [
     "NOTHING_COMMITTED",
     "CommitInfo",
-    "Destination",
+    "CommitTarget",
     "OneTree",
     "Save",
+    "SaveDestination",
     "SaveDraft",
     "SaveHooks",
     "SaveNotes",
     "SaveRequest",
-    "Target",
     "as_integer",
     "check_custom",
     "fail_before_claim",
@@ -38,30 +37,26 @@ __all__ = [
 ]
 
 NOTHING_COMMITTED: Final = "nothing was committed"
-"""What it means if a stage before the commit fails on any rank."""
+"""The consequence of an error before the commit, on any rank, for messages."""
 
 _MOST_PROGRESS: Final = 2**63 - 1
 
+_EMPTY: Final[Mapping[str, Any]] = {}
 
-@dataclass(frozen=True, slots=True)
-class OneTree:
-    """The value of a checkpoint that is one tree.
 
-    Attributes:
-        state: the tree.
-    """
+class OneTree(NamedTuple):
+    """The value of a checkpoint that is one tree."""
 
     state: object
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a save goes.
+class SaveDestination(NamedTuple):
+    """Where a save is requested to go.
 
     Attributes:
         place: the path or URL.
         overwrite: True to replace a checkpoint there. See `ckptcore.save`.
-        name: the name of the place on every rank of a job, if its path differs between them; None: the place itself.
+        name: a name of the place that is equal on every rank of a job; None if the place itself is.
     """
 
     place: AnyLocation
@@ -69,13 +64,12 @@ class Destination:
     name: str | None = None
 
     @property
-    def agreed(self) -> object:
-        """Return the name that the exchanges of the save have on every rank."""
+    def exchange_name(self) -> object:
+        """The name of the exchanges of this save, equal on every rank."""
         return self.place if self.name is None else self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveNotes:
+class SaveNotes(NamedTuple):
     """Metadata of the user for a checkpoint.
 
     Attributes:
@@ -85,30 +79,27 @@ class SaveNotes:
     """
 
     custom: Mapping[str, JSON] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = _EMPTY
     step: int | None = None
     epoch: int | None = None
 
     def info(self) -> CommitInfo:
-        """Check the metadata; return it for a root, without the id of a save.
+        """Check the metadata, and return it for a root, without a save id.
 
         Raises:
             ValueError, TypeError: invalid metadata, metrics, step or epoch.
         """
         custom, metrics = check_custom(self.custom), _check_metrics(self.metrics)
-        return CommitInfo(
-            save_id="", created="", custom=custom, metrics=metrics, progress=_check_progress(self.step, self.epoch)
-        )
+        return CommitInfo("", "", custom, metrics, _check_progress(self.step, self.epoch))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveHooks:
-    """Functions that a save calls. An error of the first two stops the save.
+class SaveHooks(NamedTuple):
+    """Functions that a save calls. An error of `allowed` or `before_commit` fails the save.
 
     Attributes:
         allowed: called on the leader before anything is written.
         before_commit: called on each process that commits, right before the commit.
-        committed: called on every rank once the checkpoint exists, on the thread that writes, before further saves.
+        committed: called on every rank after the commit and before further saves, on the thread that writes.
     """
 
     allowed: Callable[[], None] | None = None
@@ -116,9 +107,8 @@ class SaveHooks:
     committed: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """A save as it is requested.
+class SaveRequest(NamedTuple):
+    """A requested save.
 
     Attributes:
         destination: the place to save to.
@@ -129,22 +119,21 @@ class SaveRequest:
         hooks: functions to call.
     """
 
-    destination: Destination
+    destination: SaveDestination
     values: OneTree | Mapping[str, object]
     layout: str | Layout
     strategy: SaveStrategy[SaveDraft, Save]
-    notes: SaveNotes = field(default_factory=SaveNotes)
-    hooks: SaveHooks = field(default_factory=SaveHooks)
+    notes: SaveNotes = SaveNotes()
+    hooks: SaveHooks = SaveHooks()
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The location that a save commits.
+class CommitTarget(NamedTuple):
+    """The location at which a save commits.
 
     Attributes:
         location: the location.
         overwrite: True to replace a checkpoint there. See `ckptcore.save`.
-        before_commit: called right before a process commits; its error stops the save.
+        before_commit: called right before a process commits; its error fails the save.
     """
 
     location: Location
@@ -152,13 +141,12 @@ class Target:
     before_commit: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitInfo:
-    """What the root of a checkpoint says besides its tree and its objects.
+class CommitInfo(NamedTuple):
+    """The content of a root besides its tree and its objects.
 
     Attributes:
-        save_id: the save.
-        created: time at which it began, ISO 8601 in UTC.
+        save_id: the id of the save.
+        created: the time at which the save began, ISO 8601 in UTC.
         custom, metrics, progress: metadata of the user.
         members: the checkpointables by name; None if the checkpoint is one tree.
         role: ``export`` for an export in the directory of its save. See `Root.role`.
@@ -166,20 +154,20 @@ class CommitInfo:
 
     save_id: str
     created: str
-    custom: Mapping[str, JSON] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    progress: Mapping[str, int] = field(default_factory=dict)
+    custom: Mapping[str, JSON] = _EMPTY
+    metrics: Mapping[str, float] = _EMPTY
+    progress: Mapping[str, int] = _EMPTY
     members: Mapping[str, Member] | None = None
     role: Role = "checkpoint"
 
     @property
     def claimed(self) -> Claim:
-        """Return the claim of the save."""
+        """The claim of the save."""
         return Claim(self.save_id, self.created)
 
     @property
     def checkpoint_info(self) -> CheckpointInfo:
-        """Return the information that layouts may write about the checkpoint."""
+        """The information that layouts may write about the checkpoint."""
         members: dict[str, MemberKind] = {
             member.directory(name, rank): member.kind
             for name, member in (self.members or {}).items()
@@ -188,22 +176,21 @@ class CommitInfo:
         return CheckpointInfo(self.created, self.custom, self.metrics, members)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """A checkpoint that can be written: every rank has the same trees, and their layouts can store them.
+class Save(NamedTuple):
+    """A checkpoint that is ready to be written: every rank has equal trees, and their layouts can store them.
 
     Attributes:
         target: the location.
-        info: what its root says besides trees and objects.
+        info: the content of its root besides trees and objects.
         parts: the parts that this process writes.
-        strategy: claims and commits it.
-        agreement: exchanges with the other processes of the job.
-        recording: records its phases.
-        context: options.
-        further: saves of boxes that this save captures, which the strategy writes after its commit. Each has one part.
+        strategy: claims and commits the save.
+        agreement: exchanges messages with the other processes of the job.
+        recording: records the phases.
+        context: the options.
+        further: saves of boxes that this save captures; the strategy writes them after its commit. Each has one part.
     """
 
-    target: Target
+    target: CommitTarget
     info: CommitInfo
     parts: Sequence[SavePart]
     strategy: SaveStrategy[SaveDraft, Save]
@@ -224,29 +211,28 @@ class Save:
         return any(part.worker_plans for part in self.parts)
 
     def encode_receipts(self) -> bytes:
-        """Return the message of this process to the leader: its receipt of each part. A job has no workers."""
-        from ckptcore.job.receipts import encode_receipts  # only a job needs it
+        """Encode the receipt of each part as the message of this process to the leader. A job has no workers."""
+        from ckptcore.job.receipts import encode_receipts  # needed only in a job
 
-        common = self._common_parts()
-        return encode_receipts([part.plan.tree for part in common], [part.receipts[0] for part in common])
+        shared = self._shared_parts()
+        return encode_receipts([part.plan.tree for part in shared], [part.receipts[0] for part in shared])
 
     def take_receipts(self, payloads: Sequence[object]) -> None:
-        """On the leader of a job: give each part the receipts of all ranks, from their messages."""
-        from ckptcore.job.receipts import decode_receipts  # only a job needs it
+        """Store the receipts of all ranks in the parts, from their messages. On the leader of a job."""
+        from ckptcore.job.receipts import decode_receipts  # needed only in a job
 
-        common = self._common_parts()
-        trees = [part.plan.tree for part in common]
+        shared = self._shared_parts()
+        trees = [part.plan.tree for part in shared]
         by_rank = [decode_receipts(trees, data) for data in payloads if isinstance(data, bytes)]
-        for number, part in enumerate(common):
+        for number, part in enumerate(shared):
             part.receipts = [of_rank[number] for of_rank in by_rank]
 
-    def _common_parts(self) -> list[SavePart]:
+    def _shared_parts(self) -> list[SavePart]:
         """Return the parts that all processes write together."""
         return [part for part in self.parts if not part.own]
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDraft:
+class SaveDraft(NamedTuple):
     """A save before its parts are planned. Every rank has equal trees.
 
     Attributes:
@@ -258,37 +244,37 @@ class SaveDraft:
     descriptions: Sequence[PartDescription]
 
     def plan(self, strategy: SaveStrategy[SaveDraft, Save]) -> Save:
-        """Plan what this process writes of each checkpointable; return the save."""
+        """Plan which boxes of each checkpointable this process writes, and return the save."""
         rank, size, info = self.save.agreement.rank, self.save.agreement.size, self.save.info
         parts = []
         for description in self.descriptions:
             member = description.member(size)
             directory = "" if info.members is None else member.directory(description.name, rank)
-            plan, *of_workers = description.plans(rank, size, info.save_id)
+            plan, *worker_plans = description.plans(rank, size, info.save_id)
             own = member.processes is not None
-            parts.append(SavePart(directory, description.layout, plan, own, tuple(of_workers), description))
-        return replace(self.save, parts=parts, strategy=strategy)
+            parts.append(SavePart(directory, description.layout, plan, own, tuple(worker_plans), description))
+        return self.save._replace(parts=parts, strategy=strategy)
 
 
 def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> NoReturn:
-    """Raise an error of this process, and fail the save on the other ranks at the end of a stage that they wait for."""
+    """Raise an error of this process. The other ranks, which wait at the end of `stage`, fail with it."""
     with agreement.stage(stage):
         raise error
-    raise error  # the stage has raised it
+    raise error  # not reached: the stage raises it
 
 
 def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
-    """Raise an error of this process after the save was prepared; the other ranks get it in the stage of the claim."""
+    """Raise an error of this process after the save was prepared. The other ranks fail with it at the claim."""
     with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):  # `bool` is never called
         raise error
-    raise error  # the stage has raised it
+    raise error  # not reached: the stage raises it
 
 
 def foreign_checkpoints(context: Context) -> IsForeign:
-    """Return a function that recognises checkpoints of other software. See `ckptcore.loading.foreign`."""
+    """Return a function that detects checkpoints of other software. See `ckptcore.loading.foreign`."""
 
     def is_foreign(location: Location) -> bool:
-        from ckptcore.loading import foreign  # a save to an empty location reads nothing
+        from ckptcore.loading import foreign  # not needed for a save to an empty location
 
         return foreign.foreign_checkpoints(context)(location)
 
@@ -296,10 +282,10 @@ def foreign_checkpoints(context: Context) -> IsForeign:
 
 
 def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
-    """Return metadata of the user as it is stored.
+    """Return metadata of the user in its stored form.
 
     Raises:
-        ValueError: it is no JSON, or would be loaded differently.
+        ValueError: it is not JSON, or a load would return something else.
     """
     if custom is None:
         return {}
@@ -310,15 +296,15 @@ def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
             f"metadata= must be JSON, with str keys and finite numbers: {error}. Nothing was written"
         ) from error
     if decoded != _lists(custom):
-        raise ValueError("metadata= must be JSON, with str keys; it would come back changed. Nothing was written")
+        raise ValueError("metadata= must be JSON, with str keys; a load would return it changed. Nothing was written")
     return decoded
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """Return metrics as they are stored.
+    """Return metrics in their stored form.
 
     Raises:
-        ValueError, TypeError: a metric is no number, or its name no text.
+        ValueError, TypeError: a metric is not a number, or its name not a str.
     """
     checked = {}
     for name, value in metrics.items():
@@ -352,10 +338,10 @@ def as_integer(name: str, value: object, *, hint: str = "") -> int:
 
 
 def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
-    """Return the step and the epoch as they are stored.
+    """Return the step and the epoch in their stored form.
 
     Raises:
-        ValueError, TypeError: one is no whole number of at most 64 bits.
+        ValueError, TypeError: one is not an integer of at most 64 bits.
     """
     checked = {}
     for name, value in (("step", step), ("epoch", epoch)):
@@ -369,7 +355,7 @@ def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
 
 
 def _lists(value: Any) -> Any:
-    """Return JSON with tuples as lists."""
+    """Return JSON with lists in place of tuples."""
     if isinstance(value, Mapping):
         return {key: _lists(child) for key, child in value.items()}
     return [_lists(child) for child in value] if isinstance(value, list | tuple) else value

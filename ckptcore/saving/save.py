@@ -17,7 +17,7 @@ from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
-from ckptcore.protocols import FurtherSaves, HeldWork, Snapshot
+from ckptcore.protocols import FurtherSaves, Snapshot, WorkerCapture
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, SavePart, SharedItems, TreeCaptured
 from ckptcore.saving.preparing import prepare_save
@@ -26,18 +26,18 @@ from ckptcore.saving.writing import write_save
 
 __all__ = ["begin_save", "perform_save"]
 
-_Copy: TypeAlias = CopiedSnapshot | BoundedSnapshot | HeldWork[Save]
-"""A copy of some of a state that was begun."""
+_StartedCopy: TypeAlias = CopiedSnapshot | BoundedSnapshot | WorkerCapture[Save]
+"""A running copy of part of a state."""
 
 
 def perform_save(request: SaveRequest, context: Context) -> None:
-    """Save, and return once the checkpoint is committed. Arrays are copied only block by block, as they are written.
+    """Save, and return once the checkpoint is committed. Arrays are copied block by block, only while they are written.
 
     Raises:
         CheckpointError: the save failed.
     """
     runtime = runtime_of(context)
-    key = runtime.exchange_key(request.destination.agreed)  # before anything can fail: every rank counts every save
+    key = runtime.exchange_key(request.destination.exchange_name)  # before any error: every rank counts every save
     with _recorded(request, context) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
         with recording.phase("describe"):
@@ -58,19 +58,19 @@ def perform_save(request: SaveRequest, context: Context) -> None:
 def begin_save(
     request: SaveRequest, context: Context, *, when_busy: Literal["wait", "queue"] | None = None
 ) -> SaveHandle:
-    """Begin to save, and return once the state may change. The save is written in the background.
+    """Start a save, and return once the state may change. The save is written in the background.
 
     Args:
         request: the save.
-        context: options.
-        when_busy: behaviour while another save runs; None: that of the Context.
+        context: the options.
+        when_busy: the behaviour while another save runs; None: the option of the context.
 
     Raises:
-        CheckpointError: the save cannot begin. The handle raises later errors.
+        CheckpointError: the save cannot start. The handle raises later errors.
     """
     runtime = runtime_of(context)
-    key = runtime.exchange_key(request.destination.agreed)  # before anything can fail: every rank counts every save
-    with _recorded(request, context, goes_on=True) as recording, recording.phase("blocking"):
+    key = runtime.exchange_key(request.destination.exchange_name)  # before any error: every rank counts every save
+    with _recorded(request, context, in_background=True) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
         try:
             with recording.phase("wait_for_previous"):
@@ -94,15 +94,15 @@ def begin_save(
             capture.close()
             memory.close()
             fail_before_claim(agreement, error)
-        # This thread makes bounded copies while the writer waits for them: the writer cannot run on this thread.
+        # This thread makes bounded copies, and the writer waits for them: the writer cannot run on this thread.
         is_bounded = any(isinstance(copy, BoundedSnapshot) for copy in copies)
-        _go_on(save, capture, request.hooks.committed, memory, handle, inline=not is_bounded)
+        _write_in_background(save, capture, request.hooks.committed, memory, handle, inline=not is_bounded)
         if not copies_first:
             try:
                 _finish_copies(copies, memory, recording)
             except BaseException as error:
-                # The caller may change the state from here on, so the writer must not get what is not copied.
-                memory.give_up()
+                # The caller may change the state from here on, so the writer must not get arrays that are not copied.
+                memory.cancel()
                 for copy in copies:
                     if isinstance(copy, BoundedSnapshot):
                         copy.fail(error)
@@ -112,8 +112,8 @@ def begin_save(
 
 
 @contextmanager
-def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) -> Iterator[Recording]:
-    """Record a save. One in the background finishes later, unless it failed to begin."""
+def _recorded(request: SaveRequest, context: Context, *, in_background: bool = False) -> Iterator[Recording]:
+    """Record a save. A save in the background ends its recording later, unless it fails to start."""
     place, rank = str(request.destination.place), runtime_of(context).job().rank
     recording = Recording("save", place, context.observers, step=request.notes.step, rank=rank)
     try:
@@ -121,29 +121,29 @@ def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) 
     except BaseException as error:
         recording.finish(error=error)
         raise
-    if not goes_on:
+    if not in_background:
         recording.finish()
 
 
 def _writes_while_copying(save: Save) -> bool:
-    """Return True if copies are written while others are still being made.
+    """Return True if arrays are written while others are still being copied.
 
-    A remote storage takes longer than the copies, and waits for requests rather than for memory. With a disk both would
-    share the processors, and the caller would wait longer. Workers write only after all of them have copied.
+    A remote storage waits for requests rather than for memory, and takes longer than the copies. With a disk, copies
+    and writes would share the processors, and the caller would wait longer. Workers write after all of them copied.
     """
     return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
 
 
-def _finish_copies(copies: Sequence[_Copy], memory: StagingMemory, recording: Recording) -> None:
-    """Wait for copies. Copies with a bound are made here, while the writer in the background writes them."""
+def _finish_copies(copies: Sequence[_StartedCopy], memory: StagingMemory, recording: Recording) -> None:
+    """Wait for copies. Bounded copies are made here, while the writer in the background writes them."""
     with recording.phase("copy") as phase:
-        before: BoundedSnapshot | None = None
+        earlier: BoundedSnapshot | None = None
         for copy in copies:
             if isinstance(copy, BoundedSnapshot):
-                if before is not None:
-                    before.wait_until_written()
+                if earlier is not None:
+                    earlier.wait_until_written()
                 copy.copy_all()
-                before = copy
+                earlier = copy
             else:
                 copy.wait()
         phase.nbytes = memory.copied_bytes
@@ -151,7 +151,7 @@ def _finish_copies(copies: Sequence[_Copy], memory: StagingMemory, recording: Re
 
 def _write(
     save: Save,
-    at_workers: HeldWork[Save] | None,
+    at_workers: WorkerCapture[Save] | None,
     committed: Callable[[], None] | None,
     handle: SaveHandle | None = None,
 ) -> None:
@@ -162,7 +162,7 @@ def _write(
     except BaseException as error:
         recording.finish(error=error)
         raise
-    if handle is not None or save.further:  # which are operations of their own
+    if handle is not None or save.further:  # further saves are separate operations
         recording.finish(None if handle is None else handle.progress.written)
     if committed is not None:
         committed()
@@ -170,7 +170,7 @@ def _write(
         save.strategy.after_commit(save, partial(write_save, handle=handle, at_workers=at_workers))
 
 
-def _go_on(
+def _write_in_background(
     save: Save,
     capture: _Capture,
     committed: Callable[[], None] | None,
@@ -179,10 +179,10 @@ def _go_on(
     *,
     inline: bool,
 ) -> None:
-    """Write what is captured in the background. The request is not kept, because it refers to the state."""
+    """Write the captured arrays in the background. Keeps no reference to the request, which refers to the state."""
     runtime = runtime_of(save.context)
     saves = [save, *save.further]
-    # The leader commits; ranks may be threads of one process.
+    # Only the leader commits. Ranks may be threads of one process.
     locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
 
     def work() -> None:
@@ -208,36 +208,35 @@ def _go_on(
 
 
 class _Capture:
-    """The copies of a state for a save and its further saves, or views if the save blocks.
+    """The copies of a state for a save and its further saves, or views in a blocking save.
 
     Attributes:
-        at_workers: what workers of this controller hold; None if they write none of the save.
+        at_workers: the boxes that workers of this controller captured; None if they write none of the save.
     """
 
     def __init__(self, save: Save) -> None:
-        """Hold nothing yet."""
-        self.at_workers: HeldWork[Save] | None = None
+        """Capture nothing yet."""
+        self.at_workers: WorkerCapture[Save] | None = None
         self._save = save
         self._copies: list[CopiedSnapshot | BoundedSnapshot] = []
 
     def view(self) -> None:
-        """Hold arrays as they are, for a save that blocks until it is committed."""
-        self._hold_at_workers(copied=False)
-        self._take(lambda plan, source: ViewedSnapshot(plan, lambda number: source.view(plan.items[number])))
+        """Capture arrays without a copy, for a save that blocks until it is committed."""
+        self._capture_at_workers(copied=False)
+        self._capture(lambda plan, source: ViewedSnapshot(plan, lambda number: source.view(plan.items[number])))
         if self.at_workers is not None:
             self.at_workers.wait()
 
-    def copy(self, memory: StagingMemory, limit: int | None) -> Sequence[_Copy]:
-        """Begin to copy every array.
+    def copy(self, memory: StagingMemory, limit: int | None) -> Sequence[_StartedCopy]:
+        """Start to copy every array.
 
         Args:
             memory: the memory of the copies.
-            limit: the most bytes that copies hold at a time; None: all of them. The bound is on this process: workers
-                copy all that they hold at once. With a bound, further saves copy again, because the first copy is gone
-                by then.
+            limit: the most bytes of copies in this process at a time; None: no limit. Workers copy all their boxes at
+                once. With a limit, further saves copy again, because the first copy is released by then.
 
         Returns:
-            The copies, for `_finish_copies`. Once they are finished, nothing of the state is needed.
+            The copies, for `_finish_copies`. Once they are finished, the state may change.
         """
 
         def copied(plan: WritePlan, source: ArraySource) -> Snapshot:
@@ -245,38 +244,38 @@ class _Capture:
                 return source.copy(plan.items[number], memory)
 
             if limit is None:
-                self._copies.append(CopiedSnapshot(plan, start, memory.give_back))
+                self._copies.append(CopiedSnapshot(plan, start, memory.release))
             else:
-                self._copies.append(BoundedSnapshot(plan, start, memory.give_back, limit))
+                self._copies.append(BoundedSnapshot(plan, start, memory.release, limit))
             return self._copies[-1]
 
-        self._hold_at_workers(copied=True)
-        self._take(copied)
+        self._capture_at_workers(copied=True)
+        self._capture(copied)
         if limit is None and self.at_workers is not None:
             return [*self._copies, self.at_workers]
         if self.at_workers is not None:
-            self.at_workers.wait()  # the writer begins before `_finish_copies`
+            self.at_workers.wait()  # the writer starts before `_finish_copies`
         return self._copies[:]
 
     def close(self) -> None:
-        """Release everything: the traceback of an error holds the parts for as long as it is kept."""
+        """Release everything. The traceback of an error would otherwise keep the parts in memory."""
         for save in (self._save, *self._save.further):
             for part in save.parts:
                 part.close()
         for copy in self._copies:
-            copy.writer_ended()
+            copy.end_writing()
         self._copies.clear()
         if self.at_workers is not None:
             self.at_workers.close()
             self.at_workers = None
 
-    def _hold_at_workers(self, *, copied: bool) -> None:
-        """Let the workers of this controller begin to hold what they will write."""
+    def _capture_at_workers(self, *, copied: bool) -> None:
+        """Start to capture the boxes that workers of this controller write."""
         if self._save.uses_workers and (executor := runtime_of(self._save.context).workers()) is not None:
-            self.at_workers = executor.hold(self._save, copied=copied)
+            self.at_workers = executor.capture(self._save, copied=copied)
 
-    def _take(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
-        """Capture every part, and forget the arrays. Parts of further saves share the snapshots."""
+    def _capture(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
+        """Capture every part, and drop the references to the arrays. Parts of further saves share the snapshots."""
         for part in self._save.parts:
             source = part.source
             assert source is not None  # captured once
@@ -287,13 +286,13 @@ class _Capture:
             part.source = None
         for save in self._save.further:
             for part in save.parts:
-                assert part.shared is not None  # as the strategy prepared it
+                assert part.shared is not None  # set by the strategy
                 self._share(part, part.shared)
 
     def _share(self, part: SavePart, shared: SharedItems) -> None:
-        """Let a part of a further save write what another part has captured."""
+        """Give a part of a further save the boxes that another part captured."""
         whole = shared.part.captured
-        assert isinstance(whole, TreeCaptured)  # exports are of trees
+        assert isinstance(whole, TreeCaptured)  # only trees have further saves
         snapshot = whole.snapshot
         if isinstance(snapshot, BoundedSnapshot):
             self._copies.append(snapshot.again(part.plan, shared.items))

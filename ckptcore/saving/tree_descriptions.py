@@ -1,10 +1,9 @@
-"""TreeDescription: the leaves of a tree to save, the boxes held here and at workers, and who writes them."""
+"""TreeDescription: the leaves of a tree to save, the processes that hold their boxes, and which of them write."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +14,7 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import Pending, WriteItem, WritePlan
 from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.planning import plan_write
-from ckptcore.planning.replicas import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
+from ckptcore.planning.replicas import Owners, ReplicaOptions, Shares, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Executor,
@@ -23,32 +22,32 @@ from ckptcore.protocols import (
     Layout,
     LeafHandler,
 )
-from ckptcore.tree.flattening import Flat, flatten, leaves_of_each_process
+from ckptcore.tree.flattening import Flat, flatten, per_process_leaves
 
-__all__ = ["HeldBoxes", "Placeholders", "TreeDescription", "describe_tree"]
+__all__ = ["BoxHolders", "Placeholders", "TreeDescription", "describe_tree"]
 
 
-class HeldBoxes(NamedTuple):
-    """Where the elements of a tree are.
+class BoxHolders(NamedTuple):
+    """The processes that hold the boxes of a tree.
 
     Attributes:
-        here: by leaf, the boxes that this process holds; not of aliases.
-        elsewhere: the leaves of which only other processes hold elements, and the leaves that are tied to them.
-        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds
+        local: by leaf, the boxes that this process holds. Has no aliases.
+        remote_leaves: the leaves of which only other processes hold elements, and aliases of these leaves.
+        by_worker: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds
             any.
     """
 
-    here: Mapping[int, Sequence[Shard]]
-    elsewhere: frozenset[int]
-    at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
+    local: Mapping[int, Sequence[Shard]]
+    remote_leaves: frozenset[int]
+    by_worker: Sequence[Mapping[int, Sequence[Shard]]] = ()
 
 
 class Placeholders(NamedTuple):
-    """The placeholders of a tree, which stand for leaves of the base of an update.
+    """The placeholders of a tree, which represent leaves of the base of an update.
 
     Attributes:
         paths: their paths.
-        containers: by path, the given containers that have placeholders.
+        containers: by path, the containers of the state that have placeholders.
     """
 
     paths: Sequence[TreePath] = ()
@@ -58,38 +57,35 @@ class Placeholders(NamedTuple):
 _NO_PLACEHOLDERS: Final = Placeholders()
 
 
-@dataclass(frozen=True, slots=True)
-class TreeDescription:
+class TreeDescription(NamedTuple):
     """A tree that can be saved.
 
     Attributes:
         name: the name of the checkpointable; empty if it is the whole checkpoint.
         layout: stores it.
         tree: its records. In a job, the union of the trees of all ranks.
-        held: where its elements are.
+        holders: the processes that hold its boxes.
         flat: its leaves.
-        own: True if every process saves a tree of its own.
-        places: by leaf of the tree, its place in `flat`; None if they are the same.
-        pieces: by array whose boxes replicas share, how the boxes are cut; None if replica 0 writes all.
-        replicas: by array whose handler knows it, how many processes hold each box.
-        placeholders: the placeholders that were among its leaves.
+        own: True if every process saves its own tree.
+        positions: by leaf of the tree, its position in `flat`; None if they are equal.
+        shares: how replicas divide the boxes that they write; None if replica 0 writes all.
+        placeholders: the placeholders that the state had among its leaves.
     """
 
     name: str
     layout: Layout
     tree: TreeMetadata
-    held: HeldBoxes
+    holders: BoxHolders
     flat: Flat
     own: bool
-    places: Mapping[int, int] | None = None
-    pieces: Mapping[int, Pieces] | None = None
-    replicas: Mapping[int, int] = field(default_factory=dict)
+    positions: Mapping[int, int] | None = None
+    shares: Shares | None = None
     placeholders: Placeholders = _NO_PLACEHOLDERS
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
-        """Return the same leaves as a part of the tree that all processes save together.
+        """Return the same leaves as part of the tree that all processes save together.
 
-        A leaf that only some processes have is divided among these: its handler gets their number, and the position of
+        Only the processes that have a leaf divide it. Its handler is called with their number, and with the position of
         this process among them.
 
         Args:
@@ -97,77 +93,81 @@ class TreeDescription:
             rank, size: of this process in the job.
 
         Raises:
-            UnsupportedLeafError: a handler refuses it.
+            UnsupportedLeafError: from a handler.
         """
         numbers = {path: number for number, path in enumerate(union.paths)}
-        places = {numbers[path]: place for place, path in enumerate(self.tree.paths)}
+        positions = {numbers[path]: position for position, path in enumerate(self.tree.paths)}
         shards: dict[int, Sequence[Shard]] = {}
-        replicas = {leaf: self.replicas[place] for leaf, place in places.items() if place in self.replicas}
-        for leaf, place in places.items():
+        known = {} if self.shares is None else self.shares.replicas
+        replicas = {leaf: known[position] for leaf, position in positions.items() if position in known}
+        for leaf, position in positions.items():
             if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
                 continue
-            if place in self.held.elsewhere or not isinstance(self.tree.leaves[place], ArrayRecord):
+            if position in self.holders.remote_leaves or not isinstance(self.tree.leaves[position], ArrayRecord):
                 continue
             holders = union.held_by.get(leaf)
-            if holders is None and place in self.held.here:
-                shards[leaf] = self.held.here[place]
+            if holders is None and position in self.holders.local:
+                shards[leaf] = self.holders.local[position]
                 continue
-            position, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
-            handler = self.flat.handlers[place]
+            place, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
+            handler = self.flat.handlers[position]
             assert handler is not None  # placeholders are for loading only
             try:
-                found = handler.shards(self.flat.leaves[place], position, count)
+                found = handler.shards(self.flat.leaves[position], place, count)
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
             shards[leaf] = found or ()
             if replicas.get(leaf, 1) > 1:
-                replicas[leaf] = handler.replicas(self.flat.leaves[place], count) or 1
-        cut = self.pieces
-        pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
-        held = self.held._replace(here=shards)
-        return replace(self, tree=union, held=held, places=places, pieces=pieces, replicas=replicas)
+                replicas[leaf] = handler.replicas(self.flat.leaves[position], count) or 1
+        shares = self.shares
+        if shares is not None:
+            cut = shares.pieces
+            pieces = {leaf: cut[position] for leaf, position in positions.items() if position in cut}
+            shares = Shares(union, pieces, replicas)
+        return self._replace(
+            tree=union, holders=self.holders._replace(local=shards), positions=positions, shares=shares
+        )
 
     def leaf(self, number: int) -> tuple[object, LeafHandler]:
         """Return a leaf and its handler, by its number in the tree."""
-        place = number if self.places is None else self.places[number]
-        handler = self.flat.handlers[place]
+        position = number if self.positions is None else self.positions[number]
+        handler = self.flat.handlers[position]
         assert handler is not None  # placeholders are for loading only
-        return self.flat.leaves[place], handler
+        return self.flat.leaves[position], handler
 
     def member(self, size: int) -> Member:
         """Return its entry in the root of a composite."""
         return Member("tree", size if self.own else None)
 
     def owners(self, rank: int, size: int) -> Mapping[int, Owners] | None:
-        """Return, by array that replicas share, the replica that writes each cell; None if replica 0 writes all."""
-        if self.pieces is None:
+        """Return, by array that replicas divide, the replica that writes each cell; None if replica 0 writes all."""
+        if self.shares is None:
             return None
         rank, size = (0, 1) if self.own else (rank, size)
-        return owners_of(Shares(self.tree, self.pieces, self.replicas), rank=rank, size=size)
+        return owners_of(self.shares, rank=rank, size=size)
 
     def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
-        """Return the plan of this process, then those of its workers. A controller is rank 0 of its workers."""
+        """Return the plan of this process, then the plans of its workers. A controller is rank 0 of its workers."""
         save = functools.partial(plan_write, self.tree, save_id=save_id, name=self.name)
-        here, _, at_workers = self.held
-        if not at_workers:
+        local, _, by_worker = self.holders
+        if not by_worker:
             owners = self.owners(rank, size)
             rank, size = (0, 1) if self.own else (rank, size)
-            return (save(here, rank=rank, size=size, owners=owners),)
-        workers = len(at_workers)
-        shares = None if self.pieces is None else Shares(self.tree, self.pieces)
-        plans = [save(here, rank=0, size=1 + workers)]
-        for worker, shards in enumerate(at_workers):
-            owners = None if shares is None else owners_of(shares, rank=worker, size=workers)
+            return (save(local, rank=rank, size=size, owners=owners),)
+        workers = len(by_worker)
+        plans = [save(local, rank=0, size=1 + workers)]
+        for worker, shards in enumerate(by_worker):
+            owners = None if self.shares is None else owners_of(self.shares, rank=worker, size=workers)
             plans.append(save(shards, rank=1 + worker, size=1 + workers, owners=owners))
         return tuple(plans)
 
     def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Begin to copy the boxes of an item into memory of the save."""
+        """Start to copy the boxes of an item into memory of the save."""
         leaf, handler = self.leaf(item.leaf)
         return handler.copy_to_host(leaf, item.boxes, memory)
 
     def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
-        """Begin to bring the boxes of an item to the host, without a copy if they are there."""
+        """Start to transfer the boxes of an item to the host, without a copy if they are in host memory."""
         leaf, handler = self.leaf(item.leaf)
         return handler.view_on_host(leaf, item.boxes)
 
@@ -189,10 +189,10 @@ def describe_tree(
 
     Args:
         name, value, layout, plugins, rank, size, replicas, executor, placeholders: see `describe_part`.
-        own: True if every process saves a tree of its own.
+        own: True if every process saves its own tree.
 
     Raises:
-        UnsupportedLeafError: with every leaf that cannot be saved, up to 20.
+        UnsupportedLeafError: lists up to 20 leaves that cannot be saved.
         UnsupportedKeyError, NameCollisionError
     """
     rank, size = (0, 1) if own else (rank, size)
@@ -200,39 +200,39 @@ def describe_tree(
     found = _NO_PLACEHOLDERS
     if placeholders:
         flat, found = _without_placeholders(flat)
-    at_workers: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
-    tree, shards, elsewhere = _describe_leaves(flat, rank, size, executor, at_workers)
-    if not any(at_workers):
-        at_workers = ()
-    held = HeldBoxes(shards, elsewhere, at_workers)
-    sharing = len(at_workers) or size
-    pieces, counts = None, dict[int, int]()
-    if replicas is not None and sharing > 1:
-        counts = {} if at_workers else _count_replicas(flat, tree, size)  # handlers do not know of workers
-        for leaf in leaves_of_each_process(flat):
+    by_worker: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
+    tree, shards, remote_leaves = _describe_leaves(flat, rank, size, executor, by_worker)
+    if not any(by_worker):
+        by_worker = ()
+    writers = len(by_worker) or size
+    shares: Shares | None = None
+    if replicas is not None and writers > 1:
+        counts = {} if by_worker else _count_replicas(flat, tree, size)  # handlers do not know of workers
+        for leaf in per_process_leaves(flat):
             if counts.get(leaf, size) == size:
-                counts[leaf] = 1  # each process holds all of its own: replica 0 writes it
-        shares = cut_for_replicas(tree, replicas, size=sharing, replicas=counts)
-        tree, pieces = shares.tree, shares.pieces
-    layout.check(tree, size + len(at_workers))
-    return TreeDescription(name, layout, tree, held, flat, own, None, pieces, counts, found)
+                counts[leaf] = 1  # the array differs between processes, so replica 0 writes all of it
+        shares = cut_for_replicas(tree, replicas, size=writers, replicas=counts)
+        tree = shares.tree
+    layout.check(tree, size + len(by_worker))
+    holders = BoxHolders(shards, remote_leaves, by_worker)
+    return TreeDescription(name, layout, tree, holders, flat, own, None, shares, found)
 
 
 def _without_placeholders(flat: Flat) -> tuple[Flat, Placeholders]:
-    """Return the leaves without placeholders, and the placeholders."""
+    """Return the leaves without the placeholders, and the placeholders."""
     kept = [number for number, handler in enumerate(flat.handlers) if handler is not None]
-    left = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
-    if not left:
+    paths = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
+    if not paths:
         return flat, _NO_PLACEHOLDERS
-    from ckptcore.commit.references import cut_containers, pruned  # only updates need it
+    from ckptcore.commit.references import cut_containers, pruned  # needed only by updates
 
     leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
     given = flat._replace(skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
-    return given, Placeholders(left, cut_containers(flat.skeleton, set(kept)))
+    return given, Placeholders(paths, cut_containers(flat.skeleton, set(kept)))
 
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
-    """Return, by array whose handler knows it, how many processes hold each box."""
+    """Return, by array whose handler knows it, the number of processes that hold each box."""
     counts = {}
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         if handler is not None and isinstance(tree.leaves[number], ArrayRecord):
@@ -247,43 +247,43 @@ def _describe_leaves(
     rank: int,
     size: int,
     executor: Executor[Any, Any] | None,
-    at_workers: Sequence[dict[int, Sequence[Shard]]],
+    by_worker: Sequence[dict[int, Sequence[Shard]]],
 ) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
-    """Return the tree, the boxes here, and the leaves elsewhere. Fills `at_workers` with the boxes of workers."""
+    """Return the tree, the local boxes, and the remote leaves. Fills `by_worker` with the boxes of workers."""
     records: list[LeafRecord] = []
     refused: dict[int, UnsupportedLeafError] = {}
     aliases: dict[int, int] = {}
     first: dict[tuple[int, Hashable], int] = {}
     shards: dict[int, Sequence[Shard]] = {}
-    elsewhere: set[int] = set()
+    remote_leaves: set[int] = set()
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         assert handler is not None  # placeholders are for loading only
         try:
             record = handler.describe(leaf)
             records.append(record)
             if isinstance(record, ArrayRecord):
-                there = executor if executor is not None and executor.takes(leaf) else None
-                identity = (handler if there is None else there).identity(leaf)
+                at_workers = executor if executor is not None and executor.takes(leaf) else None
+                identity = (handler if at_workers is None else at_workers).identity(leaf)
                 if identity is not None:
                     original = first.setdefault((id(handler), identity), number)
                     if original != number and _same_array(records[original], record):
                         aliases[number] = original
-                        if original in elsewhere:
-                            elsewhere.add(number)
+                        if original in remote_leaves:
+                            remote_leaves.add(number)
                         continue
-                if there is not None:
-                    for worker, at_worker in enumerate(at_workers):
-                        at_worker[number] = there.shards(leaf, worker)
+                if at_workers is not None:
+                    for worker, of_worker in enumerate(by_worker):
+                        of_worker[number] = at_workers.shards(leaf, worker)
                     continue
-                held = handler.shards(leaf, rank, size)
-                if held is not None:
-                    shards[number] = held
+                local = handler.shards(leaf, rank, size)
+                if local is not None:
+                    shards[number] = local
                     continue
-                elsewhere.add(number)
+                remote_leaves.add(number)
                 if size == 1:
                     raise UnsupportedLeafError(
-                        "the array is spread over other processes only, and this process saves alone: expected "
-                        "elements of it here; save together with the processes that hold it, or leave it out"
+                        "only other processes hold elements of the array, and this process saves alone. Save together "
+                        "with the processes that hold it, or leave it out"
                     )
         except UnsupportedLeafError as error:
             refused[number] = error
@@ -296,7 +296,7 @@ def _describe_leaves(
         raise UnsupportedLeafError("; ".join(lines[:20]) + more + ". Nothing was written") from next(
             iter(refused.values())
         )
-    return TreeMetadata(flat.skeleton, tuple(records), aliases), shards, frozenset(elsewhere)
+    return TreeMetadata(flat.skeleton, tuple(records), aliases), shards, frozenset(remote_leaves)
 
 
 def _same_array(first: LeafRecord, second: ArrayRecord) -> bool:

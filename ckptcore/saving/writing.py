@@ -1,47 +1,81 @@
-"""The stages of a save that claim its target, write every part and commit, and `PlainSave`, the usual strategy.
+"""Write a save and commit it: claim, write the parts, build the root, commit. `PlainSave` is the usual strategy.
 
-In a job of several processes every stage ends with an exchange: an error on one rank fails the save on all of them.
+In a job of several processes every stage ends with an exchange: an error on one rank fails the save on all ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import ClassVar, Protocol
 
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import Claim, Composite, Root
+from ckptcore.commit.root import ROOT_KEY, Claim, Composite, Root, this_writer
 from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import is_leftover_name, read_root
-from ckptcore.errors import CheckpointError, CommitUnknownError
+from ckptcore.context import Context
+from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
+from ckptcore.events import Recording, timeline_to_json
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.visibility import seen_by_all, sees_claim
-from ckptcore.model.transfer import Receipt
-from ckptcore.protocols import HeldWork, SaveCommit, StorageBackend, Transaction
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.transfer import Receipt, Segment
+from ckptcore.planning import check_coverage
+from ckptcore.protocols import (
+    CheckpointInfo,
+    Layout,
+    SaveCommit,
+    StorageAddress,
+    StorageBackend,
+    Transaction,
+    WorkerCapture,
+    WriteStore,
+)
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim, foreign_checkpoints
-from ckptcore.saving.roots import build_root, finish_part, put_root, recorder_of
+from ckptcore.saving.parts import SavePart
+from ckptcore.saving.requests import (
+    NOTHING_COMMITTED,
+    CommitInfo,
+    Save,
+    SaveDraft,
+    fail_before_claim,
+    foreign_checkpoints,
+)
 
-__all__ = ["PlainCommit", "PlainSave", "write_parts", "write_save"]
+__all__ = [
+    "PlainCommit",
+    "PlainSave",
+    "Recorder",
+    "build_root",
+    "complete_tree",
+    "finish_part",
+    "merge_objects",
+    "put_root",
+    "recorder_of",
+    "write_parts",
+    "write_save",
+]
 
 logger = logging.getLogger("ckptcore.saving")
 
 
-def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldWork[Save] | None = None) -> None:
-    """Claim the target, write, and commit. On every rank; returns once the checkpoint is committed.
+def write_save(save: Save, handle: SaveHandle | None = None, at_workers: WorkerCapture[Save] | None = None) -> None:
+    """Claim the target, write, and commit. On every rank. Return once the checkpoint is committed.
 
     Args:
-        save: the save, with what its parts captured.
+        save: the save, with captured parts.
         handle: counts the bytes written.
-        at_workers: what workers of this controller hold; None if they write none of the save.
+        at_workers: the boxes that workers of this controller captured; None if they write none of the save.
 
     Raises:
-        CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint stays.
+        CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint remains.
         CommitUnknownError: the save may be committed.
     """
     agreement = save.agreement
@@ -65,7 +99,7 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldWor
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:
                 raise
-            # The leader may have the receipts of this rank, and commit although this rank cannot know it.
+            # The leader may have the receipts of this rank, and commit even though this rank cannot know it.
             commit.settle(error)
             return
         try:
@@ -81,15 +115,15 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldWor
         try:
             commit.abort()
         except CheckpointError as failure:
-            # The error that stopped the save says more; the next save removes what is left.
-            error.add_note(f"removing what was written failed too: {failure}")
+            # Report the error that stopped the save; the next save removes the objects that are left.
+            error.add_note(f"removing the objects of the save failed too: {failure}")
         raise
 
 
 def write_parts(
-    save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: HeldWork[Save] | None
+    save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: WorkerCapture[Save] | None
 ) -> None:
-    """Write the plans of this process and its workers, keep the receipts, and finish the parts of this process."""
+    """Write the plans of this process and its workers, store the receipts, and finish the parts of this process."""
     if at_workers is None:
         _write_here(save, store, handle)
     else:
@@ -97,13 +131,13 @@ def write_parts(
         try:
             _write_here(save, store, handle)
         except BaseException:
-            with suppress(Exception):  # an abort removes what was written: no worker may write after it
+            with suppress(Exception):  # wait for the workers: after the abort, none may write
                 writes.result()
             raise
-        there = writes.result()
+        of_workers = writes.result()
         if handle is not None:
-            handle.count(sum(record.size for part in there for receipt in part for record in receipt.objects))
-        for part, receipts in zip(save.parts, there, strict=True):
+            handle.count(sum(record.size for part in of_workers for receipt in part for record in receipt.objects))
+        for part, receipts in zip(save.parts, of_workers, strict=True):
             part.receipts = [*part.receipts, *receipts]
     for part in save.parts:
         if part.own:
@@ -126,7 +160,7 @@ def _write_here(save: Save, store: StorageBackend, handle: SaveHandle | None) ->
 
 @dataclass(frozen=True, slots=True)
 class PlainSave:
-    """Write everything that is given, and commit it at one location. See `ckptcore.protocols.SaveStrategy`."""
+    """Write the whole state, and commit it at one location. See `ckptcore.protocols.SaveStrategy`."""
 
     takes_placeholders: ClassVar[bool] = False
     checks_target: ClassVar[bool] = False
@@ -144,7 +178,7 @@ class PlainSave:
 
 
 class PlainCommit:
-    """The commit of a save whose location the leader claims for all ranks. See `ckptcore.protocols.SaveCommit`."""
+    """The commit of a save. The leader claims the location for all ranks. See `ckptcore.protocols.SaveCommit`."""
 
     meaning = NOTHING_COMMITTED
     commit_meaning = ""
@@ -153,17 +187,17 @@ class PlainCommit:
         """Claim nothing yet."""
         self._save = save
         self._claim: Transaction | None = None
-        self._followed: StorageBackend | None = None
+        self._claimed_store: StorageBackend | None = None
 
     def claim(self) -> None:
-        """Claim the location on the leader; see the claim on the other ranks."""
+        """Claim the location on the leader. On other ranks, check that the claim is visible."""
         location, agreement = self._save.target.location, self._save.agreement
-        look = functools.partial(sees_claim, self._save.info.claimed, location)
-        with seen_by_all(agreement, "claimed", location.absolute, look):
+        is_visible = functools.partial(sees_claim, self._save.info.claimed, location)
+        with seen_by_all(agreement, "claimed", location.absolute, is_visible):
             if agreement.rank == 0:
-                self._take_claim()
+                self._begin_transaction()
 
-    def _take_claim(self) -> None:
+    def _begin_transaction(self) -> None:
         save, target = self._save, self._save.target
         is_foreign = foreign_checkpoints(save.context)
         with save.recording.phase("claim"):
@@ -177,10 +211,10 @@ class PlainCommit:
         """The storage of the claim."""
         if self._claim is not None:
             return self._claim.store
-        if self._followed is None:
+        if self._claimed_store is None:
             location = self._save.target.location
-            self._followed = location.commits.store_of(location, self._save.info.save_id)
-        return self._followed
+            self._claimed_store = location.commits.store_of(location, self._save.info.save_id)
+        return self._claimed_store
 
     def commit(self, payloads: Sequence[object]) -> None:
         """Build the root and commit it, on the leader."""
@@ -196,11 +230,11 @@ class PlainCommit:
             self._claim.commit(*encode_root(self._completed(root)))
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
-        """Return the root to commit."""
+        """Return the root to commit. Strategies override it."""
         return root
 
     def settle(self, error: Exception | None) -> None:
-        """Warn on the leader, which has committed. Look for the save on the other ranks."""
+        """Log a warning on the leader, which has committed. On other ranks, check that the save is committed."""
         location = self._save.target.location
         if error is None:
             return
@@ -212,33 +246,204 @@ class PlainCommit:
             _expect_committed(location, self._save.info.save_id, error)
 
     def abort(self) -> None:
-        """Remove what the save wrote; on other ranks, what they wrote after the leader removed everything."""
+        """Remove the objects of the save. On other ranks, remove those written after the leader removed everything."""
         if self._claim is not None:
             self._claim.abort()
-        elif self._followed is not None:
+        elif self._claimed_store is not None:
             _remove_abandoned(self._save.target.location, self._save.info.save_id)
 
 
 def _expect_committed(location: Location, save_id: str, error: Exception) -> None:
-    """Check in the root that a save was committed, after the exchange at its end failed."""
+    """Check that the root names the save, after the exchange that follows the commit failed."""
     try:
         root = read_root(location.store)
     except CheckpointError as unreadable:
         raise CommitUnknownError(
-            f"whether the save to {location.display} committed is not known: {error}, and its root cannot be "
-            f"read: {unreadable}"
+            f"the save to {location.display} may be committed: {error}, and its root cannot be read: {unreadable}. "
+            "Read the checkpoint again before you save"
         ) from error
     if root is None or isinstance(root, Claim) or root.save_id != save_id:
         raise CommitUnknownError(
-            f"the save to {location.display} is not committed, or not yet: {error}; look again before saving"
+            f"the save to {location.display} is not committed, or not yet: {error}. Read it again before you save"
         ) from error
 
 
 def _remove_abandoned(location: Location, save_id: str) -> None:
-    """Remove what this process wrote after the leader aborted the save."""
+    """Remove the objects that this process wrote after the leader aborted the save."""
     root = read_root(location.store)
     if root is not None and not isinstance(root, Claim) and root.save_id == save_id:
-        return  # the hidden directory may hold what this save replaced
+        return  # the hidden directory may contain the checkpoint that this save replaced
     names = [name.removesuffix("/") for name in location.parent.list_names() if name.endswith("/")]
     ours = [name for name in names if is_leftover_name(name) and f".{save_id}." in name]
-    location.commits.sweep_names(ours)  # a directory that the leader still locks stays
+    location.commits.sweep_names(ours)  # skips a directory that the leader still locks
+
+
+class _MetadataStore:
+    """A `WriteStore` for metadata files of a layout. Refuses reserved and existing keys before they are written."""
+
+    def __init__(self, layout: str, recorder: ObjectRecorder, taken: Mapping[str, object]) -> None:
+        self._layout = layout
+        self._recorder = recorder
+        self._taken = taken
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """See `WriteStore`."""
+        return self._recorder.address
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `WriteStore`."""
+        self._recorder.put(self._checked(key), data)
+
+    def write(self, key: str, segments: Sequence[Segment]) -> None:
+        """See `WriteStore`."""
+        self._recorder.write(self._checked(key), segments)
+
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """See `WriteStore`."""
+        self._recorder.write_many((self._checked(key), segments) for key, segments in objects)
+
+    def _checked(self, key: str) -> str:
+        above = key.partition("/")[0]
+        if above.startswith("checkpoint.") or key in self._taken or above in self._taken:
+            raise PluginError(
+                f"the layout {self._layout} may not write the metadata file {key}: it must be a new object outside "
+                "the directories of checkpointables, and names that begin with 'checkpoint.' are reserved. The save "
+                "is not committed"
+            )
+        return key
+
+
+def _write_composite_files(
+    layouts: Iterable[Layout], info: CheckpointInfo, store: StorageBackend, context: Context
+) -> None:
+    """Write the metadata files of each layout of a composite into the directory of the composite.
+
+    The root does not list them, because ckptcore does not need them.
+    """
+    by_name = {layout.name: layout for layout in layouts if layout.name != FilesLayout.name}
+    taken: dict[str, object] = dict(info.members)
+    for name, layout in by_name.items():
+        recorder = recorder_of(store, context)
+        layout.write_metadata_files(info, _MetadataStore(name, recorder, taken))
+        taken.update({record.key: record for record in recorder.objects})
+
+
+class Recorder(WriteStore, Protocol):
+    """A `WriteStore` that records the objects that a layout wrote."""
+
+    @property
+    def objects(self) -> Sequence[ObjectRecord]:
+        """The complete objects."""
+        ...
+
+
+def recorder_of(store: StorageBackend, context: Context) -> ObjectRecorder:
+    """Return a recorder over a storage."""
+    return ObjectRecorder(store, runtime_of(context).io_threads, checksums=context.io.checksums)
+
+
+def put_root(store: StorageBackend, root: Root) -> None:
+    """Put the root of one of several checkpointables."""
+    data, tables = encode_root(root)
+    for key, table in tables.items():
+        store.put(key, table)
+    store.put(ROOT_KEY, data)
+
+
+def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
+    """Check that the receipts cover the arrays, finish the part with its layout, and return its root.
+
+    Raises:
+        CorruptCheckpointError: the boxes that were written leave a gap or overlap.
+        PluginError: two processes wrote one object.
+    """
+    tree = part.plan.tree
+    check_coverage(tree, part.receipts)
+    state = part.layout.finish(tree, part.receipts, recorder)
+    return Root(
+        save_id=info.save_id,
+        created=info.created,
+        writer=this_writer(),
+        layout=part.layout.name,
+        state=state,
+        tree=tree,
+        objects=merge_objects(part.layout.name, part.receipts, recorder.objects),
+        role=info.role if info.members is None else "member",
+    )
+
+
+def merge_objects(
+    layout: str, receipts: Sequence[Receipt], finished: Sequence[ObjectRecord]
+) -> dict[str, ObjectRecord]:
+    """Return all objects of a tree by key.
+
+    Args:
+        layout: the name of the layout that wrote them.
+        receipts: the receipts of all processes.
+        finished: the objects that `Layout.finish` wrote.
+
+    Raises:
+        PluginError: an object was written twice.
+    """
+    objects: dict[str, ObjectRecord] = {}
+    for record in chain(*[receipt.objects for receipt in receipts], finished):
+        if objects.setdefault(record.key, record) is not record:
+            raise PluginError(
+                f"the layout {layout} wrote {record.key} twice, perhaps from several processes; the save is not "
+                "committed"
+            )
+    return objects
+
+
+def build_root(
+    info: CommitInfo, parts: Sequence[SavePart], store: StorageBackend, context: Context, recording: Recording
+) -> Root | Composite:
+    """Finish every part that the processes wrote together, and return the root of the checkpoint. On the leader.
+
+    Args:
+        info: the content of the root besides trees and objects.
+        parts: the parts, with the receipts of all ranks.
+        store: the storage of the claim.
+        context: the options.
+        recording: has the events of the timeline.
+    """
+    for part in parts:
+        if part.own:
+            continue
+        inside = subdirectory(store, part.directory)
+        root = finish_part(info, part, recorder_of(inside, context))
+        if info.members is None:
+            return complete_tree(info, part.layout, root, store, context, recording)
+        put_root(inside, root)
+    described = info.checkpoint_info
+    layouts = [part.layout for part in parts if part.directory in described.members]
+    _write_composite_files(layouts, described, store, context)
+    return Composite(
+        save_id=info.save_id,
+        created=info.created,
+        writer=this_writer(),
+        members=info.members or {},
+        custom=info.custom,
+        metrics=info.metrics,
+        timeline=timeline_to_json(recording.events),
+        progress=info.progress,
+    )
+
+
+def complete_tree(
+    info: CommitInfo, layout: Layout, root: Root, store: StorageBackend, context: Context, recording: Recording
+) -> Root:
+    """Write the metadata files of a checkpoint that is one tree, and return its root with `info`."""
+    recorder = recorder_of(store, context)
+    layout.write_metadata_files(info.checkpoint_info, _MetadataStore(layout.name, recorder, root.objects))
+    objects = {**root.objects, **{record.key: record for record in recorder.objects}}
+    timeline = timeline_to_json(recording.events)
+    return replace(
+        root,
+        objects=objects,
+        custom=info.custom,
+        metrics=info.metrics,
+        timeline=timeline,
+        progress=info.progress,
+    )

@@ -157,7 +157,7 @@ def readable_steps(steps: StepDirectory) -> Sequence[int]:
             return False
 
     candidates = steps.candidates()
-    found = steps.ask_each(candidates, is_committed)
+    found = steps.map_ordered(candidates, is_committed)
     return [step for step, committed in zip(candidates, found, strict=True) if committed]
 
 
@@ -254,7 +254,7 @@ class StepDeleter:
             return
         # Claims of failed saves and deletions.
         candidates = self._steps.candidates()
-        for step, is_claimed in zip(candidates, self._steps.ask_each(candidates, self._is_claimed), strict=True):
+        for step, is_claimed in zip(candidates, self._steps.map_ordered(candidates, self._is_claimed), strict=True):
             if not is_claimed:
                 continue
             with self._claims:

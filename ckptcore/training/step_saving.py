@@ -16,7 +16,7 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator, Layout, SaveStrategy, StepStrategy
-from ckptcore.saving.requests import Destination, OneTree, Save, SaveDraft, SaveHooks, SaveNotes, SaveRequest
+from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveDraft, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.training.run_directory import OwnedRun, SavedStep
 from ckptcore.training.save_decisions import LastSave, SaveDecider
@@ -234,7 +234,7 @@ class StepSaver:
         step = request.step
         target, chosen = self._run.target(step, name), self._options.strategy
         return SaveRequest(
-            destination=Destination(
+            destination=SaveDestination(
                 target.place,
                 "non-atomic" if target.is_worthless else request.overwrite,
                 name=f"{self._directory}/{name}",  # hosts may have different paths of one directory

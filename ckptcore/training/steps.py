@@ -32,8 +32,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
 )
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import ask_each, reset_in_children
+from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
@@ -372,12 +371,12 @@ class StepDirectory:
         return tuple(
             [
                 step
-                for step, there in zip(candidates, self.ask_each(candidates, self.is_committed), strict=True)
+                for step, there in zip(candidates, self.map_ordered(candidates, self.is_committed), strict=True)
                 if there
             ]
         )
 
-    def ask_each(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
+    def map_ordered(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
         """Call a function for each step, on several threads if the storage benefits from that.
 
         Raises:
@@ -386,12 +385,12 @@ class StepDirectory:
         parallelism = requests_of(self._store).concurrency
         if parallelism == 1:
             return [ask(step) for step in steps]
-        return ask_each(runtime_of(self._context).io_threads, steps, ask, parallelism=parallelism)
+        return map_ordered(runtime_of(self._context).io_threads, steps, ask, parallelism=parallelism)
 
     def look_ahead(self, steps: Sequence[int]) -> None:
         """Read the roots of steps before `summary` needs them. Errors are ignored, because `summary` raises them."""
         if requests_of(self._store).concurrency > 1:
-            self.ask_each(steps, self._look_ahead)
+            self.map_ordered(steps, self._look_ahead)
 
     def _look_ahead(self, step: int) -> None:
         try:

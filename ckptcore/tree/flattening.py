@@ -23,8 +23,8 @@ __all__ = [
     "PerProcess",
     "first_stuck",
     "flatten",
-    "leaves_of_each_process",
-    "of_each_process",
+    "per_process_leaves",
+    "per_process_objects",
     "rebuild",
     "restore",
     "shared_containers",
@@ -244,26 +244,26 @@ def _rank_of(key: Key) -> tuple[bool, int, str]:
     return True, 0, key.name if isinstance(key, Attribute) else key
 
 
-def of_each_process(shape: Shape) -> Iterator[tuple[TreePath, object]]:
+def per_process_objects(shape: Shape) -> Iterator[tuple[TreePath, object]]:
     """The objects in a value of which every process of a job has one of its own, with their paths."""
-    return _of_each_process(shape, ())
+    return _per_process_objects(shape, ())
 
 
-def _of_each_process(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
+def _per_process_objects(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
     if isinstance(shape, _Checkpointable):
         if shape.handler.per_process:
             yield path, shape.like
         else:
-            yield from _of_each_process(shape.state, path)
+            yield from _per_process_objects(shape.state, path)
     elif shape is not None:
         for key, child in zip(shape.keys, shape.children, strict=True):
             if child is not None:
-                yield from _of_each_process(child, (*path, key))
+                yield from _per_process_objects(child, (*path, key))
 
 
-def leaves_of_each_process(flat: Flat) -> frozenset[int]:
+def per_process_leaves(flat: Flat) -> frozenset[int]:
     """Return the numbers of the leaves in objects that differ between the processes of a job."""
-    objects = {path for path, _ in of_each_process(flat.shape)}
+    objects = {path for path, _ in per_process_objects(flat.shape)}
     if not objects:
         return frozenset()
     lengths = sorted({len(path) for path in objects})

@@ -1,4 +1,4 @@
-"""The union of trees that ranks save together when pipeline or expert parallelism gives them different parts."""
+"""Merge the trees that ranks save together if pipeline or expert parallelism gives them different parts."""
 
 from __future__ import annotations
 
@@ -11,70 +11,68 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
 
-__all__ = ["unite_trees"]
+__all__ = ["merge_trees"]
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _RULES: Final = {
-    "rank": "Ranks may have different keys, and a leaf must be the same on every rank that has it. What differs from "
-    "process to process goes under a name of its own, in PerProcess(...); what is not the same thing, under keys of "
-    "its own",
-    "session": "Sessions may have different keys of mappings, and no others; a leaf must be the same in every session "
+    "rank": "Ranks may have different keys, and a leaf must be equal on every rank that has it. Save state that "
+    "differs between processes as a separate name, in PerProcess(...), and different things under different keys",
+    "session": "Sessions may have different keys of mappings, and no others; a leaf must be equal in every session "
     "that has it",
 }
 
 _SHOWN: Final = 20
-"""How many differences an error's text lists; its attribute has all."""
+"""Most differences in the text of an error; its attribute has all."""
 
 
-def unite_trees(
+def merge_trees(
     trees: Sequence[TreeMetadata],
     ranks: Sequence[Sequence[int]],
     *,
     size: int,
-    elsewhere: Sequence[Collection[int]] | None = None,
+    remote_leaves: Sequence[Collection[int]] | None = None,
     may_differ: Sequence[Collection[int]] | None = None,
     savers: Literal["rank", "session"] = "rank",
 ) -> TreeMetadata:
-    """One tree with every leaf of all of them.
+    """Return one tree with every leaf of several trees.
 
-    Mappings are united by key: first the keys of the first tree, in its order, then those that the second adds, and so
-    on. All other containers must have the same children in each tree that has them. A leaf must be the same in each: an
-    array of the same shape, dtype, kind and cuts, or the same value. Notes are those of the first tree that has a leaf.
+    Mappings are merged by key: first the keys of the first tree, in its order, then those that the second adds, and so
+    on. All other containers must have the same children in each tree that has them. A leaf must be equal in each: an
+    array of the same shape, dtype, kind and cuts, or the same value. Notes come from the first tree that has the leaf.
 
-    Leaves stay tied unless a rank has two of them separately. Otherwise all of them are separated and stored one by
-    one, which takes more space and is never wrong. A rank that only knows of arrays does not know whether they are
-    tied.
+    Leaves stay tied unless a rank has two of them separately. Then all of them are stored separately, which takes more
+    space and is always correct. A rank that holds nothing of an array does not know whether it is tied.
 
     Args:
-        trees: all that are different.
-        ranks: by tree, the ranks that have it; of all trees together, every rank of the job once.
+        trees: all different trees.
+        ranks: by tree, the ranks that have it. Each rank of the job is in one of them.
         size: processes of the job.
-        elsewhere: by tree, the numbers of the arrays that its ranks only know of: others hold them.
-        may_differ: by tree, the numbers of leaves that may differ between trees. That of the first tree is taken.
-        savers: what errors call those who save: ranks of a job, or sessions of a partial save.
+        remote_leaves: by tree, the arrays of which its ranks hold no elements.
+        may_differ: by tree, the leaves that may differ between trees. The leaf of the first tree is used.
+        savers: the word for the savers in errors: ranks of a job, or sessions of a partial save.
 
     Raises:
-        TreeMismatchError: lists what cannot be united, with the ranks.
+        TreeMismatchError: lists the differences, with the ranks.
     """
     nothing: Sequence[Collection[int]] = [()] * len(trees)
-    uniting = _Uniting(trees, ranks, size, elsewhere or nothing, may_differ or nothing, savers)
-    skeleton = uniting.node((), list(enumerate(tree.skeleton for tree in trees)))
-    uniting.expect_no_difference()  # else leaves below it have no number
-    aliases = uniting.aliases()
-    held_by = uniting.held_by(skeleton, aliases)
-    uniting.expect_no_difference()
-    return TreeMetadata(skeleton, tuple(uniting.records), aliases, held_by)
+    merge = _TreeMerge(trees, ranks, size, remote_leaves or nothing, may_differ or nothing, savers)
+    skeleton = merge.node((), list(enumerate(tree.skeleton for tree in trees)))
+    merge.expect_no_difference()  # otherwise leaves below a difference have no number
+    aliases = merge.aliases()
+    held_by = merge.held_by(skeleton, aliases)
+    merge.expect_no_difference()
+    return TreeMetadata(skeleton, tuple(merge.records), aliases, held_by)
 
 
-class _Uniting:
-    """A union as it is made; leaves are numbered as they are come upon."""
+class _TreeMerge:
+    """A running merge. Leaves are numbered in the order of visits."""
 
     def __init__(
         self,
         trees: Sequence[TreeMetadata],
         ranks: Sequence[Sequence[int]],
         size: int,
-        elsewhere: Sequence[Collection[int]],
+        remote_leaves: Sequence[Collection[int]],
         may_differ: Sequence[Collection[int]],
         savers: Literal["rank", "session"],
     ) -> None:
@@ -82,16 +80,16 @@ class _Uniting:
         self.trees = trees
         self.ranks = ranks
         self.size = size
-        self.elsewhere = [frozenset(numbers) for numbers in elsewhere]
+        self.remote_leaves = [frozenset(numbers) for numbers in remote_leaves]
         self.may_differ = [frozenset(numbers) for numbers in may_differ]
         self.differences: list[str] = []
         self.records: list[LeafRecord] = []
         self.sources: list[Mapping[int, int]] = []
-        """By leaf, for each tree that has it its number there."""
+        """By leaf, its number in each tree that has it."""
         self._numbers = [{path: number for number, path in enumerate(tree.paths)} for tree in trees]
 
     def node(self, path: TreePath, found: Sequence[tuple[int, Skeleton]]) -> Skeleton:
-        """Unite what some trees have at a path."""
+        """Merge the nodes that some trees have at a path."""
         nodes = [(tree, node) for tree, node in found if isinstance(node, Node)]
         if not nodes:
             self._leaf(path, [tree for tree, _ in found])
@@ -106,12 +104,14 @@ class _Uniting:
             self._differ(path, {tree: f"{node.kind} of {len(node.keys)}" for tree, node in nodes}, _keys_of(nodes))
             return LEAF
         children = [(tree, dict(zip(node.keys, node.children, strict=True))) for tree, node in nodes]
-        united = [self.node((*path, key), [(tree, of[key]) for tree, of in children if key in of]) for key in keys]
-        return Node(first.kind, keys, tuple(united), first.type)
+        merged = [self.node((*path, key), [(tree, of[key]) for tree, of in children if key in of]) for key in keys]
+        return Node(first.kind, keys, tuple(merged), first.type)
 
     def expect_no_difference(self) -> None:
-        """Raises:
-        TreeMismatchError: lists what was found so far.
+        """Raise the differences found so far.
+
+        Raises:
+            TreeMismatchError
         """
         lines = self.differences
         if lines:
@@ -124,7 +124,7 @@ class _Uniting:
             )
 
     def aliases(self) -> dict[int, int]:
-        """Leaves that share their bytes with an earlier one, where all ranks that have both agree."""
+        """Return, by leaf, the earlier leaf with the same bytes, if all ranks that have both agree."""
         classes = list(range(len(self.records)))
 
         def first_of(leaf: int) -> int:
@@ -132,9 +132,9 @@ class _Uniting:
                 classes[leaf] = leaf = classes[classes[leaf]]
             return leaf
 
-        united = [{number: leaf for leaf, of in enumerate(self.sources) if (number := of.get(tree)) is not None}
-                  for tree in range(len(self.trees))]  # fmt: skip
-        for leaves, tree in zip(united, self.trees, strict=True):
+        numbers = [{number: leaf for leaf, of in enumerate(self.sources) if (number := of.get(tree)) is not None}
+                   for tree in range(len(self.trees))]  # fmt: skip
+        for leaves, tree in zip(numbers, self.trees, strict=True):
             for alias, target in tree.aliases.items():
                 first, second = sorted((first_of(leaves[alias]), first_of(leaves[target])))
                 classes[second] = first
@@ -144,11 +144,11 @@ class _Uniting:
         return {
             leaf: first
             for first, tied in members.items()
-            if len(tied) > 1 and self._are_nowhere_apart(tied)
+            if len(tied) > 1 and self._are_tied_everywhere(tied)
             for leaf in tied[1:]
         }
 
-    def _are_nowhere_apart(self, leaves: Sequence[int]) -> bool:
+    def _are_tied_everywhere(self, leaves: Sequence[int]) -> bool:
         for number, tree in enumerate(self.trees):
             own = [self.sources[leaf][number] for leaf in leaves if number in self._holding(leaf)]
             if len({tree.aliases.get(leaf, leaf) for leaf in own}) > 1:
@@ -156,7 +156,7 @@ class _Uniting:
         return True
 
     def held_by(self, skeleton: Skeleton, aliases: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """The ranks that hold a leaf, of those that not every rank does."""
+        """Return, by leaf, the ranks that hold it, for leaves that not every rank holds."""
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         held = {}
         for leaf, of in enumerate(self.sources):
@@ -165,7 +165,7 @@ class _Uniting:
                 trees = tuple(of)
                 if leaf not in aliases:
                     path = next(itertools.islice(leaf_paths(skeleton), leaf, None))
-                    self._differ(path, dict.fromkeys(of, "an array that is on other processes only"))
+                    self._differ(path, dict.fromkeys(of, "an array that only other processes hold"))
             if trees not in known:
                 known[trees] = tuple(sorted([rank for tree in trees for rank in self.ranks[tree]]))
             if len(known[trees]) < self.size:
@@ -173,8 +173,8 @@ class _Uniting:
         return held
 
     def _holding(self, leaf: int) -> tuple[int, ...]:
-        """The trees whose ranks hold a leaf, and do not only know of it."""
-        return tuple([tree for tree, number in self.sources[leaf].items() if number not in self.elsewhere[tree]])
+        """Return the trees whose ranks hold elements of a leaf."""
+        return tuple([tree for tree, number in self.sources[leaf].items() if number not in self.remote_leaves[tree]])
 
     def _leaf(self, path: TreePath, trees: Sequence[int]) -> None:
         sources = {tree: self._numbers[tree][path] for tree in trees}
@@ -188,7 +188,7 @@ class _Uniting:
         self.sources.append(sources)
 
     def _differ(self, path: TreePath, shown: Mapping[int, str], apart: Mapping[int, object] | None = None) -> None:
-        """Note who has what at a path; `apart` tells what is different where the text of it is the same."""
+        """Record a difference at a path. `apart` distinguishes trees for which the shown text is equal."""
         ranks: dict[object, list[int]] = {}
         texts: dict[object, str] = {}
         for tree, text in shown.items():
@@ -205,12 +205,12 @@ def _keys_of(nodes: Sequence[tuple[int, Node]]) -> Mapping[int, object]:
 
 
 def _is_whole(record: LeafRecord) -> bool:
-    """Return whether a process has all of a leaf: a value, or an array that is not sharded over processes."""
+    """Return True if a process has all of a leaf: a value, or an array that is not sharded."""
     return isinstance(record, ValueRecord) or record.cuts is None
 
 
 def _compared(record: LeafRecord) -> str:
-    """Equal for two records exactly if they are of the same array, or the same value: -0.0 and 0.0 are two."""
+    """Return a text that is equal for two records only if they describe the same array or value; -0.0 is not 0.0."""
     if isinstance(record, ArrayRecord):
         return json.dumps([record.kind, str(record.spec), record.cuts])
     return json.dumps([record.kind, record.value], sort_keys=True)
@@ -224,7 +224,7 @@ def _shown(record: LeafRecord) -> str:
 
 
 def _ranks(ranks: Sequence[int], called: str) -> str:
-    """Ranks as a person reads them: ``ranks 0-3, 8``."""
+    """Format ranks for errors: ``ranks 0-3, 8``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["NearNames"]
+__all__ = ["NameSuggestions"]
 
 _MOST_NAMES: Final = 20_000
 _MOST_ASKED: Final = 1000
@@ -23,7 +23,7 @@ _FEW: Final = 16
 """So few names are all compared."""
 
 
-class NearNames:
+class NameSuggestions:
     """Finds names that are nearly those that are asked for, in time that is bounded however many there are of either.
 
     What is compared letter by letter are only the few names that share the most runs of three letters with the one

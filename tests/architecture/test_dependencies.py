@@ -241,7 +241,7 @@ CAPABILITIES = {
     "AtomicDirectories",
     "FurtherSaves",
     "GathersInGroups",
-    "HeldReader",
+    "StampedReader",
     "NativeReader",
     "Rejoinable",
     "StatefulCheckpointable",

@@ -68,7 +68,7 @@ def test_the_state_is_the_callers_again_before_the_files_are_written(tmp_path: P
 def test_a_bound_on_memory_holds_across_members(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = most = 0
     lock = threading.Lock()
-    copy, give_back = StagingMemory.copy, StagingMemory.give_back
+    copy, release = StagingMemory.copy, StagingMemory.release
 
     def counted_copy(self: StagingMemory, source: Any) -> Any:
         nonlocal held, most
@@ -77,14 +77,14 @@ def test_a_bound_on_memory_holds_across_members(limit: int, tmp_path: Path, monk
             most = max(most, held)
         return copy(self, source)
 
-    def counted_give_back(self: StagingMemory, array: Any) -> None:
+    def counted_release(self: StagingMemory, array: Any) -> None:
         nonlocal held
         with lock:
             held -= array.nbytes
-        give_back(self, array)
+        release(self, array)
 
     monkeypatch.setattr(StagingMemory, "copy", counted_copy)
-    monkeypatch.setattr(StagingMemory, "give_back", counted_give_back)
+    monkeypatch.setattr(StagingMemory, "release", counted_release)
     trees = {f"member {m}": {f"{n}": np.full(5000, 10 * m + n, "f8") for n in range(9)} for m in range(4)}
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     handle = ckptcore.save_checkpointables_async(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.io.block_cache import BlockCache, RecentBlocks
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import RangeReader
 
@@ -79,7 +79,7 @@ def test_any_reads_give_the_bytes(bounds: list[tuple[int, int]], verified: bool)
     found = held(reader, verified=verified)
     for pair in bounds:
         start, stop = min(pair), max(pair)
-        if start < stop and found.is_at_hand(start, stop):
+        if start < stop and found.is_cached(start, stop):
             memory = found.memory()
             assert memory is not None and memory[start:stop] == reader.data[start:stop]
         assert read(found, start, stop) == reader.data[start:stop]
@@ -98,7 +98,7 @@ def test_any_reads_of_what_is_far_give_the_bytes(bounds: list[tuple[int, int]], 
     found = held(reader, FarObject(reader), verified=verified)
     for pair in bounds:
         start, stop = min(pair), max(pair)
-        assert not found.is_at_hand(start, stop) and not found.bring(start, stop, IOThreads(1))
+        assert not found.is_cached(start, stop) and not found.fetch(start, stop, IOThreads(1))
         assert read(found, start, stop) == reader.data[start:stop]
 
 
@@ -131,35 +131,35 @@ def test_blocks_are_brought_at_hand_once() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)
     read(found, 250, 260)
-    assert found.bring(150, SIZE, IOThreads(3)) and found.is_at_hand(100, SIZE)
+    assert found.fetch(150, SIZE, IOThreads(3)) and found.is_cached(100, SIZE)
     assert sorted(reader.reads) == [(begin, min(begin + BLOCK, SIZE)) for begin in range(100, SIZE, BLOCK)]
     reader.data[450] ^= 1
     reader.now = 1
     with pytest.raises(ChecksumError, match="bytes 400 to 500"):
-        found.bring(0, SIZE, IOThreads(3))
-    assert found.bring(500, 700, IOThreads(3)) and not found.is_at_hand(400, 700)
+        found.fetch(0, SIZE, IOThreads(3))
+    assert found.fetch(500, 700, IOThreads(3)) and not found.is_cached(400, 700)
     reader.now = None
     before = len(reader.reads)
-    assert not found.bring(500, 700, IOThreads(3)) and len(reader.reads) == before
+    assert not found.fetch(500, 700, IOThreads(3)) and len(reader.reads) == before
     with pytest.raises(CorruptCheckpointError, match="found 1030 bytes"):
-        found.bring(0, SIZE + 1, IOThreads(3))
+        found.fetch(0, SIZE + 1, IOThreads(3))
 
 
 def test_a_block_is_verified_once() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)
-    assert not found.is_at_hand(250, 260)
+    assert not found.is_cached(250, 260)
     read(found, 250, 260)
     assert reader.reads == [(200, 300)]
-    assert found.is_at_hand(200, 300) and not found.is_at_hand(250, 310)
+    assert found.is_cached(200, 300) and not found.is_cached(250, 310)
     read(found, 20, 30)
     read(found, 210, 215)  # of what was verified before, though another block was verified last
     assert reader.reads[1:] == [(0, 100), (210, 215)]
     read(found, 290, 530)  # a part, whole blocks, and a part
     assert reader.reads[3:] == [(200, 300), (300, 500), (500, 600)]
-    assert found.is_at_hand(200, 600) and not found.is_at_hand(1000, SIZE)
+    assert found.is_cached(200, 600) and not found.is_cached(1000, SIZE)
     read(found, 1000, SIZE)  # the last block is shorter
-    assert found.is_at_hand(1010, SIZE)
+    assert found.is_cached(1010, SIZE)
 
 
 def test_what_changed_is_verified_again() -> None:
@@ -169,7 +169,7 @@ def test_what_changed_is_verified_again() -> None:
     read(found, 20, 30)
     reader.data[255] ^= 1
     reader.now = 1
-    assert not found.is_at_hand(250, 260)
+    assert not found.is_cached(250, 260)
     with pytest.raises(ChecksumError, match="bytes 200 to 300"):
         read(found, 250, 260)
     with pytest.raises(ChecksumError):  # a second time too: what is damaged is never noted
@@ -206,7 +206,7 @@ def test_a_change_while_it_is_verified_is_not_noted_as_verified() -> None:
 
     reader.after_read = change
     read(found, 250, 260)  # as it was when it was read
-    assert not found.is_at_hand(250, 260)
+    assert not found.is_cached(250, 260)
     read(found, 20, 30)
     with pytest.raises(ChecksumError):
         read(found, 250, 260)
@@ -217,7 +217,7 @@ def test_nothing_is_noted_of_what_may_change_unseen() -> None:
     reader.now = None
     found = held(reader)
     read(found, 250, 260)
-    assert not found.is_at_hand(250, 260)
+    assert not found.is_cached(250, 260)
     assert read(found, 260, 270) == reader.data[260:270] and len(reader.reads) == 1  # from the memory of the last block
     read(found, 20, 30)
     reader.data[252] ^= 1
@@ -262,10 +262,10 @@ def test_what_ends_early_is_not_at_hand() -> None:
         reader = ChangingObject(data_of())
         found = held(reader, verified=verified)
         read(found, 900, SIZE)
-        assert found.is_at_hand(900, SIZE) and not found.is_at_hand(900, SIZE + 1) and not found.is_at_hand(-1, 5)
+        assert found.is_cached(900, SIZE) and not found.is_cached(900, SIZE + 1) and not found.is_cached(-1, 5)
         del reader.data[1000:]
         reader.now = 1
-        assert not found.is_at_hand(900, 1010)
+        assert not found.is_cached(900, 1010)
         with pytest.raises(CorruptCheckpointError, match="expected bytes 0 to 1031"):
             read(found, 0, SIZE + 1)
 
@@ -273,9 +273,9 @@ def test_what_ends_early_is_not_at_hand() -> None:
 def test_what_is_not_verified_is_at_hand_once_some_of_it_was_read() -> None:
     reader = ChangingObject(data_of())
     found = held(reader, verified=False)
-    assert not found.is_at_hand(0, 10)
+    assert not found.is_cached(0, 10)
     read(found, 500, 510)
-    assert reader.reads == [(500, 510)] and found.is_at_hand(0, 10)
+    assert reader.reads == [(500, 510)] and found.is_cached(0, 10)
 
 
 @pytest.mark.parametrize("stamp", [0, None])

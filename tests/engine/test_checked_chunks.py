@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import SIZES, Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import SIZES, IOThreads, Sizes
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, HostArray, ObjectRecord, Segment
 from tests.engine.checksum_fakes import Crc32, Length
 from tests.engine.objects import TINY, checked, stored, summed, tiles
@@ -253,7 +252,7 @@ def test_damage_in_a_chunk_or_its_checksum_is_found(recorded: bool, place: int, 
         begin = place // 1028 * 1028
         assert (error.start, error.stop) == (begin, begin + 1028)
         stored = chunks.storage.get("x")[begin + 1024 : begin + 1028]
-        assert f"expected the crc32 that stands there, {stored.hex()}, found " in str(error)
+        assert f"expected the stored crc32 {stored.hex()}, found " in str(error)
         right = Crc32().of(memoryview(chunks.chunks[place // 1028].tobytes()))
         if place % 1028 >= 1024:
             assert Crc32().encode(right).hex() in str(error)

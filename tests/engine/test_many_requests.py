@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
-from ckptcore.io import object_writes, threads
+from ckptcore.io import object_writes, requests
 from ckptcore.io.memory import map_pages
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import near_ranges
-from ckptcore.io.threads import IOThreads, ask_each, run_each
+from ckptcore.io.requests import IOThreads, coalesce, for_each, map_ordered
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter
 from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
@@ -228,7 +227,7 @@ def test_groups_hold_every_range_once_and_are_no_larger_than_allowed(
     given_ranges: list[tuple[str, int, int | None]], gap: int, most: int
 ) -> None:
     ranges = [(key, start, None if length is None else start + length) for key, start, length in given_ranges]
-    groups = list(near_ranges(ranges, gap, most))
+    groups = list(coalesce(ranges, gap, most))
     assert sorted([number for group in groups for number in group.numbers]) == list(range(len(ranges)))
     for group in groups:
         for key, start, stop in [ranges[number] for number in group.numbers]:
@@ -251,7 +250,7 @@ def test_an_error_of_a_size_is_raised() -> None:
 
 
 def test_more_threads_come_for_storages_that_are_far_and_leave_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(requests, "_IDLE_SECONDS", 0.05)
     io_threads = IOThreads()
     together = threading.Barrier(20)
     seen: set[threading.Thread] = set()
@@ -289,11 +288,11 @@ def test_whoever_waits_for_a_storage_that_is_far_keeps_no_thread_from_one_that_i
 @pytest.mark.parametrize("parallelism", [1, 20])
 def test_asking_keeps_the_order_and_raises_the_first_error(parallelism: int) -> None:
     io_threads = IOThreads()
-    squares = ask_each(io_threads, range(50), lambda number: number * number, parallelism=parallelism)
+    squares = map_ordered(io_threads, range(50), lambda number: number * number, parallelism=parallelism)
     assert squares == [number * number for number in range(50)]
-    assert ask_each(io_threads, [], str, parallelism=parallelism) == []
+    assert map_ordered(io_threads, [], str, parallelism=parallelism) == []
     with pytest.raises(ZeroDivisionError):
-        ask_each(io_threads, range(50), lambda number: 1 // (number - 7), parallelism=parallelism)
+        map_ordered(io_threads, range(50), lambda number: 1 // (number - 7), parallelism=parallelism)
 
 
 def test_errands_for_a_storage_that_is_far_are_under_way_together() -> None:
@@ -302,4 +301,4 @@ def test_errands_for_a_storage_that_is_far_are_under_way_together() -> None:
     def meet(_: int) -> None:
         together.wait(30)  # twenty at once, or this breaks
 
-    run_each(IOThreads(), range(20), meet, parallelism=20)
+    for_each(IOThreads(), range(20), meet, parallelism=20)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.io.memory import StagingMemory, StagingPool, allocate
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import IOThreads
 from ckptcore.model import ArraySpec, HostArray, name_of_dtype
 from tests.engine.objects import held
 from tests.engine.programs import run_program
@@ -69,7 +69,7 @@ def test_copies_of_small_arrays_are_equal_and_native(data: st.DataObject) -> Non
     assert same_bits(copy, source)
     assert copy.dtype.isnative and copy.flags.c_contiguous and copy.flags.writeable
     assert not np.shares_memory(copy, source)
-    memory.give_back(copy)
+    memory.release(copy)
     memory.close()
 
 
@@ -149,9 +149,9 @@ def test_memory_that_was_given_back_is_reused_within_a_save() -> None:
     other = memory.empty(ArraySpec((3, MIB), "uint8"))
     assert not np.shares_memory(first, other)
     address = first.ctypes.data
-    memory.give_back(first.reshape(-1))  # a view that begins where the array does will do
+    memory.release(first.reshape(-1))  # a view that begins where the array does will do
     assert memory.empty(ArraySpec((3 * MIB,), "int8")).ctypes.data == address
-    memory.give_back(np.zeros(3 * MIB))  # not ours
+    memory.release(np.zeros(3 * MIB))  # not ours
     memory.close()
 
 
@@ -163,7 +163,7 @@ import signal
 import threading
 import numpy as np
 from ckptcore.io import memory as engine
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import IOThreads
 
 pool, threads = engine.StagingPool(), IOThreads(2)
 kept = engine.StagingMemory(pool, threads)
@@ -219,7 +219,7 @@ def test_after_close_everything_is_back_and_nothing_is_given_out() -> None:
         memory.empty(ArraySpec((1,), "uint8"))
     with pytest.raises(RuntimeError, match="after the save ended"):
         memory.copy(np.zeros(1))
-    memory.give_back(array)
+    memory.release(array)
     held_bytes = pool.held_bytes
     pool.release_unused()
     assert held_bytes >= 10 * MIB and pool.held_bytes == 0

@@ -8,7 +8,7 @@ from ckptcore_testing import FarStorage
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io import reader as reader_module
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from tests.engine.watched_storage import memory_storage
@@ -41,7 +41,7 @@ def test_what_is_recorded_of_small_objects_that_are_far_is_taken_for_their_size(
 
 
 def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "_SUPPOSED_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "_UNCONFIRMED_BYTES", 1000)
     storage = FarStorage(concurrency=8, request_bytes=400)
     keys = {f"k{number}": 300 for number in range(10)}
     filled(storage, **dict.fromkeys(keys, 1))

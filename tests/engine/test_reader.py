@@ -14,8 +14,7 @@ from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoun
 from ckptcore.io.block_cache import RecentBlocks
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import SIZES, Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import SIZES, IOThreads, Sizes
 from ckptcore.model import Box, BytesSegment, ChunkRead, HostArray, ObjectRecord
 from tests.engine.objects import TINY
 from tests.engine.watched_storage import WatchedStorage, memory_storage
@@ -185,7 +184,7 @@ def test_a_strict_reader_refuses_objects_that_it_was_not_told_of(verify: bool) -
         lambda: list(reader.read_chunks([ChunkRead("stray", 0, Box((0,), (0,)), 1, ())])),
     ]
     for refuse in refused:
-        with pytest.raises(CorruptCheckpointError, match="the root does not list this object") as caught:
+        with pytest.raises(CorruptCheckpointError, match="is not one of the 1 objects that the root lists") as caught:
             refuse()
         assert caught.value.key in ("stray", "absent")
         assert repr(caught.value.key) in str(caught.value)

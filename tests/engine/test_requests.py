@@ -17,7 +17,7 @@ from ckptcore.builtin.local import open_local
 from ckptcore.commit.conditional_stores import FencedStore
 from ckptcore.commit.subdirectory import AtomicSubdirectories, Subdirectory, subdirectory
 from ckptcore.io.requests import requests_of
-from ckptcore.protocols import AtomicDirectories, HeldReader, StorageBackend, StorageCapabilities, StorageOptions
+from ckptcore.protocols import AtomicDirectories, StampedReader, StorageBackend, StorageCapabilities, StorageOptions
 
 from .watched_storage import WatchedStorage, memory_storage
 
@@ -78,10 +78,10 @@ def test_a_subdirectory_has_the_capabilities_of_its_storage(storage: StorageBack
     inside = subdirectory(storage, "a")
     assert isinstance(inside, AtomicDirectories) == isinstance(storage, AtomicDirectories)
     storage.put("a/data", b"1234")
-    for opened in ("open_reader", "hold_open"):
+    for opened in ("open_reader", "open_stamped"):
         of_storage, of_directory = getattr(storage, opened)("a/data"), getattr(inside, opened)("data")
         assert type(of_directory) is type(of_storage)
-        assert isinstance(of_directory, HeldReader) == isinstance(of_storage, HeldReader)
+        assert isinstance(of_directory, StampedReader) == isinstance(of_storage, StampedReader)
     seen: list[list[str]] = []
     writers = [storage.open_new("a/b", 1), inside.open_new("c", 1)]
     assert type(writers[0]) is type(writers[1])
@@ -96,7 +96,7 @@ def test_storages_before_others_forward_every_method(kind: type[StorageBackend])
     names = {name for name in vars(StorageBackend) if not name.startswith("_")}
     inherited = {name for name in names if getattr(kind, name) is getattr(StorageBackend, name)}
     # Reads and deletions through a storage with faults must meet them.
-    assert inherited == ({"open_reader", "hold_open", "delete_while"} if kind is FaultyStorage else set())
+    assert inherited == ({"open_reader", "open_stamped", "delete_while"} if kind is FaultyStorage else set())
 
 
 def test_what_is_said_has_bounds() -> None:

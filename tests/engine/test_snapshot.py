@@ -36,12 +36,12 @@ def test_a_failed_copy_is_raised_also_if_the_writer_ended_because_of_it() -> Non
     snapshot = CopiedSnapshot(PLAN, failed_copy, lambda array: None)
     with pytest.raises(RuntimeError):
         snapshot.take(0)
-    snapshot.writer_ended()
+    snapshot.end_writing()
     with pytest.raises(RuntimeError, match="device is gone"):
         snapshot.wait()
 
 
 def test_a_writer_that_failed_by_itself_frees_copies_without_an_error() -> None:
     snapshot = CopiedSnapshot(PLAN, failed_copy, lambda array: None)
-    snapshot.writer_ended()
+    snapshot.end_writing()
     snapshot.wait()

@@ -14,7 +14,7 @@ from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.model import ArrayRecord, ArraySpec, TreeMetadata, ValueRecord, format_path
 from ckptcore.plugins import installed_plugins
 from ckptcore.tree.flattening import flatten
-from ckptcore.tree.merge import unite_trees
+from ckptcore.tree.merge import merge_trees
 
 
 def _tree(value: Any, aliases: dict[int, int] | None = None) -> TreeMetadata:
@@ -29,7 +29,7 @@ def _tree(value: Any, aliases: dict[int, int] | None = None) -> TreeMetadata:
 
 def _unite(*values: Any) -> TreeMetadata:
     trees = [value if isinstance(value, TreeMetadata) else _tree(value) for value in values]
-    return unite_trees(trees, [[rank] for rank in range(len(trees))], size=len(trees))
+    return merge_trees(trees, [[rank] for rank in range(len(trees))], size=len(trees))
 
 
 def _paths(tree: TreeMetadata) -> list[str]:
@@ -50,7 +50,7 @@ def test_lists_and_tuples_keep_their_children() -> None:
 
 def test_many_ranks_that_have_the_same_tree() -> None:
     trees = [_tree({"a": 1, "c": 3}), _tree({"b": 2, "c": 3})]
-    tree = unite_trees(trees, [[0, 3], [1, 2]], size=4)
+    tree = merge_trees(trees, [[0, 3], [1, 2]], size=4)
     assert tree.held_by == {0: (0, 3), 2: (1, 2)}
 
 
@@ -88,7 +88,7 @@ def test_arrays_that_are_cut_elsewhere_differ() -> None:
     with pytest.raises(
         TreeMismatchError, match=r"int8\[4\] cut at \(\(1,\),\) on ranks 0, 2; int8\[4\] cut at .* on rank 1"
     ):
-        unite_trees([cut(1), cut(2)], [[0, 2], [1]], size=3)
+        merge_trees([cut(1), cut(2)], [[0, 2], [1]], size=3)
 
 
 def test_every_difference_is_told_and_few_are_shown() -> None:
@@ -123,7 +123,7 @@ def test_ties_stay_where_no_rank_has_them_apart(trees: list[TreeMetadata], expec
 
 def _knowing(size: int, *known: tuple[TreeMetadata, list[int]]) -> TreeMetadata:
     trees, elsewhere = zip(*known, strict=True)
-    return unite_trees(trees, [[rank] for rank in range(size)], size=size, elsewhere=elsewhere)
+    return merge_trees(trees, [[rank] for rank in range(size)], size=size, remote_leaves=elsewhere)
 
 
 def test_those_that_only_know_of_an_array_do_not_hold_it() -> None:
@@ -144,7 +144,7 @@ def test_an_array_that_nobody_holds_is_told() -> None:
     tree = _tree(_arrays("a", "b"))
     with pytest.raises(TreeMismatchError) as caught:
         _knowing(2, (tree, [0, 1]), (tree, [1]))
-    assert caught.value.differences == ("b: an array that is on other processes only on ranks 0-1",)
+    assert caught.value.differences == ("b: an array that only other processes hold on ranks 0-1",)
 
 
 def _as_json(tree: TreeMetadata) -> list[Any]:

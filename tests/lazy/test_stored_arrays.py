@@ -151,7 +151,7 @@ def test_slices_of_verified_blocks_read_just_themselves(
 ) -> None:
     location, array = large
     if not is_mapped:
-        monkeypatch.setattr("ckptcore.builtin.local_files.is_of_this_machine", lambda descriptor: False)
+        monkeypatch.setattr("ckptcore.builtin.local_files.is_local_file_system", lambda descriptor: False)
     starts = np.random.default_rng(0).permutation(250)
     with ckptcore.open(location, context=FAST) as opened:
         np.testing.assert_array_equal(opened["w"][:], array)

@@ -14,7 +14,7 @@ import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Matching
 from ckptcore.errors import TreeMismatchError
 from ckptcore.results import LoadReport
-from ckptcore.tree.suggestions import NearNames
+from ckptcore.tree.suggestions import NameSuggestions
 
 ONES = np.ones(3, np.float32)
 
@@ -183,12 +183,12 @@ def test_names_of_any_length_make_an_error_that_can_be_read() -> None:
     ],
 )
 def test_near_names(name: str, names: list[str], expected: str | None) -> None:
-    assert NearNames(names).nearest(name) == expected
+    assert NameSuggestions(names).nearest(name) == expected
 
 
 def test_near_names_take_bounded_time() -> None:
     names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(20_000)]
-    near = NearNames(names)
+    near = NameSuggestions(names)
     began = time.monotonic()
     found = [near.nearest(name.replace("self_attn", "attention")) for name in names]
     assert time.monotonic() - began < 60

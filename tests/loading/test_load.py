@@ -238,7 +238,7 @@ def test_shards_of_one_array_that_share_memory_are_refused(tmp_path: Path) -> No
 
 def test_a_leaf_that_cannot_be_asked_for_is_named(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.zeros((1, 2))})
-    with pytest.raises(UnsupportedLeafError, match=r"^a: a numpy.matrix is more than its elements"):
+    with pytest.raises(UnsupportedLeafError, match=r"^a: a numpy.matrix has more data than its elements"):
         ckptcore.load(tmp_path / "c", {"a": np.zeros((1, 2)).view(np.matrix)})
 
 

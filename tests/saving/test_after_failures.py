@@ -55,7 +55,7 @@ def test_the_arrays_of_a_save_that_failed_are_let_go_before_anybody_asks(limit: 
 
 def test_a_save_that_failed_is_forgotten_once_somebody_asked(tmp_path: Path) -> None:
     context = ckptcore.Context()
-    before = len(background._exit_report()._unheard)
+    before = len(background._exit_report()._failures)
 
     def train() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
         """The code that raises the error has arrays too, and the error refers to its frame."""
@@ -68,7 +68,7 @@ def test_a_save_that_failed_is_forgotten_once_somebody_asked(tmp_path: Path) -> 
     handle, more = train()
     gc.collect()
     assert handle() is None and more() is None
-    assert len(background._exit_report()._unheard) == before
+    assert len(background._exit_report()._failures) == before
 
 
 def test_what_an_object_captured_is_let_go_when_its_second_phase_fails(tmp_path: Path) -> None:

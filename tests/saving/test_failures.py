@@ -27,7 +27,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore.saving.requests import Destination, OneTree, SaveNotes, SaveRequest
+from ckptcore.saving.requests import OneTree, SaveDestination, SaveNotes, SaveRequest
 from ckptcore.saving.save import perform_save
 
 
@@ -148,7 +148,7 @@ def test_a_forked_child_saves_too(tmp_path: Path) -> None:
 def test_a_step_or_epoch_that_could_not_be_loaded_is_refused(name: str, number: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"step": 1, "epoch": 1, name: number}
     request = SaveRequest(
-        destination=Destination(tmp_path / "c"),
+        destination=SaveDestination(tmp_path / "c"),
         values=OneTree({"a": 1}),
         layout="safetensors",
         strategy=ckptcore.PlainSave(),

@@ -226,7 +226,7 @@ def test_a_generator_in_a_shared_tree_is_refused(named: bool, make: Callable[[],
             ckptcore.save(tmp_path / "c", tree, context=job_context(coordinator))
 
     for error in _outcomes(save):
-        assert isinstance(error, UnsupportedLeafError) and "under a name of its own" in str(error)
+        assert isinstance(error, UnsupportedLeafError) and "as a separate name" in str(error)
         assert "of[0]/rng" in str(error) and ("'train'" in str(error)) == named
     assert os.listdir(tmp_path) == []
 

@@ -11,7 +11,7 @@ import pytest
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UncommittedCheckpointError
-from ckptcore.saving import roots
+from ckptcore.saving import writing
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_save_that_gives_up_leaves_nothing(layout: str, location: str, monkeyp
         raise CorruptCheckpointError("the test lets the save fail when all is written")
 
     with monkeypatch.context() as patch:
-        patch.setattr(roots, "timeline_to_json", fail)
+        patch.setattr(writing, "timeline_to_json", fail)
         with pytest.raises(CorruptCheckpointError, match="the test lets"):
             ckptcore.save(location, {"w": np.zeros(3)}, layout=layout)
     _expect_nothing(location)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from etils import epath  # type: ignore[import-untyped]  # ships no types
 
-from ckptcore.builtin.awaiting import DirectoryToAwait, run
+from ckptcore.builtin.awaiting import AwaitableDirectory, run
 from ckptcore.errors import PluginError
 from ckptcore.handlers import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler, StateDictHandler
 from ckptcore.plugins import installed_plugins
@@ -228,7 +228,7 @@ def test_an_awaitable_that_nobody_awaits_is_refused(tmp_path: Path) -> None:
 
             return write()
 
-    with pytest.raises(PluginError, match="write it as `async def save`"):
+    with pytest.raises(PluginError, match="Write it as `async def save`"):
         PLAIN.save(Hides(), tmp_path)
 
 
@@ -394,7 +394,7 @@ def test_what_is_bound_to_a_context_is_there() -> None:
 def test_a_directory_to_await_is_what_orbax_gives(tmp_path: Path) -> None:
     from orbax.checkpoint._src.path.types import PathAwaitingCreation  # type: ignore[import-untyped]  # no types
 
-    directory = DirectoryToAwait(tmp_path)
+    directory = AwaitableDirectory(tmp_path)
     assert isinstance(directory, PathAwaitingCreation)
     assert directory.path == tmp_path
     assert (directory / "below").path == tmp_path / "below"

@@ -140,7 +140,7 @@ def test_another_kind_of_generator_is_refused(
 def test_the_error_names_both_kinds() -> None:
     handler = NumpyGeneratorHandler()
     with pytest.raises(
-        TreeMismatchError, match="one of PCG64, the generator has PCG64DXSM; make the generator with PCG64"
+        TreeMismatchError, match=r"one of PCG64, the generator has PCG64DXSM\. Create the generator with PCG64"
     ):
         handler.restore(generator("PCG64DXSM", 1), handler.flatten(generator("PCG64", 1)))
 

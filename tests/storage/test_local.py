@@ -269,7 +269,7 @@ def test_links_from_a_checkpoint_to_its_neighbours_are_not_followed(
         storage.get_with_tag,
         storage.size,
         storage.open_reader,
-        storage.hold_open,
+        storage.open_stamped,
         lambda key: read_into(storage, key, 6),
     ):
         with pytest.raises(InvalidLocationError, match="leads out"):
@@ -401,7 +401,7 @@ def test_named_pipes_and_devices_are_no_objects(tmp_path: Path, opens: None, sto
     ):  # its path may be too long
         listening.bind("socket")
     for key in ("pipe", "socket"):
-        for read in (storage.get, storage.size, storage.hold_open, lambda key: read_into(storage, key, 1)):
+        for read in (storage.get, storage.size, storage.open_stamped, lambda key: read_into(storage, key, 1)):
             with pytest.raises(ObjectNotFoundError):
                 read(key)
     assert list(storage.list()) == ["a"]
@@ -452,7 +452,7 @@ def test_a_put_where_a_directory_stands(tmp_path: Path, storage: LocalStorage) -
             storage.put("a", b"2", condition=condition)
     with pytest.raises(StorageError):
         storage.open_writer("a", 1)
-    with pytest.raises(StorageError, match="no directory"):
+    with pytest.raises(StorageError, match="not a directory"):
         storage.put("a/b/c", b"2")
     assert files_in(tmp_path) == {"directory/a/b": b"1"}
 
@@ -477,9 +477,9 @@ def test_a_writer_holds_its_caller_to_the_size(storage: LocalStorage) -> None:
 def test_nothing_is_written_after_the_end(storage: LocalStorage, end: str) -> None:
     writer = storage.open_writer("a", 0)
     getattr(writer, end)()
-    with pytest.raises(ValueError, match="complete or given up"):
+    with pytest.raises(ValueError, match="complete or was aborted"):
         writer.write_at(0, b"")
-    with pytest.raises(ValueError, match="complete or given up"):
+    with pytest.raises(ValueError, match="complete or was aborted"):
         writer.finish()
     writer.abort()
     assert list(storage.list()) == (["a"] if end == "finish" else [])
@@ -716,7 +716,7 @@ def test_the_stamp_of_a_held_file_is_told_once_it_is_old_and_changes_with_the_fi
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.put("data", b"first" * 100)
-    held = storage.hold_open("data")
+    held = storage.open_stamped("data")
     path = tmp_path / "directory" / "data"
     changed = path.stat().st_ctime_ns
     clock = changed

@@ -12,7 +12,7 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_s3.testing import S3Server
 
 import ckptcore
-from ckptcore.saving import roots
+from ckptcore.saving import writing
 
 
 def test_what_another_save_committed_meanwhile_stays(ministack: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_what_another_save_committed_meanwhile_stays(ministack: S3Server, monkey
         monkeypatch.setattr(Bucket, "_delete", throttled_while_another_saves)
         raise RuntimeError("the save gives up when all is written")
 
-    monkeypatch.setattr(roots, "timeline_to_json", fail)
+    monkeypatch.setattr(writing, "timeline_to_json", fail)
     with pytest.raises(RuntimeError, match="gives up"):
         ckptcore.save(location, {"w": np.zeros(10)}, context=context)
     monkeypatch.undo()

@@ -30,7 +30,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
-from ckptcore.saving.roots import complete_tree, finish_part, recorder_of
+from ckptcore.saving.writing import complete_tree, finish_part, recorder_of
 from ckptcore_incremental.session_tables import merge_sessions, read_sessions, session_key
 from ckptcore_incremental.sessions import expect_same_layout, expect_session_support
 

@@ -11,7 +11,7 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import Destination, OneTree, SaveRequest
+from ckptcore.saving.requests import OneTree, SaveDestination, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore_incremental.finalizing import finalize_sessions
 from ckptcore_incremental.sessions import PartialSession
@@ -114,7 +114,7 @@ class PartialCheckpoint:
         # complete.
         runtime_of(self._context).saves.wait()
         return SaveRequest(
-            destination=Destination(self._location),
+            destination=SaveDestination(self._location),
             values=OneTree(state),
             layout="safetensors" if self._layout is None else self._layout,
             strategy=PartialSession(),

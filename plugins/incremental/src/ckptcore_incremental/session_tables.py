@@ -33,7 +33,7 @@ from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, check_key
 from ckptcore.model.transfer import ItemColumns, Receipt, WriteItem
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import Layout, StorageBackend
-from ckptcore.tree.merge import unite_trees
+from ckptcore.tree.merge import merge_trees
 
 __all__ = [
     "SessionReceipts",
@@ -307,7 +307,7 @@ def _merge_trees(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[T
             number of the leaf that is stored.
     """
     trees = [session.tree for session in sessions]
-    union = unite_trees(trees, [[number] for number in range(len(trees))], size=len(trees), savers="session")
+    union = merge_trees(trees, [[number] for number in range(len(trees))], size=len(trees), savers="session")
     number_of = {path: number for number, path in enumerate(union.paths)}
     names = layout.names_written(union)
     numbers = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ckptcore.commit.location import Location
@@ -65,8 +65,8 @@ class PartialSession:
         plan = _plan_session(draft)
         partial = plan.planned.partial
         draft.save.recording.save_id = partial.save_id
-        info = replace(draft.save.info, save_id=partial.save_id, created=partial.created)
-        draft = replace(draft, save=replace(draft.save, info=info))
+        info = draft.save.info._replace(save_id=partial.save_id, created=partial.created)
+        draft = draft._replace(save=draft.save._replace(info=info))
         try:
             save = draft.plan(PartialSession(plan.planned))
             for part in save.parts:
@@ -246,7 +246,7 @@ def _plan_session(draft: SaveDraft) -> _SessionPlan:
     def read_earlier_sessions() -> dict[str, Any]:
         layout = description.layout
         expect_session_support(layout)
-        if description.held.at_workers:
+        if description.holders.by_worker:
             raise UnsupportedLeafError(
                 "arrays on workers of a single controller cannot be saved in sessions; save them with ckptcore.save. "
                 "Nothing was written"

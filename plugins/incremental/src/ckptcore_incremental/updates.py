@@ -25,9 +25,10 @@ from ckptcore.loading.bases import base_location, base_path, read_base
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.planning.replicas import Shares
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.requests import Save, SaveDraft
-from ckptcore.saving.tree_descriptions import HeldBoxes, TreeDescription
+from ckptcore.saving.tree_descriptions import BoxHolders, TreeDescription
 from ckptcore.saving.writing import PlainCommit, PlainSave
 from ckptcore_incremental.overlays import overlay
 
@@ -89,7 +90,7 @@ class Update(PlainSave):
     def prepare(self, draft: SaveDraft) -> Save:
         """Overlay the given tree on the tree of the base. See `SaveStrategy`."""
         planned, written = _plan_update(draft, self.base)
-        return PlainSave.prepare(_PlannedUpdate(self.base, planned), replace(draft, descriptions=[written]))
+        return PlainSave.prepare(_PlannedUpdate(self.base, planned), draft._replace(descriptions=[written]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +112,9 @@ class _UpdateCommit(PlainCommit):
         self._planned = planned
         self._pins = ExitStack()
 
-    def _take_claim(self) -> None:
+    def _begin_transaction(self) -> None:
         self._pins.enter_context(_pinned_bases(self._planned.bases))
-        super()._take_claim()
+        super()._begin_transaction()
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
         """Return the root with the whole tree, after a check that the bases are unchanged.
@@ -200,7 +201,7 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
         root = _expect_root(opened)
         update = _plan_references(draft.save.target.location, opened, root, description, context)
         written = _renumber_leaves(description, stored_tree(update.tree, update.references))
-        written.layout.check(written.tree, agreement.size + len(written.held.at_workers))
+        written.layout.check(written.tree, agreement.size + len(written.holders.by_worker))
         stage.payload = root.save_id
     saves: Sequence[Any] = stage.payloads
 
@@ -220,21 +221,22 @@ def _renumber_leaves(description: TreeDescription, tree: TreeMetadata) -> TreeDe
     numbers = {path: number for number, path in enumerate(tree.paths)}
     own = [numbers[path] for path in description.tree.paths]
     stored = [tree.aliases.get(number, number) for number in own]
-    places = description.places if description.places is not None else {leaf: leaf for leaf in range(len(own))}
-    pieces = None if description.pieces is None else {stored[leaf]: of for leaf, of in description.pieces.items()}
-    here, elsewhere, at_workers = description.held
-    held = HeldBoxes(
-        {stored[leaf]: of for leaf, of in here.items()},
-        frozenset([own[leaf] for leaf in elsewhere]),
-        tuple([{stored[leaf]: of for leaf, of in one.items()} for one in at_workers]),
+    positions = description.positions if description.positions is not None else {leaf: leaf for leaf in range(len(own))}
+    local, remote_leaves, by_worker = description.holders
+    holders = BoxHolders(
+        {stored[leaf]: of for leaf, of in local.items()},
+        frozenset([own[leaf] for leaf in remote_leaves]),
+        tuple([{stored[leaf]: of for leaf, of in one.items()} for one in by_worker]),
     )
-    return replace(
-        description,
+    shares = description.shares
+    if shares is not None:
+        pieces = {stored[leaf]: of for leaf, of in shares.pieces.items()}
+        shares = Shares(tree, pieces, {stored[leaf]: count for leaf, count in shares.replicas.items()})
+    return description._replace(
         tree=tree,
-        held=held,
-        places={own[leaf]: place for leaf, place in places.items()},
-        pieces=pieces,
-        replicas={stored[leaf]: count for leaf, count in description.replicas.items()},
+        holders=holders,
+        positions={own[leaf]: position for leaf, position in positions.items()},
+        shares=shares,
     )
 
 

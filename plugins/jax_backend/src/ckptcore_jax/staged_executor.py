@@ -12,7 +12,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model import ArrayRecord, Box, Pending, Receipt, Shard
-from ckptcore.protocols import HeldWork, WantedLeaf
+from ckptcore.protocols import WantedLeaf, WorkerCapture
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import Save
 from ckptcore.saving.tree_descriptions import TreeDescription
@@ -137,7 +137,7 @@ class StagedExecutor(ABC):
             leaves: the leaves to build.
         """
 
-    def hold(self, save: Save, *, copied: bool) -> HeldWork[Save]:
+    def capture(self, save: Save, *, copied: bool) -> WorkerCapture[Save]:
         """See `Executor`."""
         work = _HeldSave(self)
         try:
@@ -178,7 +178,7 @@ class StagedExecutor(ABC):
 
 
 class _HeldSave:
-    """The elements of a save that the workers hold. See `HeldWork`."""
+    """The elements of a save that the workers hold. See `WorkerCapture`."""
 
     def __init__(self, executor: StagedExecutor) -> None:
         self._executor = executor
@@ -201,17 +201,17 @@ class _HeldSave:
             self._held[worker] = self._executor.take(worker, boxes, copied=copied)
 
     def wait(self) -> None:
-        """See `HeldWork`."""
+        """See `WorkerCapture`."""
         for held in self._held.values():
             held.wait()
 
     def close(self) -> None:
-        """See `HeldWork`."""
+        """See `WorkerCapture`."""
         for held in self._held.values():
             held.close()
 
     def write(self, save: Save) -> Pending[Sequence[Sequence[Receipt]]]:
-        """See `HeldWork`."""
+        """See `WorkerCapture`."""
         location, claimed, options = save.target.location, save.info.claimed, WorkerOptions.of(save.context)
         parts = {number: part for number, part in enumerate(save.parts) if part.worker_plans}
         writes = _RunningWrites(self._executor, save.parts)
@@ -235,7 +235,7 @@ class _HeldSave:
 
 
 class _RunningWrites:
-    """Workers that are writing the parts of a save. See `HeldWork.write`.
+    """Workers that are writing the parts of a save. See `WorkerCapture.write`.
 
     Attributes:
         begun: for each worker its number, the numbers of its parts, and the pending report.

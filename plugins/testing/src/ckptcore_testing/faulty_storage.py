@@ -55,7 +55,7 @@ def with_storage(context: Context, scheme: str, opener: StorageOpener) -> Contex
 class FaultyStorage(StorageBackend):
     """A storage with the faults of a plan. Any thread.
 
-    `open_reader`, `hold_open` and `delete_while` are the defaults, whose reads and deletions meet the faults.
+    `open_reader`, `open_stamped` and `delete_while` are the defaults, whose reads and deletions meet the faults.
     """
 
     def __init__(self, inner: StorageBackend, plan: FaultPlan) -> None:

@@ -21,7 +21,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     SaveLostError,
 )
-from ckptcore.protocols import IF_ABSENT, HeldReader, IfTag, StorageBackend
+from ckptcore.protocols import IF_ABSENT, IfTag, StampedReader, StorageBackend
 from ckptcore.protocols.storage import ReaderByKey
 from ckptcore_testing.cases import check_each
 from ckptcore_testing.storage_model import storage_machine
@@ -197,11 +197,11 @@ class StorageBackendTests:
 
     def test_a_held_object_stays_itself_and_tells_of_changes(self, storage: StorageBackend) -> None:
         _write(storage, "data", b"old" * 1000)
-        reader = storage.hold_open("data")
-        if not isinstance(reader, HeldReader):
+        reader = storage.open_stamped("data")
+        if not isinstance(reader, StampedReader):
             pytest.skip("this storage holds no objects for many small reads")
         with pytest.raises(ObjectNotFoundError):
-            storage.hold_open("absent")
+            storage.open_stamped("absent")
         stamp = reader.stamp()
         memory = bytearray(6)
         reader.get_into([(3, memoryview(memory)[:3]), (0, memoryview(memory)[3:])])
@@ -214,8 +214,8 @@ class StorageBackendTests:
         )  # another name may stand for it now: that may be told as a change
         mapped = reader.memory()
         assert mapped is None or (mapped.readonly and mapped[:3000] == b"old" * 1000)
-        again = storage.hold_open("data")
-        assert isinstance(again, HeldReader)
+        again = storage.open_stamped("data")
+        assert isinstance(again, StampedReader)
         again.get_into([(0, memoryview(memory))])
         assert memory == b"newern" and again.size() == 5000
         with pytest.raises(CorruptCheckpointError, match="data") as caught:

@@ -138,12 +138,12 @@ class FallbackStorage(StorageBackend):
 
         return self._read(key, open_found)
 
-    def hold_open(self, key: str) -> RangeReader:
+    def open_stamped(self, key: str) -> RangeReader:
         """See `StorageBackend`."""
 
         def hold_found(store: StorageBackend, found: str) -> RangeReader:
             store.size(found)  # some storages do not detect a missing object before it is read
-            return store.hold_open(found)
+            return store.open_stamped(found)
 
         return self._read(key, hold_found)
 

@@ -16,7 +16,7 @@ import base64
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.commit.root import HOST_COPIES
@@ -33,9 +33,8 @@ from ckptcore.protocols import HostMemory, SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
-from ckptcore.saving.roots import build_root
 from ckptcore.saving.tree_descriptions import TreeDescription
-from ckptcore.saving.writing import PlainCommit, PlainSave
+from ckptcore.saving.writing import PlainCommit, PlainSave, build_root
 from ckptcore_tiers.hosts import Hosts, shards_key
 
 __all__ = ["HostSave", "ReplicaShards", "copied_boxes"]
@@ -72,7 +71,7 @@ class HostSave(PlainSave):
             save = draft.plan(self)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             fail_everywhere(draft.save.agreement, _FIRST_STAGE, error)
-        return replace(save, parts=[*save.parts, *_plan_copies(save, self.hosts)])
+        return save._replace(parts=[*save.parts, *_plan_copies(save, self.hosts)])
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""
@@ -186,7 +185,8 @@ def copied_boxes(
 
 def _replicated_shards(description: TreeDescription) -> ReplicaShards:
     shared = {
-        leaf: tuple([shard for shard in shards if shard.replicas > 1]) for leaf, shards in description.held.here.items()
+        leaf: tuple([shard for shard in shards if shard.replicas > 1])
+        for leaf, shards in description.holders.local.items()
     }
     return {leaf: shards for leaf, shards in shared.items() if shards}
 
@@ -257,7 +257,7 @@ class _HostCommit(PlainCommit):
         """Claim the location on the first process of each host."""
         rank = self._save.agreement.rank
         if rank == self._strategy.hosts.first_of(rank):
-            self._take_claim()
+            self._begin_transaction()
 
     @property
     def store(self) -> StorageBackend:
@@ -266,7 +266,7 @@ class _HostCommit(PlainCommit):
         Raises:
             NotSharedError: if this process does not see the claim of its host.
         """
-        if self._claim is None and self._followed is None:
+        if self._claim is None and self._claimed_store is None:
             expect_claim(self._save.info.claimed, self._save.target.location)
         return super().store
 

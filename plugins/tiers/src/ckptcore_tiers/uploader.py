@@ -24,7 +24,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Observer, Recording
 from ckptcore.io.background import Progress
-from ckptcore.io.threads import reset_in_children
+from ckptcore.io.requests import reset_in_children
 from ckptcore.policies import PreservationPolicy, SaveContext, StepInfo, what_to_delete
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import LastSave

@@ -123,7 +123,7 @@ class WithExports:
             export.prepare(save, save_id, agreement.part(f"export-{number}"))
             for number, (export, save_id) in enumerate(zip(planned, save_ids, strict=True))
         ]
-        return replace(save, strategy=replace(self, strategy=save.strategy), further=further)
+        return save._replace(strategy=replace(self, strategy=save.strategy), further=further)
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of the save, without exports."""
@@ -147,7 +147,7 @@ class WithExports:
                 save_id=export.info.save_id,
             )
             try:
-                write(replace(export, agreement=export.agreement.recorded(recording), recording=recording))
+                write(export._replace(agreement=export.agreement.recorded(recording), recording=recording))
             except BaseException as error:
                 recording.finish(error=error)
                 error.add_note(f"{save.target.location.display} is committed; its export to {display} is not")
@@ -288,10 +288,9 @@ class _PlannedExport:
             shared=SharedItems(part, numbers, tuple([items for _, items in at_workers])),
         )
         role: Role = "export" if self.location.is_within(save.target.location) else "checkpoint"
-        return replace(
-            save,
-            target=replace(save.target, location=self.location),
-            info=replace(save.info, save_id=save_id, members=None, role=role),
+        return save._replace(
+            target=save.target._replace(location=self.location),
+            info=save.info._replace(save_id=save_id, members=None, role=role),
             parts=[exported],
             strategy=PlainSave(),
             agreement=agreement,
@@ -344,7 +343,7 @@ def _plan_export(
         )
     subtree = find_subtree(description.tree, keys)
     layout = runtime_of(context).registry.layout(export.layout)
-    layout.check(subtree.tree, size + len(description.held.at_workers))
+    layout.check(subtree.tree, size + len(description.holders.by_worker))
     location = resolve_location(export.location, runtime_of(context).storages, to_write=True)
     return _PlannedExport(location, layout, part, subtree)
 

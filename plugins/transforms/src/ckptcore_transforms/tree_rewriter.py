@@ -13,7 +13,7 @@ from ckptcore.errors import TransformError
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
 from ckptcore.protocols import DerivedArray, DerivedTree, TransformedTree
-from ckptcore.tree.suggestions import NearNames
+from ckptcore.tree.suggestions import NameSuggestions
 from ckptcore_transforms.patterns import Fields, Template, path_text
 
 __all__ = ["ArrayLeaf", "Leaf", "NothingMatches", "TreeRewriter", "ValueLeaf"]
@@ -366,7 +366,7 @@ def _leaf_and_container(above: TreePath, path: TreePath) -> TransformError:
 def _similar_names(template: Template, paths: Mapping[TreePath, Leaf]) -> str:
     """Return a hint with existing names similar to a pattern."""
     texts = [path_text(path) for path in paths]
-    near = NearNames(texts).nearest(str(template.pattern))
+    near = NameSuggestions(texts).nearest(str(template.pattern))
     shown = [near] if near is not None else [text[:_MAX_SHOWN] for text in texts[:3]]
     return (
         f"the tree has {len(paths)} leaves, such as {', '.join(map(repr, shown))}"

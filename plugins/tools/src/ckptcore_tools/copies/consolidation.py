@@ -43,7 +43,7 @@ from ckptcore.protocols import SaveCommit, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.preparing import save_created
-from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, Save, Target
+from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.conversion import ReportedSave
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
@@ -180,7 +180,7 @@ def _consolidate(
     snapshot = StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes)
     part = SavePart("", layout, plan, captured=_ConsolidatedFiles(found, snapshot, added_files))
     save = Save(
-        target=Target(location, overwrite),
+        target=CommitTarget(location, overwrite),
         info=CommitInfo(
             save_id=decision["save_id"],
             created=decision["created"],

@@ -37,7 +37,7 @@ from ckptcore.results import SaveHandle
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart, TreeCaptured
 from ckptcore.saving.preparing import save_created
-from ckptcore.saving.requests import CommitInfo, Save, Target
+from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
@@ -228,7 +228,7 @@ class _Conversion:
         handle = ReportedSave(display, total, self._progress) if self._progress is not None else None
         recording = Recording("save", display, self._context.observers, save_id=save_id)
         save = Save(
-            target=Target(self._destination, self._overwrite, functools.partial(self._check, source)),
+            target=CommitTarget(self._destination, self._overwrite, functools.partial(self._check, source)),
             info=CommitInfo(
                 save_id=save_id,
                 created=save_created(),

@@ -34,8 +34,7 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import run_each
+from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.opening import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
@@ -312,7 +311,7 @@ class _CopyAttempt:
         found = [key for key in store.list() if key != ROOT_KEY]
         sizes: dict[str, int] = {}
         add_size = partial(_add_size, store, sizes)
-        run_each(runtime_of(self._context).io_threads, found, add_size, parallelism=requests_of(store).concurrency)
+        for_each(runtime_of(self._context).io_threads, found, add_size, parallelism=requests_of(store).concurrency)
         candidates = [record for record in self._records if sizes.get(record.key) == record.size]
         wrong = self._transfer.read_back(candidates)
         kept = [record for record in candidates if record.key not in wrong]

@@ -15,8 +15,7 @@ from ckptcore.commit.root_json import decode_root
 from ckptcore.commit.target import LocationVersion, is_hidden_name
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import run_each
+from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
@@ -218,7 +217,7 @@ class _ManifestReader:
         records = list(records)
         sizes: dict[str, int] = {}
         add_size = partial(_add_size, store, sizes)
-        run_each(runtime_of(self._context).io_threads, records, add_size, parallelism=requests_of(store).concurrency)
+        for_each(runtime_of(self._context).io_threads, records, add_size, parallelism=requests_of(store).concurrency)
         found = []
         for record in records:
             size = sizes.get(record.key)

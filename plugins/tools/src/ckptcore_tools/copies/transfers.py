@@ -14,8 +14,7 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
 from ckptcore.io.memory import map_pages
-from ckptcore.io.requests import SIZES, Sizes, requests_of
-from ckptcore.io.threads import IOThreads, run_each
+from ckptcore.io.requests import SIZES, IOThreads, Sizes, for_each, requests_of
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import ObjectWriter, RangeReader, StorageBackend
 
@@ -102,7 +101,7 @@ class Transfer:
             self._send_slice(transfers[part[0]], part[1], part[2])
 
         try:
-            run_each(self._threads, self._slices(records), send_slice, parallelism=self._parallelism)
+            for_each(self._threads, self._slices(records), send_slice, parallelism=self._parallelism)
         finally:
             for transfer in transfers:
                 transfer.abort_unless_complete()
@@ -172,7 +171,7 @@ class Transfer:
             self._count(1, read_back=len(data))
 
         try:
-            run_each(self._threads, self._slices(records), compare, parallelism=self._parallelism)
+            for_each(self._threads, self._slices(records), compare, parallelism=self._parallelism)
         finally:
             self._buffers.clear()
         return wrong

@@ -22,7 +22,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import prepare_save
-from ckptcore.saving.requests import Destination, OneTree, Save, SaveRequest
+from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveRequest
 from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves
 from ckptcore_tools.dry_run.plans import (
     Certainty,
@@ -272,7 +272,7 @@ class PlanRequest:
                 for number, export in enumerate(exports)
             ]
         return SaveRequest(
-            destination=Destination(
+            destination=SaveDestination(
                 f"{_NO_LOCATION}/checkpoint" if self.location is None else self.location, self.overwrite
             ),
             values=OneTree(state),

@@ -28,8 +28,8 @@ from ckptcore.protocols import (
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, SavePart
 from ckptcore.saving.requests import Save
-from ckptcore.saving.roots import finish_part, put_root
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.writing import finish_part, put_root
 from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
 from ckptcore_tools.dry_run.storages import (
     CountingDirectories,
