@@ -108,7 +108,7 @@ def test_objects_are_restored_in_place(shelf: Path, context: ckptcore.Context) -
     assert files.files == FILES["data"]
 
 
-def test_what_does_not_fit_changes_nothing(shelf: Path, context: ckptcore.Context) -> None:
+def test_mismatch_changes_nothing(shelf: Path, context: ckptcore.Context) -> None:
     model = Linear(9)
     with pytest.raises(TreeMismatchError):
         ckptcore.load_checkpointables(shelf, into={"params": model, "data": Linear(1)}, context=context)

@@ -59,7 +59,7 @@ def test_a_directory_of_an_adapter_is_the_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", ["", "[]", '{"r": NaN}', '{"a": 1, "a": 2}', "[" * 100_000, '{"a": ' * 70 + "1" + "}" * 70]
 )
-def test_what_is_no_config_is_refused(tmp_path: Path, config: str) -> None:
+def test_invalid_config_is_refused(tmp_path: Path, config: str) -> None:
     _put(tmp_path / "adapter_model.safetensors", lora=1)
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(CorruptCheckpointError, match="adapter_config.json"):

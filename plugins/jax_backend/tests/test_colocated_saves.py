@@ -146,7 +146,7 @@ def _in_worker() -> bool:
     return False
 
 
-def test_who_touches_elements_is_noticed() -> None:
+def test_access_to_elements_is_detected() -> None:
     array = jnp.ones(2000)
     with watched():
         with pytest.raises(AssertionError, match="asarray touched"):
@@ -158,7 +158,7 @@ def test_who_touches_elements_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_saved_is_loaded_elsewhere(layout: str, context: ckptcore.Context, tmp_path: Path) -> None:
+def test_arrays_load_onto_other_devices(layout: str, context: ckptcore.Context, tmp_path: Path) -> None:
     tree = state()
     expected = {name: bits(leaf) for name, leaf in tree.items()}
     asked = other_places(tree)
@@ -179,7 +179,7 @@ def test_what_is_saved_is_loaded_elsewhere(layout: str, context: ckptcore.Contex
     assert not loaded["uncommitted"].committed
 
 
-def test_what_was_deleted_is_loaded_where_it_was(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_deleted_arrays_load_with_their_shardings(context: ckptcore.Context, tmp_path: Path) -> None:
     tree = state()
     expected = {name: bits(leaf) for name, leaf in tree.items()}
     places = {name: leaf.sharding for name, leaf in tree.items() if isinstance(leaf, jax.Array)}
@@ -272,7 +272,7 @@ def test_elements_are_cast_by_the_workers(executor: ColocatedExecutor) -> None:
         executor.wanted(wanted.abstract, complex_numbers, 0)
 
 
-def test_weak_types_are_kept(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_weak_types_are_restored(context: ckptcore.Context, tmp_path: Path) -> None:
     weak = jax.device_put(jnp.asarray(2.5), NamedSharding(grid(), P()))
     assert weak.weak_type
     ckptcore.save(tmp_path / "it", {"weak": weak}, context=context)
@@ -299,7 +299,7 @@ def test_a_worker_that_fails_is_named(context: ckptcore.Context, tmp_path: Path)
     assert ckptcore.verify(tmp_path / "it").ok
 
 
-def test_a_worker_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Colocated Python raises then; here the call to one worker does."""
     devices = jax.devices()
     executor = ColocatedExecutor([devices[:4], devices[4:]])
@@ -341,7 +341,7 @@ def test_deleted_arrays_are_refused_by_name(context: ckptcore.Context, tmp_path:
         ckptcore.save(tmp_path / "it", tree, context=context)
 
 
-def test_arrays_on_devices_of_no_worker_are_saved_here(tmp_path: Path) -> None:
+def test_arrays_on_devices_of_no_worker_are_saved_by_the_controller(tmp_path: Path) -> None:
     devices = jax.devices()
     executor = ColocatedExecutor([devices[:2], devices[2:4]])
     array = jax.device_put(np.arange(8), devices[7])
@@ -359,7 +359,7 @@ def test_a_device_has_one_worker() -> None:
             ColocatedExecutor(workers)
 
 
-def test_pathways_is_told_by_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pathways_is_detected_by_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert pathways.executor_of_pathways() is None
     monkeypatch.setattr(pathways, "jax", SimpleNamespace(
         config=SimpleNamespace(jax_platforms="proxy,cpu"), process_count=lambda: 1, devices=jax.devices

@@ -86,7 +86,7 @@ def test_a_checkpoint_loads_sharded_as_it_was_saved(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "AxisType"), reason="this version of JAX has no types of axes")
-def test_types_of_axes_come_back(tmp_path):
+def test_types_of_axes_are_restored(tmp_path):
     kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=kinds)
     metadata = saved(tmp_path / "c", {"w": jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("a", "b")))})
@@ -101,13 +101,13 @@ def test_arrays_with_the_same_notes_get_the_same_sharding(tmp_path):
     assert first.sharding is second.sharding
 
 
-def test_what_was_on_the_default_device_can_be_used_with_what_is_elsewhere(tmp_path):
+def test_arrays_on_the_default_device_load_uncommitted(tmp_path):
     state = {"w": on_mesh((8,), P("a"), a=8), "step": jnp.asarray(3, jnp.int32)}
     loaded = ckptcore.load(tmp_path / "c", abstract_arrays(saved(tmp_path / "c", state)), context=CONTEXT)
     assert jax.jit(lambda tree: tree["w"] * tree["step"])(loaded)[2] == 6
 
 
-def test_the_default_device_is_the_one_there_is_now(tmp_path):
+def test_only_arrays_on_the_current_default_device_have_no_sharding(tmp_path):
     metadata = saved(tmp_path / "c", [jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[3])])
     with jax.default_device(jax.devices()[3]):
         first, second = abstract_arrays(metadata)
@@ -134,7 +134,7 @@ def test_containers_are_as_they_are_without_arrays_of_jax(tmp_path):
     assert abstract_arrays(leaf).shape == (7,)
 
 
-def test_tied_arrays_are_abstract_alike(tmp_path):
+def test_tied_arrays_are_tied_in_the_abstract_tree(tmp_path):
     shared = on_mesh((8,), P("a"), a=8)
     abstract = abstract_arrays(saved(tmp_path / "c", {"a": shared, "b": shared, "c": 1}))
     assert abstract["a"].sharding == abstract["b"].sharding == shared.sharding
@@ -186,7 +186,7 @@ def test_arrays_of_other_software_are_arrays_of_jax(tmp_path):
     assert isinstance(loaded, jax.Array) and not loaded.committed
 
 
-def test_values_and_what_jax_cannot_hold_stay_what_they_are(tmp_path):
+def test_values_and_arrays_that_jax_does_not_support_are_unchanged(tmp_path):
     state = {
         "name": "adam", "none": None, "step": 3, "rate": 0.5, "raw": b"\x00\xff", "flag": True,
         "scalar": np.float32(1.5), "wide": np.arange(3), "float64": np.ones(2), "complex128": np.ones(2, complex),
@@ -199,7 +199,7 @@ def test_values_and_what_jax_cannot_hold_stay_what_they_are(tmp_path):
     assert all(type(loaded[name]) is type(leaf) and np.array_equal(loaded[name], leaf) for name, leaf in state.items())
 
 
-def test_wide_dtypes_are_arrays_of_jax_where_jax_has_them(tmp_path):
+def test_wide_dtypes_are_jax_arrays_if_jax_supports_them(tmp_path):
     with jax.enable_x64(True):
         sharding = NamedSharding(mesh_of(range(8), a=8), P("a"))
         metadata = saved(tmp_path / "c", {"w": jax.device_put(jnp.arange(8, dtype=jnp.int64), sharding)})
@@ -229,7 +229,7 @@ def test_a_sharding_that_the_shape_cannot_have_is_left_out(spec):
     assert abstract_arrays(metadata_of(record))["w"].sharding is None
 
 
-def test_the_sharding_of_the_data_of_keys_is_taken_for_that_of_the_keys():
+def test_sharding_of_key_data_becomes_that_of_the_keys():
     notes = sharded_notes(["a", None], a=4) | {"impl": "threefry2x32"}
     found = abstract_arrays(metadata_of(ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes=notes)))["w"]
     assert found.shape == (8,) and is_key(found)

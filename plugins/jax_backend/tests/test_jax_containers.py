@@ -143,7 +143,7 @@ class TestConformance(ContainerHandlerTests):
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_is_pythons_own_or_not_registered_is_left_to_others(value):
+def test_built_in_and_unregistered_types_have_no_jax_handler(value):
     if isinstance(value, tuple) and value == optax.EmptyState() and type(value) is not tuple:
         pytest.skip("JAX takes any named tuple apart; the core is surer of them")
     assert ckpt_container_handler(type(value), value) is None
@@ -171,7 +171,7 @@ def test_what_is_pythons_own_or_not_registered_is_left_to_others(value):
         "nnx.split", "nnx.Module", "equinox.State", "abstract", "Partial", "FrozenDict",
     ],
 )  # fmt: skip
-def test_trees_come_back_as_jax_would_rebuild_them(make):
+def test_trees_are_rebuilt_as_by_jax(make):
     value = make()
     flat = flatten(value, installed_plugins())
     expected = [leaf for leaf in jax.tree.leaves(value) if not callable(leaf)]
@@ -195,14 +195,14 @@ def test_trees_come_back_as_jax_would_rebuild_them(make):
     assert skeleton == flat.skeleton
 
 
-def test_paths_are_those_of_jax():
+def test_paths_equal_those_of_jax():
     flat = flatten(nnx.state(Network(nnx.Rngs(0))), installed_plugins())
     assert ("layers", 0, "kernel", Attribute("value")) in set(flat.paths())
     flat = flatten(mlp(), installed_plugins())
     assert (Attribute("layers"), 1, Attribute("weight")) in set(flat.paths())
 
 
-def test_without_an_abstract_tree_there_are_plain_containers_and_a_note():
+def test_containers_without_an_abstract_tree_are_plain_with_their_type_in_the_metadata():
     value = {"a": FlaxStruct({"w": 1}, max), "b": WithoutKeys(2, 3)}
     flat = flatten(value, installed_plugins())
     assert rebuild(flat.skeleton, flat.leaves) == {"a": {"params": {"w": 1}}, "b": [2, 3]}
@@ -226,7 +226,7 @@ def test_functions_in_registered_containers_are_static(function):
     assert made.mean is function and made.count == 2
 
 
-def test_callable_modules_are_not_taken_for_functions():
+def test_callable_modules_do_not_count_as_functions():
     flattened = HANDLER.flatten(Registered(mlp(), jax.tree_util.Partial(max, 1)))
     assert len(flattened.children) == 2
 
@@ -239,6 +239,6 @@ def test_keys_that_are_neither_int_nor_str_are_refused(key):
         HANDLER.flatten(WithKeys([key], [1]))
 
 
-def test_keys_that_come_twice_are_refused():
+def test_duplicate_keys_are_refused():
     with pytest.raises(UnsupportedKeyError, match="two children with the same key"):
         HANDLER.flatten(WithKeys([DICT_KEY("a"), DICT_KEY("a")], [1, 2]))

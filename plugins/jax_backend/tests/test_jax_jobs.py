@@ -62,7 +62,7 @@ def succeed(size: int, devices: int, task: str, directory: Path) -> None:
     assert codes == [0] * size, said
 
 
-def test_two_processes_save_what_any_mesh_loads(tmp_path: Path) -> None:
+def test_two_processes_save_and_any_mesh_loads(tmp_path: Path) -> None:
     succeed(2, 2, "small", tmp_path)
 
 
@@ -84,7 +84,7 @@ def test_a_job(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_orbax_and_ckptcore_load_what_the_other_saved_in_a_job(tmp_path: Path) -> None:
+def test_orbax_and_ckptcore_load_each_others_checkpoints_in_a_job(tmp_path: Path) -> None:
     succeed(2, 2, "orbax", tmp_path)
     ours, theirs = (ckptcore.load(tmp_path / name) for name in ("ours", "theirs"))
     for name in ("both", "across", "everywhere"):
@@ -92,7 +92,7 @@ def test_orbax_and_ckptcore_load_what_the_other_saved_in_a_job(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_in_a_save_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_process_that_fails_in_a_save_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
     codes, said = run(2, 2, "killed", tmp_path)
     assert codes == [0, -signal.SIGKILL], said
     assert (tmp_path / "told").exists() and not (tmp_path / "killed").exists()
@@ -100,7 +100,7 @@ def test_a_process_that_dies_in_a_save_is_named_and_nothing_is_committed(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_leader_that_dies_in_a_save_ends_the_job_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_leader_that_fails_in_a_save_ends_the_job_and_nothing_is_committed(tmp_path: Path) -> None:
     codes, said = run(2, 2, "leader_killed", tmp_path)
     assert codes == [-signal.SIGKILL, -signal.SIGABRT], said
     assert not (tmp_path / "killed").exists()

@@ -143,7 +143,7 @@ class TestViewingConformance(LeafHandlerTests):
 
 
 @pytest.mark.parametrize("dtype", [name for name in AVAILABLE if name in WIDE])
-def test_dtypes_of_64_bits_come_back(dtype):
+def test_dtypes_of_64_bits_are_restored(dtype):
     expected = numbers((3, 5), dtype)
     with jax.enable_x64(True):
         leaf = jax.device_put(expected)
@@ -166,7 +166,7 @@ def test_dtypes_of_64_bits_are_not_narrowed_behind_ones_back(dtype):
         HANDLER.build(abstract, stored, [(Box.whole((2,)), np.zeros(2, dtype))])
 
 
-def test_a_sharded_array_says_how_it_is_cut_and_sharded():
+def test_record_of_a_sharded_array_has_cuts_and_sharding():
     leaf = jax.device_put(
         np.zeros((8, 4), np.float32), NamedSharding(mesh(data=2, model=4), P(("model", "data"), None))
     )
@@ -177,13 +177,13 @@ def test_a_sharded_array_says_how_it_is_cut_and_sharded():
     }
 
 
-def test_an_array_on_one_device_says_which():
+def test_notes_of_an_array_on_one_device_name_the_device():
     for number in (0, 5):
         record = HANDLER.describe(jax.device_put(np.zeros((8, 4), np.float32), jax.devices()[number]))
         assert record == ArrayRecord(ArraySpec((8, 4), "float32"), notes=on_device(number))
 
 
-def test_an_abstract_array_without_a_sharding_has_nothing_to_note():
+def test_abstract_array_without_a_sharding_has_no_notes():
     assert not HANDLER.describe(jax.ShapeDtypeStruct((8, 4), jnp.float32)).notes
 
 
@@ -202,7 +202,7 @@ def test_replicas_on_devices_of_one_process_are_one_shard():
     ]
 
 
-def test_weak_types_are_noted_and_come_back():
+def test_weak_types_are_stored_and_restored():
     for leaf in (jnp.asarray(2.5), jnp.asarray(3), jnp.full((3,), 2.0), jnp.asarray(1j)):
         assert leaf.weak_type
         record = HANDLER.describe(leaf)
@@ -217,7 +217,7 @@ def test_weak_types_are_noted_and_come_back():
     assert not HANDLER.build(strong, record, read(np.asarray(strong), [Box((), ())])).weak_type
 
 
-def test_memory_kinds_are_noted_and_come_back():
+def test_memory_kinds_are_stored_and_restored():
     device = jax.devices()[3]
     default = device.default_memory().kind
     others = [memory.kind for memory in device.addressable_memories() if memory.kind != default]
@@ -255,7 +255,7 @@ def jitted_in_place():
     return jax.jit(lambda array: array * 2 + 1, donate_argnums=0)
 
 
-def test_donation_takes_over_the_memory_of_arrays_that_nobody_looks_at():
+def test_donation_reuses_the_memory_of_an_array_without_views():
     leaf = jnp.arange(1 << 16, dtype=jnp.float32)
     pointer = leaf.unsafe_buffer_pointer()
     result = jitted_in_place()(leaf)
@@ -264,7 +264,7 @@ def test_donation_takes_over_the_memory_of_arrays_that_nobody_looks_at():
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("end", ["delete", "donate", "forget"])
-def test_what_was_handed_out_stays_when_the_array_goes(sharded, end):
+def test_views_keep_the_memory_of_deleted_and_donated_arrays(sharded, end):
     expected = np.arange(1 << 16, dtype=np.float32)
     sharding = NamedSharding(mesh(a=8), P("a")) if sharded else None
     leaf = jax.device_put(jnp.arange(1 << 16, dtype=jnp.float32), sharding)
@@ -325,7 +325,7 @@ def test_arrays_that_an_accelerator_offloaded_to_the_host_are_copied(monkeypatch
     assert np.array_equal(copied, np.arange(1024, dtype=np.float32))
 
 
-def test_building_takes_aligned_memory_as_it_is():
+def test_build_uses_aligned_memory_without_a_copy():
     expected = numbers((8, 1024), "float32")
     stored = ArrayRecord(ArraySpec((8, 1024), "float32"))
     for sharding in (None, SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh(a=4, b=2), P("a"))):
@@ -337,7 +337,7 @@ def test_building_takes_aligned_memory_as_it_is():
         }
 
 
-def test_committed_arrays_come_back_committed_and_others_not():
+def test_only_committed_arrays_load_as_committed():
     stored = ArrayRecord(ArraySpec((4,), "float32"))
     part = [(Box.whole((4,)), np.zeros(4, np.float32))]
     for abstract, committed in (
@@ -353,7 +353,7 @@ def test_committed_arrays_come_back_committed_and_others_not():
 
 
 @pytest.mark.parametrize("to", ["bfloat16", "float16", "int32", "float8_e4m3fn"])
-def test_elements_are_cast_to_the_dtype_asked_for(to):
+def test_elements_are_cast_to_the_requested_dtype(to):
     saved = np.array([[0.0, 1.0], [-2.0, 100.5]], np.float32)
     stored = ArrayRecord(ArraySpec((2, 2), "float32"))
     abstract = jax.ShapeDtypeStruct((2, 2), to, sharding=NamedSharding(mesh(a=2), P("a")))
@@ -363,7 +363,7 @@ def test_elements_are_cast_to_the_dtype_asked_for(to):
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "S3", "U2", "datetime64[s]"])
-def test_what_cannot_be_cast_is_refused(dtype):
+def test_impossible_cast_is_refused(dtype):
     stored = ArrayRecord(ArraySpec((2,), dtype))
     with pytest.raises(UnsupportedLeafError, match="cannot represent"):
         HANDLER.build(
@@ -371,7 +371,7 @@ def test_what_cannot_be_cast_is_refused(dtype):
         )
 
 
-def test_a_python_number_is_not_taken_for_an_array():
+def test_python_number_does_not_load_as_an_array():
     with pytest.raises(UnsupportedLeafError, match="jnp.asarray"):
         HANDLER.build(jnp.asarray(3), ValueRecord("int", 3), ())
 
@@ -379,12 +379,12 @@ def test_a_python_number_is_not_taken_for_an_array():
 # --- random keys
 
 
-def test_a_key_is_its_data_and_says_so():
+def test_random_key_is_described_as_its_data():
     record = HANDLER.describe(jax.random.split(jax.random.key(0, impl="rbg"), 6))
     assert record == ArrayRecord(ArraySpec((6, 4), "uint32"), "jax.key", notes={"impl": "rbg"} | on_device(0))
 
 
-def test_sharded_keys_come_back_sharded():
+def test_sharded_random_keys_load_sharded():
     sharding = NamedSharding(mesh(a=4, b=2), P("a"))
     leaf = jax.device_put(jax.random.split(jax.random.key(3), 8), sharding)
     record = HANDLER.describe(leaf)
@@ -433,7 +433,7 @@ def test_the_same_array_is_tied_and_an_equal_one_is_not():
     assert HANDLER.identity(sharded) == HANDLER.identity(jax.device_put(sharded, sharding))
 
 
-def test_nothing_ties_empty_abstract_or_deleted_arrays():
+def test_empty_abstract_and_deleted_arrays_are_never_tied():
     gone = jnp.ones(3)
     gone.delete()
     for leaf in (jnp.zeros((0, 3)), jax.ShapeDtypeStruct((2,), jnp.float32), gone):
@@ -508,7 +508,7 @@ def test_abstract_meshes_are_refused_where_no_mesh_is_set():
         HANDLER.describe(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
 
 
-def test_a_box_that_no_device_holds_is_refused():
+def test_box_that_no_device_has_is_refused():
     leaf = jax.device_put(np.zeros((8,), np.float32), NamedSharding(mesh(a=2), P("a")))
     with pytest.raises(UnsupportedLeafError, match="no single device"):
         HANDLER.view_on_host(leaf, [Box((3,), (5,))])

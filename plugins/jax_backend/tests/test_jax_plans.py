@@ -39,7 +39,7 @@ def test_deleted_and_abstract_arrays_are_planned_as_live_ones() -> None:
     assert ckptcore.plan(abstract, layout="dcp") == plan
 
 
-def test_what_has_no_device_counts_as_copied() -> None:
+def test_plan_counts_the_memory_of_copies() -> None:
     state = {"w": jax.ShapeDtypeStruct((10, 16), jnp.bfloat16)}
     memory = ckptcore.plan(state).memory[0]
     assert memory.copied == memory.viewed == 320
@@ -55,7 +55,7 @@ def test_handlers_tell_of_leaves() -> None:
     assert JaxLeafHandler.host_bytes is not LeafHandler.host_bytes
 
 
-def test_an_abstract_mesh_does_not_say_who_holds_what() -> None:
+def test_plan_with_an_abstract_mesh_is_refused() -> None:
     mesh = jax.sharding.AbstractMesh((4,), ("x",))
     leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
     with pytest.raises(UnsupportedLeafError):

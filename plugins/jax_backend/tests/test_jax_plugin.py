@@ -34,7 +34,7 @@ def test_the_sample_is_sharded():
     assert len(sample.make(bit_patterns(ArraySpec((16, 2), "float32"))).sharding.device_set) == len(jax.devices()) > 1
 
 
-def test_the_package_has_its_names_and_no_others():
+def test_package_has_only_its_documented_names():
     import ckptcore_jax
 
     for name in ckptcore_jax.__all__:

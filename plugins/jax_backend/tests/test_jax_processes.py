@@ -69,7 +69,7 @@ def test_every_process_knows_all_cuts_and_its_own_boxes():
         assert placement.notes == {"sharding": {"type": "Layout", "devices": 8}}
 
 
-def test_an_array_of_one_process_is_taken_to_be_held_by_all_alike():
+def test_array_of_one_process_counts_as_replicated_on_all():
     here = Layout((Device(0, 2), Device(1, 2)), 2, 1)
     assert [(shard.box.start, shard.replica, shard.replicas) for shard in shards_of(here, (2, 3), 2, 4)] == [
         ((0, 0), 2, 4),
@@ -83,7 +83,7 @@ def test_a_process_without_devices_of_an_array_only_knows_of_it(owners):
     assert shards_of(away, (2, 3), 2, 4) is None
 
 
-def test_those_that_hold_an_array_share_it_by_themselves():
+def test_replicas_are_counted_among_the_processes_with_the_array():
     """Each process gets its position among the holders, and their number."""
     for place, process in enumerate((1, 3)):
         sharding = Layout((Device(2, 1), Device(6, 3)), process, 2)
@@ -91,12 +91,12 @@ def test_those_that_hold_an_array_share_it_by_themselves():
 
 
 @pytest.mark.parametrize(("copies", "replicas"), [(1, 1), (2, 1), (4, 2), (8, 4)])
-def test_replicas_are_counted_in_processes_alike_on_each(copies, replicas):
+def test_replicas_are_counted_equally_on_each_process(copies, replicas):
     for process in range(5):  # the last holds nothing
         assert placement_of(seen_by(process, copies), (8 // copies, 3)).replicas == replicas
 
 
-def test_what_one_process_has_alone_looks_alike_from_all():
+def test_array_of_one_process_has_equal_notes_on_all():
     assert {
         placement_of(Layout((Device(4, 2), Device(5, 2)), process, 1), (2, 3)).replicas for process in range(3)
     } == {None}

@@ -35,7 +35,7 @@ def extended(value: float) -> Extended:
     return _put_together(None, ({"w": jnp.full(2, value)}, jnp.full(3, value)))
 
 
-def test_what_a_registered_dict_carries_is_saved(tmp_path: Path) -> None:
+def test_registered_state_of_a_dict_is_saved(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"state": extended(5.0)})
     loaded = ckptcore.load(tmp_path / "c", {"state": extended(0.0)})["state"]
     assert type(loaded) is Extended

@@ -55,7 +55,7 @@ def test_a_job_has_one_coordinator_and_the_next_one_another() -> None:
     assert counted == [["run#0", "run#1"]] * 2 and incarnations == [1, 2]
 
 
-def test_a_job_that_was_shut_down_is_let_go() -> None:
+def test_job_that_was_shut_down_is_released() -> None:
     coordinators = _JobCoordinators()
     assert coordinators.of(JobService(_Client(), 0, 2)) is not None
     assert coordinators.of(None) is None
@@ -63,7 +63,7 @@ def test_a_job_that_was_shut_down_is_let_go() -> None:
     assert coordinators.of(JobService(_Client(), 0, 1)) is None, "one process is no job"
 
 
-def test_the_coordinator_that_is_found_goes_with_the_client_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinator_changes_with_the_client_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed.global_state, "client", _Client())
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     job = ckpt_coordinator()
@@ -75,7 +75,7 @@ def test_the_coordinator_that_is_found_goes_with_the_client_of_jax(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_process_that_goes_on_saves_with_one_that_is_new(tmp_path: Path) -> None:
+def test_continuing_process_saves_together_with_a_new_one(tmp_path: Path) -> None:
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))

@@ -89,7 +89,7 @@ def test_an_array_moves_from_eight_devices_to_four_to_one_and_back(tmp_path):
             assert np.array_equal(shard.data, expected[shard.index])
 
 
-def test_one_tree_holds_arrays_over_several_meshes(tmp_path):
+def test_one_tree_with_arrays_over_several_meshes(tmp_path):
     first, second = mesh(data=2, model=4), mesh(stage=3)
     backwards = Mesh(np.array(jax.devices())[::-1].reshape(8), ("all",))
     state = {
@@ -105,7 +105,7 @@ def test_one_tree_holds_arrays_over_several_meshes(tmp_path):
     assert_same(ckptcore.load(tmp_path / "checkpoint", abstract_of(state), context=CONTEXT), state)
 
 
-def test_the_metadata_says_how_arrays_were_sharded(tmp_path):
+def test_metadata_contains_shardings(tmp_path):
     state = {"w": jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh(x=2, y=2), P("y", None)))}
     ckptcore.save(tmp_path / "checkpoint", state, context=CONTEXT)
     (record,) = ckptcore.metadata(tmp_path / "checkpoint").tree.leaves
@@ -113,7 +113,7 @@ def test_the_metadata_says_how_arrays_were_sharded(tmp_path):
     assert record.notes == {"sharding": {"type": "NamedSharding", "mesh": {"x": 2, "y": 2}, "spec": ["y", None]}}
 
 
-def test_arrays_that_were_offloaded_to_the_host_come_back_there(tmp_path):
+def test_arrays_offloaded_to_the_host_load_to_the_host(tmp_path):
     sharding = NamedSharding(mesh(a=4), P("a"), memory_kind="pinned_host")
     state = {
         "w": jax.device_put(np.arange(12, dtype=np.float32).reshape(4, 3), sharding),
@@ -210,7 +210,7 @@ def train_step(state: TrainState) -> TrainState:
     )
 
 
-def test_training_goes_on_where_it_was_saved(tmp_path):
+def test_training_resumes_from_the_checkpoint(tmp_path):
     state = new_train_state()
     for _ in range(3):
         state = train_step(state)
@@ -224,7 +224,7 @@ def test_training_goes_on_where_it_was_saved(tmp_path):
     assert train_step._cache_size() == compiled, "what is loaded must not make JAX compile again"
 
 
-def test_a_step_that_donated_the_state_can_be_loaded_over_with_it(tmp_path):
+def test_donated_state_is_a_valid_abstract_tree(tmp_path):
     state = train_step(new_train_state())
     ckptcore.save(tmp_path / "checkpoint", state, context=CONTEXT)
     expected = jax.tree.map(data, state)
@@ -249,7 +249,7 @@ def test_equinox_models_keep_their_functions(tmp_path):
         assert np.array_equal(loaded(jnp.ones(2)), model(jnp.ones(2)))
 
 
-def test_nnx_modules_and_their_state_come_back(tmp_path):
+def test_nnx_modules_and_their_state_are_restored(tmp_path):
     class Network(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)])
@@ -295,7 +295,7 @@ class Watching(JaxLeafHandler):
         return pending
 
 
-def test_an_asynchronous_save_copies_not_one_byte_where_it_is_told_so(tmp_path):
+def test_asynchronous_save_copies_nothing_without_copy(tmp_path):
     state = train_step(new_train_state())
     sharded = {"x": jax.device_put(jnp.arange(4096.0), NamedSharding(mesh(a=8), P("a")))}
     handler = Watching()
@@ -369,7 +369,7 @@ ALIASES = {
 
 
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
-def test_what_the_caller_changes_after_save_async_returned_is_not_saved(tmp_path, alias):
+def test_changes_after_save_async_returned_are_not_saved(tmp_path, alias):
     layout = LateLayout()
     size = 1 << 18
     memory = np.empty(4 * size + 64, np.uint8)
@@ -402,7 +402,7 @@ def test_an_array_can_be_donated_in_place_once_save_async_returned(tmp_path):
 
 
 @pytest.mark.system
-def test_a_load_takes_the_memory_of_the_state_once(tmp_path):
+def test_load_allocates_the_memory_of_the_state_once(tmp_path):
     """Runs in a separate process, whose peak memory the system measures."""
     program = f"""
         import jax, jax.numpy as jnp, numpy as np, ckptcore
@@ -522,7 +522,7 @@ def test_a_sharding_over_an_abstract_mesh_needs_the_mesh_to_be_set(tmp_path):
 
 
 @NEEDS_SET_MESH
-def test_a_module_that_nnx_made_under_a_mesh_loads_onto_it(tmp_path):
+def test_nnx_module_created_under_a_mesh_loads_onto_it(tmp_path):
     nnx = pytest.importorskip("flax.nnx")
 
     def make():

@@ -74,7 +74,7 @@ def test_types_of_axes_are_noted_where_one_is_not_auto():
     assert sharding_from_notes(found) == sharding
 
 
-def test_the_name_of_a_device_is_the_one_that_orbax_keeps(tmp_path):
+def test_name_of_a_device_equals_that_of_orbax(tmp_path):
     orbax = pytest.importorskip("orbax.checkpoint.experimental.v1")
     sharding = SingleDeviceSharding(jax.devices()[3])
     orbax.save(tmp_path / "checkpoint", {"w": jax.device_put(jnp.zeros(4), sharding)})
@@ -100,7 +100,7 @@ def shardings(draw):
 
 @settings(deadline=None)
 @given(shardings())
-def test_any_mesh_and_spec_come_back(drawn):
+def test_any_mesh_and_spec_are_restored(drawn):
     sharding, shape = drawn
     shape = tuple(extent * 8 for extent in shape)
     abstract = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
@@ -110,7 +110,7 @@ def test_any_mesh_and_spec_come_back(drawn):
     assert found.devices_indices_map(shape) == sharding.devices_indices_map(shape)
 
 
-def test_one_device_comes_back():
+def test_single_device_sharding_is_restored():
     for device in (jax.devices()[0], jax.devices()[6]):
         assert sharding_from_notes(notes_of(SingleDeviceSharding(device))) == SingleDeviceSharding(device)
 
@@ -119,7 +119,7 @@ def test_one_device_comes_back():
     lambda **kind: SingleDeviceSharding(jax.devices()[2], **kind),
     lambda **kind: NamedSharding(mesh_of(range(8), a=8), P("a"), **kind),
 ])  # fmt: skip
-def test_memory_kinds_come_back_and_unknown_ones_are_the_default(make):
+def test_unknown_memory_kinds_load_as_the_default(make):
     kind = other_memory_kind(jax.devices()[0])
     notes = notes_of(make(memory_kind=kind))
     assert notes["memory_kind"] == kind
@@ -138,7 +138,7 @@ def test_old_names_of_devices_and_old_notes_are_read():
     )
 
 
-def test_everything_noted_may_also_be_said_where_it_goes_without_saying():
+def test_notes_may_contain_default_values():
     said = noted({"a": 2, "b": 2}, ["a"], devices=[0, 1, 2, 3], axis_types=["Auto", "Auto"])
     assert sharding_from_notes(said) == NamedSharding(mesh_of(range(4), a=2, b=2), P("a"))
 
@@ -146,7 +146,7 @@ def test_everything_noted_may_also_be_said_where_it_goes_without_saying():
 # --- other devices
 
 
-def test_devices_that_are_not_there_are_replaced_by_position():
+def test_missing_devices_are_replaced_by_position():
     four = jax.devices()[4:]
     assert sharding_from_notes(noted({"a": 4}, ["a"]), four) == NamedSharding(mesh_of([4, 5, 6, 7], a=4), P("a"))
     turned = noted({"a": 4}, ["a"], devices=[300, 100, 200, 0])
@@ -217,7 +217,7 @@ def test_no_notes_make_a_load_fail(sharding, memory_kind):
 
 
 @pytest.mark.system
-def test_the_processes_of_a_job_note_the_same_and_get_devices_of_their_own():
+def test_processes_of_a_job_write_equal_notes_and_load_to_their_own_devices():
     program = """
         import json, sys, jax, jax.numpy as jnp, numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding

@@ -32,7 +32,7 @@ def _state() -> dict[str, Any]:
     return state
 
 
-def test_a_scanned_tree_is_loaded_onto_a_mesh_and_taken_back(tmp_path: Path) -> None:
+def test_scanned_tree_loads_onto_a_mesh_and_converts_back(tmp_path: Path) -> None:
     state = _state()
     ckptcore.save(tmp_path / "c", state, context=ckptcore.Context(io=ckptcore.context.IOOptions(checksums=False)))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("layers", "model"))

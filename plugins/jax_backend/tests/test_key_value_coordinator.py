@@ -71,10 +71,10 @@ class TestKeyValueCoordinator(CoordinatorTests):
             raise ExceptionGroup(f"{len(errors)} of {size} ranks failed", errors)
         return [value for _, value in outcomes]
 
-    def test_nothing_is_left_in_the_service(self) -> None:
+    def test_no_keys_remain_in_the_service(self) -> None:
         assert self.run(2, _left_behind, timeout_seconds=self.long_seconds) == [[], []]
 
-    def test_versions_without_a_counter_leave_nothing_either(self) -> None:
+    def test_versions_without_a_counter_also_remove_keys(self) -> None:
         assert self.run(2, _left_behind_without_counter, timeout_seconds=self.long_seconds) == [[], []]
 
 
@@ -141,7 +141,7 @@ def in_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return join
 
 
-def test_a_process_that_initialized_nothing_is_alone() -> None:
+def test_process_without_initialization_saves_alone() -> None:
     assert ckpt_coordinator() is None
     assert runtime_of(Context()).job().size == 1
     with pytest.raises(PluginError, match=r"call jax.distributed.initialize"):
@@ -160,7 +160,7 @@ def test_a_job_is_found(in_job: Callable[[int], None]) -> None:
     assert isinstance(job, KeyValueCoordinator) and (job.rank, job.size) == (2, 3)
 
 
-def test_a_service_that_is_gone_is_an_error_that_says_so(in_job: Callable[[int], None]) -> None:
+def test_failed_service_is_a_clear_error(in_job: Callable[[int], None]) -> None:
     in_job(2)
     for exchange in (
         lambda: runtime_of(Context()).job().gather("key", b""),
@@ -170,7 +170,7 @@ def test_a_service_that_is_gone_is_an_error_that_says_so(in_job: Callable[[int],
             exchange()
 
 
-def test_a_jax_that_keeps_its_service_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_of_jax_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed.global_state, "client", object())
     with pytest.raises(PluginError, match=r"a object without key-value methods.*JobOptions\(coordinator="):
         runtime_of(Context()).job()
@@ -198,7 +198,7 @@ def test_a_process_that_is_part_of_two_jobs_has_to_choose(in_job: Callable[[int]
     )
 
 
-def test_only_the_leader_gives_what_is_broadcast(in_job: Callable[[int], None]) -> None:
+def test_only_the_leader_passes_a_payload_to_broadcast(in_job: Callable[[int], None]) -> None:
     in_job(2)
     with pytest.raises(PluginError, match="the leader must pass"):
         KeyValueCoordinator.of_job().broadcast("key", b"mine")

@@ -84,7 +84,7 @@ def workers(job: RayJob) -> list[Any]:
     return [actor_class.remote(job.name, rank) for rank in (1, 2)]
 
 
-def test_the_driver_commits_what_the_workers_wrote(led: tuple[ckptcore.Context, list[Any]], tmp_path: Path) -> None:
+def test_driver_commits_the_objects_of_the_workers(led: tuple[ckptcore.Context, list[Any]], tmp_path: Path) -> None:
     context, actors = led
     saves = [actor.save.remote(tmp_path / "step", 1.0) for actor in actors]
     assert ray.wait(saves, timeout=1)[0] == []  # no worker can commit for the driver

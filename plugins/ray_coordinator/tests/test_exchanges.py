@@ -37,7 +37,7 @@ def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 
 @in_loop
-async def test_a_gather_gives_the_leader_all_of_it_in_order() -> None:
+async def test_gather_returns_all_payloads_to_the_leader_in_order() -> None:
     exchanges = Exchanges(3)
     (leader,) = await begun(exchanges.gather(0, "key", b"", LONG))
     assert await exchanges.gather(2, "key", b"two", LONG) == Delivered()
@@ -48,7 +48,7 @@ async def test_a_gather_gives_the_leader_all_of_it_in_order() -> None:
 
 
 @in_loop
-async def test_a_broadcast_is_kept_until_the_last_rank_has_it() -> None:
+async def test_broadcast_payload_exists_until_the_last_rank_received_it() -> None:
     exchanges = Exchanges(3)
     (early,) = await begun(exchanges.broadcast(1, "key", None, LONG))
     assert await exchanges.broadcast(0, "key", b"told", LONG) == Delivered()
@@ -59,7 +59,7 @@ async def test_a_broadcast_is_kept_until_the_last_rank_has_it() -> None:
 
 
 @in_loop
-async def test_a_key_that_comes_again_is_another_exchange() -> None:
+async def test_second_use_of_a_key_is_another_exchange() -> None:
     exchanges = Exchanges(3)
     for payload in (b"first", b"second"):
         await exchanges.broadcast(0, "key", payload, LONG)
@@ -71,7 +71,7 @@ async def test_a_key_that_comes_again_is_another_exchange() -> None:
 
 
 @in_loop
-async def test_who_comes_after_the_leader_gave_up_is_told_and_spoils_nothing() -> None:
+async def test_rank_after_the_leaders_timeout_gets_an_error_and_its_payload_is_discarded() -> None:
     exchanges = Exchanges(3)
     assert await exchanges.gather(1, "key", b"old 1", LONG) == Delivered()
     assert await exchanges.gather(0, "key", b"", 0.01) == MissingRanks((2,))
@@ -85,7 +85,7 @@ async def test_who_comes_after_the_leader_gave_up_is_told_and_spoils_nothing() -
 
 
 @in_loop
-async def test_a_leader_who_does_not_come_is_named() -> None:
+async def test_missing_leader_is_named() -> None:
     exchanges = Exchanges(2)
     assert await exchanges.broadcast(1, "key", None, 0.01) == MissingRanks((0,))
     assert await exchanges.broadcast(0, "key", b"late", LONG) == Delivered()
@@ -104,7 +104,7 @@ async def test_who_waited_in_vain_for_the_leader_may_wait_again() -> None:
 
 
 @in_loop
-async def test_a_dead_rank_fails_what_needs_it_and_all_who_wait() -> None:
+async def test_failed_rank_fails_exchanges_that_need_it_and_waiting_ranks() -> None:
     """The other ranks need the decision of a leader that needs the failed rank."""
     exchanges = Exchanges(3)
     waiting = await begun(exchanges.gather(0, "key", b"", LONG), exchanges.broadcast(1, "verdict", None, LONG))
@@ -116,7 +116,7 @@ async def test_a_dead_rank_fails_what_needs_it_and_all_who_wait() -> None:
 
 
 @in_loop
-async def test_a_rank_that_died_after_it_gave_fails_nothing_yet() -> None:
+async def test_rank_that_failed_after_its_payload_fails_only_later_exchanges() -> None:
     exchanges = Exchanges(3)
     await exchanges.gather(2, "key", b"two", LONG)
     exchanges.lose(2, "killed")
@@ -129,7 +129,7 @@ async def test_a_rank_that_died_after_it_gave_fails_nothing_yet() -> None:
 
 
 @in_loop
-async def test_what_was_told_before_the_end_is_still_handed_out() -> None:
+async def test_payloads_passed_before_the_end_are_still_delivered() -> None:
     exchanges = Exchanges(2)
     await exchanges.broadcast(0, "verdict", b"committed", LONG)
     exchanges.end(EndedIncarnation(2, "rank 0 joined again"))
@@ -138,7 +138,7 @@ async def test_what_was_told_before_the_end_is_still_handed_out() -> None:
 
 
 @in_loop
-async def test_progress_tells_who_waits_for_whom() -> None:
+async def test_progress_shows_which_rank_waits_for_which() -> None:
     exchanges = Exchanges(3)
     tasks = await begun(
         exchanges.gather(0, "save/persisted", b"", LONG), exchanges.gather(1, "save/persisted", b"1", LONG)

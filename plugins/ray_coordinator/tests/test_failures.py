@@ -174,7 +174,7 @@ def test_a_rank_ends_in_the_middle_of_a_save(ends: tuple[End, ...], expected: st
     assert ckptcore.verify(tmp_path / "2").ok
 
 
-def test_two_go_on_over_what_three_left(pool: Pool, tmp_path: Path) -> None:
+def test_job_of_two_saves_over_the_leftovers_of_a_failed_job_of_three(pool: Pool, tmp_path: Path) -> None:
     workers = pool.take(3)
     with make_job(new_name(), 3) as job:
         join(job, workers)

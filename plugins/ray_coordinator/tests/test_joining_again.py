@@ -48,7 +48,7 @@ class Member:
         self.run.wait()
 
 
-def test_a_context_goes_on_in_the_next_incarnation(ranks: Ranks, tmp_path: Path) -> None:
+def test_context_works_in_the_next_incarnation(ranks: Ranks, tmp_path: Path) -> None:
     member_class: Any = ray.remote(num_cpus=0)(Member)
     members = [member_class.remote(), member_class.remote()]
 

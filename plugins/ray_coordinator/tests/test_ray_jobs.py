@@ -59,7 +59,7 @@ def test_actors_save_together_and_the_driver_follows(ranks: Ranks, job: RayJob, 
     assert told.held_bytes == 0
 
 
-def test_a_dead_actor_is_noticed_before_the_deadline_and_replaced(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
+def test_failed_actor_is_detected_before_the_timeout_and_replaced(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
     (first,) = ranks.first(1)
     second = ranks.new()
     assert join(job, first, second) == [1, 1]
@@ -93,7 +93,7 @@ def test_an_actor_that_ray_restarts_is_another(ranks: Ranks, job: RayJob) -> Non
     ray.kill(second)
 
 
-def test_a_rank_that_joins_again_ends_what_the_others_were_at(ranks: Ranks, job: RayJob) -> None:
+def test_rank_that_joins_again_ends_the_exchanges_of_the_others(ranks: Ranks, job: RayJob) -> None:
     first, second = ranks.first(2)
     join(job, first, second)
     ray.get(second.gather.remote("ahead", b"old"))
@@ -111,7 +111,7 @@ def test_a_rank_that_joins_again_ends_what_the_others_were_at(ranks: Ranks, job:
     assert ray.get(first.gather.remote("ahead", b"0")) == [b"0", b"new"]
 
 
-def test_a_late_rank_is_told_and_the_next_exchange_is_whole(ranks: Ranks, job: RayJob) -> None:
+def test_late_rank_gets_an_error_and_the_next_exchange_is_complete(ranks: Ranks, job: RayJob) -> None:
     first, second = ranks.first(2)
     ray.get([first.join.remote(job.name, 0, 2, 0.3), second.join.remote(job.name, 1, 2, 30.0)])
     with pytest.raises(
@@ -124,7 +124,7 @@ def test_a_late_rank_is_told_and_the_next_exchange_is_whole(ranks: Ranks, job: R
     assert ray.get(first.gather.remote("key", b"0")) == [b"0", b"next"]
 
 
-def test_a_busy_actor_is_not_dead(ranks: Ranks, job: RayJob) -> None:
+def test_busy_actor_is_not_reported_as_failed(ranks: Ranks, job: RayJob) -> None:
     first, second = ranks.first(2)
     join(job, first, second)
     gathered = first.gather.remote("key", b"0")
@@ -165,7 +165,7 @@ class Asynchronous:
         return runtime_of(ckptcore.Context()).job().size
 
 
-def test_asynchronous_actors_go_on_while_they_save(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
+def test_asynchronous_actors_run_other_methods_during_a_save(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
     actor_class: Any = ray.remote(num_cpus=0)(Asynchronous)
     actors = [actor_class.remote(job.name, rank) for rank in range(2)]
     for actor in actors:
@@ -194,7 +194,7 @@ def test_ranks_that_a_job_does_not_have_are_refused(job: RayJob) -> None:
         make_job(new_name(), 0)
 
 
-def test_the_end_of_a_job_is_told(ranks: Ranks) -> None:
+def test_end_of_a_job_is_an_error(ranks: Ranks) -> None:
     first, second = ranks.first(2)
     with make_job(new_name(), 2) as job:
         join(job, first, second)

@@ -84,7 +84,7 @@ def header(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_peft_wrote_loads_to_the_bit(name: str) -> None:
+def test_files_of_peft_load_bit_by_bit(name: str) -> None:
     adapter = load_adapter(GOLDEN / name)
     assert adapter.config == json.loads((GOLDEN / name / "adapter_config.json").read_bytes())
     assert adapter.arrays.keys() == header(GOLDEN / name / "adapter_model.safetensors").keys() - {"__metadata__"}
@@ -96,7 +96,7 @@ def test_what_peft_wrote_loads_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_saved_again_is_what_peft_wrote(tmp_path: Path, name: str) -> None:
+def test_second_save_equals_the_files_of_peft(tmp_path: Path, name: str) -> None:
     adapter = load_adapter(GOLDEN / name)
     save_adapter(tmp_path / "a", adapter.arrays, adapter.config)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
@@ -132,7 +132,7 @@ def test_the_state_has_the_names_of_peft(make: Any) -> None:
     assert sorted(adapter_state(make(model), "other")) == [f"{PREFIX}inner.query.lora_{part}.weight" for part in "AB"]
 
 
-def test_biases_of_the_base_model_go_along_where_asked() -> None:
+def test_biases_of_the_base_model_are_saved_on_request() -> None:
     model = Model()
     model.plain = torch.nn.Linear(2, 2)
     extra = {
@@ -161,7 +161,7 @@ def test_matrices_without_modules_and_adapter_names() -> None:
         adapter_state(model)
 
 
-def test_a_model_without_the_adapter_is_told() -> None:
+def test_model_without_the_adapter_is_an_error() -> None:
     with pytest.raises(TreeMismatchError, match=r"no parameters of the adapter 'default'.*set adapter_name="):
         adapter_state(torch.nn.Linear(2, 2))
     with pytest.raises(TreeMismatchError, match="the model has the adapters mine"):
@@ -189,7 +189,7 @@ def test_a_token_adapter_that_is_tied_is_stored_once() -> None:
     assert found == [f"{PREFIX}tokens.trainable_tokens_delta"]
 
 
-def test_a_model_takes_what_was_saved(tmp_path: Path) -> None:
+def test_saved_adapter_loads_into_a_model(tmp_path: Path) -> None:
     saved, loaded = Model(), wrapped(Model())
     save_adapter(tmp_path / "a", saved, CONFIG)
     before = {name: bits(tensor) for name, tensor in loaded.state_dict().items()}
@@ -204,7 +204,7 @@ def test_a_model_takes_what_was_saved(tmp_path: Path) -> None:
     }
 
 
-def test_an_adapter_goes_under_another_name_and_to_the_meta_device(tmp_path: Path) -> None:
+def test_adapter_loads_under_another_name_and_to_the_meta_device(tmp_path: Path) -> None:
     saved = lora(4, 3, "default", bias=True)
     save_adapter(tmp_path / "a", saved, CONFIG)
     with torch.device("meta"):
@@ -217,7 +217,7 @@ def test_an_adapter_goes_under_another_name_and_to_the_meta_device(tmp_path: Pat
     assert isinstance(loaded.lora_A["second"].weight, torch.nn.Parameter)
 
 
-def test_biases_that_were_saved_go_where_they_are(tmp_path: Path) -> None:
+def test_saved_biases_load_into_the_base_model(tmp_path: Path) -> None:
     saved, loaded = lora(4, 3, "default"), lora(4, 3, "default")
     save_adapter(tmp_path / "a", saved, {**CONFIG, "bias": "all"})
     load_adapter_into(tmp_path / "a", loaded)
@@ -254,7 +254,7 @@ def test_arrays_and_config_are_of_one_save(tmp_path: Path, monkeypatch: pytest.M
     assert adapter.arrays[f"{PREFIX}q.lora_B.weight"].flat[0] == adapter.config["lora_alpha"] == 8
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_mismatch_changes_nothing(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", Model(), CONFIG)
     loaded = lora(4, 4, "default")
     before = {name: bits(tensor) for name, tensor in loaded.state_dict().items()}
@@ -352,7 +352,7 @@ def test_a_config_of_peft_becomes_json(tmp_path: Path) -> None:
         ({"x": "\ud800"}, "not valid Unicode"),
     ],
 )
-def test_what_is_no_config_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_invalid_config_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         save_adapter(tmp_path / "a", Model(), {**CONFIG, **change})
     assert not (tmp_path / "a").exists()
@@ -375,13 +375,15 @@ def test_what_is_no_config_is_refused(tmp_path: Path, change: dict[str, Any], sa
         ({1: np.ones(1)}, TypeError, "is not a string"),
     ],
 )
-def test_what_peft_would_not_find_is_refused(tmp_path: Path, state: Any, error: type[Exception], said: str) -> None:
+def test_names_that_peft_does_not_use_are_refused(
+    tmp_path: Path, state: Any, error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         save_adapter(tmp_path / "a", state, CONFIG)
     assert not (tmp_path / "a").exists()
 
 
-def test_arrays_without_a_config_are_told(tmp_path: Path) -> None:
+def test_arrays_without_a_config_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="config=None"):
         save_adapter(tmp_path / "a", {f"{PREFIX}q.lora_A.weight": np.ones(1)})
     with pytest.raises(ValueError, match="the reserved key 'adapter_config'"):
@@ -391,7 +393,7 @@ def test_arrays_without_a_config_are_told(tmp_path: Path) -> None:
         load_adapter(tmp_path / "a")
 
 
-def test_an_adapter_beside_the_model_that_it_is_of(tmp_path: Path) -> None:
+def test_adapter_in_the_directory_of_its_base_model(tmp_path: Path) -> None:
     """A directory of a Hugging Face trainer, with other files of the model."""
     model = Model()
     save_adapter(tmp_path / "a", model, CONFIG)

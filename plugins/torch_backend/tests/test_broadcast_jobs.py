@@ -43,12 +43,12 @@ ONE_INDEX = broadcast_job.state()["i"].nbytes
 
 
 @pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("per_node", 1), ("pairs", 2)])
-def test_what_all_want_is_read_once_by_a_group(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
+def test_shared_data_is_read_once_per_group(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
     assert sum(rank[reads]["plain"] for rank in read) == times * STORED
 
 
 @pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("pairs", 2)])
-def test_shards_are_read_by_who_holds_them(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
+def test_each_process_reads_its_shards(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
     """One tensor is not sharded, so it is read once and sent."""
     assert sum(rank[reads]["fsdp2"] for rank in read) == STORED - ONE_INDEX + times * ONE_INDEX
 

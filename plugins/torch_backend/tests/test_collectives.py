@@ -81,7 +81,7 @@ class TestThroughDevice(CollectivesTests):
         )
 
 
-def test_a_message_goes_up_while_the_one_before_is_sent() -> None:
+def test_message_is_copied_to_the_device_while_the_previous_one_is_sent() -> None:
     """Only the broadcast waits for the previous one, and the calling thread does not wait."""
 
     class Sent:

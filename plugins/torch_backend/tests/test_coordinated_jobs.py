@@ -53,7 +53,7 @@ def test_a_group_of_one_process_is_none() -> None:
         assert ckptcore_torch.ckpt_coordinator() is None
 
 
-def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_path: Path) -> None:
+def test_group_without_a_store_raises_an_error_with_a_remedy_in_an_exchange(tmp_path: Path) -> None:
     """The fake backend stands in for mpi, which most builds of torch lack.
 
     Loads of one process need no coordinator.
@@ -70,7 +70,7 @@ def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_the_coordinator_of_a_context_comes_first() -> None:
+def test_coordinator_of_a_context_has_precedence() -> None:
     mine = StoreCoordinator(dist.HashStore(), 0, 1)
     with in_group("fake", 4):
         assert runtime_of(Context(job=JobOptions(coordinator=mine))).job() is mine
@@ -89,7 +89,7 @@ def test_a_group_has_one_coordinator_and_the_next_one_another() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_goes_on_saves_with_one_that_is_new(tmp_path: Path) -> None:
+def test_continuing_process_saves_together_with_a_new_one(tmp_path: Path) -> None:
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))
@@ -126,7 +126,7 @@ def test_a_job_saves_and_loads_without_a_context(tmp_path: Path, size: int) -> N
 
 
 @pytest.mark.slow
-def test_a_job_that_is_started_again_with_the_store_of_its_former_life_goes_on(tmp_path: Path) -> None:
+def test_job_restarted_with_the_same_store_continues(tmp_path: Path) -> None:
     _run(3, RESTARTED, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "heard", "1-0", "1-1", "1-2"}
     assert ckptcore.CheckpointReader(tmp_path / "run").steps == (1, 2, 3, 4)

@@ -83,7 +83,7 @@ class TestDTensorsConform(LeafHandlerTests):
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_abstract_dtensor_asks_for_the_devices_of_its_mesh() -> None:
+def test_abstract_dtensor_requests_the_devices_of_its_mesh() -> None:
     leaf = dtensor(WHOLE.bfloat16(), Shard(0), Replicate())
     abstract: Any = DTensorHandler().abstract(leaf)
     assert abstract.to_local().is_meta and abstract.device_mesh == leaf.device_mesh

@@ -79,7 +79,7 @@ def test_an_unknown_dtype_is_refused_with_advice() -> None:
         encoding_of(Future())  # type: ignore[arg-type]  # stands for a dtype of a later PyTorch
 
 
-def test_what_pytorch_lacks_has_no_encoding() -> None:
+def test_dtype_that_pytorch_lacks_has_no_encoding() -> None:
     for name in ("float8_e3m4", "int4", "datetime64[ns]", "S3"):
         assert encoding_of_stored(name, PLAIN_ARRAY) is None
 

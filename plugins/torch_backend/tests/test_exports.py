@@ -29,7 +29,7 @@ def _expect_weights(path: Path, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
-def test_weights_beside_a_tree(begin: Any, tmp_path: Path) -> None:
+def test_export_of_weights_next_to_a_tree(begin: Any, tmp_path: Path) -> None:
     model, optimizer = _trained()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = {"model": model, "optimizer": optimizer, "step": 1}
@@ -45,7 +45,7 @@ def test_weights_beside_a_tree(begin: Any, tmp_path: Path) -> None:
     assert all(torch.equal(model.state_dict()[name], expected[name]) for name in expected)
 
 
-def test_weights_beside_the_steps_of_a_run(tmp_path: Path) -> None:
+def test_export_of_weights_of_the_steps_of_a_run(tmp_path: Path) -> None:
     model, optimizer = _trained()
     weights = StepExport(directory=tmp_path / "weights", subtree="model", every=2)
     with ckptcore.Checkpointer(tmp_path / "run", strategy=StepExports([weights])) as checkpointer:

@@ -22,7 +22,7 @@ SIZE = 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
-def test_survivors_are_told_which_load_failed(tmp_path: Path, which: signal.Signals) -> None:
+def test_surviving_processes_raise_an_error_that_names_the_load(tmp_path: Path, which: signal.Signals) -> None:
     ckptcore.save(tmp_path / "saved", {f"w{number}": np.full((256, 256), number) for number in range(24)})
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -19,7 +19,7 @@ def test_hooks_of_a_module_run_though_everything_was_filled_in_place(tmp_path: P
     assert len(calls) == 1 and module.weight.data_ptr() == pointer
 
 
-def test_tied_leaves_are_built_apart_for_those_that_ask_for_different_things(tmp_path: Path) -> None:
+def test_tied_leaves_are_built_separately_for_different_requests(tmp_path: Path) -> None:
     shared = torch.ones(3)
     ckptcore.save(tmp_path / "c", {"student": shared, "teacher": shared})
     asked = {
@@ -44,7 +44,7 @@ def test_a_parameter_of_a_subclass_is_a_leaf_that_can_be_trained(tmp_path: Path)
     assert not loaded.detach().any()
 
 
-def test_a_tie_on_the_meta_device_keeps_what_was_loaded(tmp_path: Path) -> None:
+def test_tie_on_the_meta_device_keeps_loaded_values(tmp_path: Path) -> None:
     class Buffers(torch.nn.Module):
         def __init__(self, device: str) -> None:
             super().__init__()

@@ -22,7 +22,7 @@ from plugins.torch_backend.tests.test_transfers import LateDevice
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_holds_a_tensor(tmp_path: Path, name: str) -> None:
+def test_no_reference_to_a_tensor_remains(tmp_path: Path, name: str) -> None:
     state = State()
     watched = state.held
     with without_collector():
@@ -38,7 +38,7 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
-def test_a_second_save_takes_no_memory_and_all_is_freed_when_asked_for(tmp_path: Path) -> None:
+def test_second_save_allocates_no_memory_and_all_can_be_freed(tmp_path: Path) -> None:
     context = ckptcore.Context(durability="none")
     state = {f"{number}": torch.ones(8 << 20) for number in range(2)}
     nbytes = sum(tensor.nbytes for tensor in state.values())
@@ -57,7 +57,7 @@ def test_a_second_save_takes_no_memory_and_all_is_freed_when_asked_for(tmp_path:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_what_saves_copied_into_is_free_again(tmp_path: Path, name: str) -> None:
+def test_staging_memory_can_be_released(tmp_path: Path, name: str) -> None:
     """Also after failed saves."""
     kept = OPERATIONS[name](tmp_path, State(), "safetensors")
     contexts = [each for each in (kept if isinstance(kept, tuple) else [kept]) if isinstance(each, ckptcore.Context)]
@@ -66,7 +66,7 @@ def test_what_saves_copied_into_is_free_again(tmp_path: Path, name: str) -> None
         assert runtime_of(context).staging.held_bytes == 0
 
 
-def test_memory_is_not_kept_where_none_is_to_be(tmp_path: Path) -> None:
+def test_staging_memory_is_freed_without_keep_staging(tmp_path: Path) -> None:
     context = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(keep_staging=False))
     ckptcore.save_async(tmp_path / "c", {"w": torch.ones(1 << 20)}, context=context).result()
     assert runtime_of(context).staging.held_bytes == 0

@@ -125,7 +125,7 @@ class TestNamedOptimizersConform(CheckpointableHandlerTests):
 
 @pytest.mark.parametrize("used", [0, 2], ids=["new", "used"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on(name: str, used: int, tmp_path: Path) -> None:
+def test_optimizer_resumes(name: str, used: int, tmp_path: Path) -> None:
     model, other = Network(0), Network(1)
     optimizer, its = OPTIMIZERS[name](model), OPTIMIZERS[name](other)
     steps(model, [optimizer], 3)
@@ -140,7 +140,7 @@ def test_an_optimizer_goes_on(name: str, used: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_STATE)
-def test_it_is_the_state_that_torch_gives(name: str) -> None:
+def test_saved_state_equals_the_state_of_torch(name: str) -> None:
     value = example(name, 0, 2)
     expected = get_optimizer_state_dict(value.model, value.optimizers)
     assert bits(HANDLER.flatten(value)) == bits(expected)
@@ -153,7 +153,7 @@ def quiet_dcp(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("name", ["groups", "momentum"])
-def test_torch_loads_what_is_saved(name: str, tmp_path: Path) -> None:
+def test_torch_loads_our_state(name: str, tmp_path: Path) -> None:
     value, other = example(name, 0, 2), example(name, 1, 1)
     ckptcore.save(tmp_path / "c", {"optimizer": value}, layout="dcp")
     target = {"optimizer": get_optimizer_state_dict(other.model, other.optimizers)}
@@ -169,7 +169,7 @@ def test_torch_loads_what_is_saved(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("used", [0, 1], ids=["new", "used"])
 @pytest.mark.parametrize("name", ["groups", "momentum"])
-def test_what_torch_saved_is_loaded(name: str, used: int, flat: bool, tmp_path: Path) -> None:
+def test_checkpoints_of_torch_load(name: str, used: int, flat: bool, tmp_path: Path) -> None:
     value, other = example(name, 0, 2), example(name, 1, used)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = {"optimizer": get_optimizer_state_dict(value.model, value.optimizers, options=options)}
@@ -221,7 +221,7 @@ def test_wrapped_and_plain_models_load_each_other(tmp_path: Path) -> None:
     assert steps(other, [its], 2) == steps(model, [optimizer], 2)
 
 
-def test_several_optimizers_are_one_state_as_torch_has_them(tmp_path: Path) -> None:
+def test_several_optimizers_are_one_state_as_in_torch(tmp_path: Path) -> None:
     def make(seed: int, count: int) -> NamedOptimizer:
         model = Network(seed)
         weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -243,7 +243,7 @@ def test_several_optimizers_are_one_state_as_torch_has_them(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
-def test_state_of_another_dtype_than_its_parameter_comes_back_exactly(
+def test_state_of_another_dtype_than_its_parameter_is_restored_exactly(
     named: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """PyTorch would cast it to the dtype of the parameter, also inside lists and dicts."""
@@ -287,7 +287,7 @@ def test_a_tied_parameter_is_found_by_any_of_its_names() -> None:
         HANDLER.restore(other, state)
 
 
-def test_what_is_only_on_one_side_is_named(tmp_path: Path) -> None:
+def test_parameters_on_only_one_side_are_named(tmp_path: Path) -> None:
     value = example("AdamW", 0, 2)
     ckptcore.save(tmp_path / "c", {"o": value})
     grown = Network(1)
@@ -317,7 +317,7 @@ def test_parameters_without_a_name_are_refused(tmp_path: Path) -> None:
             NamedOptimizer(model, *optimizers)  # type: ignore[arg-type]
 
 
-def test_state_that_is_of_no_parameter_goes_along() -> None:
+def test_state_without_a_parameter_is_saved_and_loaded() -> None:
     value, other = example("momentum", 0, 2), example("momentum", 1, 0)
     value.optimizers[0].state["all"] = {"count": torch.tensor(3)}  # type: ignore[index]  # a name
     HANDLER.restore(other, copy.deepcopy(HANDLER.flatten(value)))
@@ -346,7 +346,7 @@ def test_state_that_is_of_no_parameter_goes_along() -> None:
         {5: 3},
     ],
 )
-def test_what_is_no_state_of_an_optimizer_is_refused(stored: Any, tmp_path: Path) -> None:
+def test_tree_that_is_not_an_optimizer_state_is_refused(stored: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"o": stored})
     for target in (example("AdamW", 0, 0), example("AdamW", 0, 0).optimizers[0]):
         with pytest.raises(TreeMismatchError):
@@ -371,7 +371,7 @@ class Scaled(torch.optim.SGD):
         return {**super().state_dict(), "loss_scale": 1024.0}
 
 
-def test_what_has_no_place_by_names_is_not_left_out(tmp_path: Path) -> None:
+def test_extra_entries_of_a_state_dict_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     named = NamedOptimizer(model, Scaled(model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedLeafError, match="the Scaled also has loss_scale"):

@@ -121,7 +121,7 @@ def test_wrapped_and_plain_models_load_each_other(inner: str, outer: str, tmp_pa
 
 @pytest.mark.parametrize("outer", ["plain", "compiled and distributed"])  # it does not know DataParallel
 @pytest.mark.parametrize("inner", ["plain", "checkpointed", "compiled", "checkpointed and compiled"])
-def test_names_are_those_of_get_model_state_dict(inner: str, outer: str) -> None:
+def test_names_equal_those_of_get_model_state_dict(inner: str, outer: str) -> None:
     """torch recognizes some wrappers by name, so this model has no names like those of wrappers."""
     part = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     wrapped = OUTER[outer](torch.nn.Sequential(INNER[inner](part), part[1]))
@@ -129,7 +129,7 @@ def test_names_are_those_of_get_model_state_dict(inner: str, outer: str) -> None
     assert state.keys() == get_model_state_dict(wrapped).keys()
 
 
-def test_a_load_gives_the_names_that_the_module_takes(tmp_path: Path) -> None:
+def test_load_returns_the_names_of_the_module(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "plain", model(1))
     wrapped = DataParallel(model(2, compiled))
     state = ckptcore.load(tmp_path / "plain", wrapped)
@@ -159,7 +159,7 @@ def test_a_state_dict_of_the_same_wrappers_loads_under_their_names(tmp_path: Pat
     assert elements(target) == elements(source)
 
 
-def test_names_of_other_wrappers_are_refused_with_the_prefix_and_what_to_do(tmp_path: Path) -> None:
+def test_names_of_other_wrappers_are_an_error_with_the_prefix_and_a_remedy(tmp_path: Path) -> None:
     source = DataParallel(model(1))
     ckptcore.save(tmp_path / "raw", {"model": dict(source.state_dict())})
     target = model(2)
@@ -181,7 +181,7 @@ def test_names_of_other_wrappers_are_refused_with_the_prefix_and_what_to_do(tmp_
         ckptcore.load_into(tmp_path / "bare", {"model": part})
 
 
-def test_what_a_wrapper_has_of_its_own_keeps_its_name_and_collides_with_nothing() -> None:
+def test_parameter_of_a_wrapper_keeps_its_name_and_does_not_collide() -> None:
     class Owner(DataParallel[Module]):
         def __init__(self, module: Module) -> None:
             super().__init__(module)

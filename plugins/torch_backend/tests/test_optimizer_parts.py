@@ -149,7 +149,7 @@ def test_listed_groups_of_different_parameters_are_not_united(tmp_path: Path) ->
 
 @pytest.mark.parametrize("used", [0, 2], ids=["new", "used"])
 @pytest.mark.parametrize("rate", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
-def test_stages_go_on(rate: Any, used: int, tmp_path: Path) -> None:
+def test_pipeline_stages_resume(rate: Any, used: int, tmp_path: Path) -> None:
     def stages(seed: int, count: int, rate: Any) -> list[NamedOptimizerPart]:
         def made(model: torch.nn.Module) -> torch.optim.Optimizer:
             return adamw(model, rate)
@@ -165,7 +165,7 @@ def test_stages_go_on(rate: Any, used: int, tmp_path: Path) -> None:
         assert train(target.model, target.optimizers[0]) == train(value.model, value.optimizers[0])
 
 
-def test_groups_of_one_tensor_rate_have_each_their_own(tmp_path: Path) -> None:
+def test_groups_saved_with_one_tensor_rate_load_into_separate_tensors(tmp_path: Path) -> None:
     """PyTorch fills tensor learning rates in place, with different values."""
     model, other = layers(("0",), 0), layers(("0",), 1)
     together = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.2))
@@ -196,7 +196,7 @@ def test_stages_that_disagree_are_named_with_their_values(rates: Any, tmp_path: 
     assert float(apart.optimizers[0].param_groups[0]["lr"]) == float(rates[1])
 
 
-def test_what_a_part_lacks_is_named(tmp_path: Path) -> None:
+def test_parameters_that_a_part_lacks_are_named(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"o": part(("0", "1"))})
     with pytest.raises(TreeMismatchError, match=r"layers\.2\.weight is in no stored group"):
         ckptcore.load_into(tmp_path / "c", {"o": part(("1", "2"), 1, 0)})
@@ -206,7 +206,7 @@ def test_what_a_part_lacks_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["nested", "flat"])
-def test_a_part_takes_its_own_of_what_torch_saved(form: str, tmp_path: Path) -> None:
+def test_part_loads_its_parameters_from_a_state_of_torch(form: str, tmp_path: Path) -> None:
     value = part(WHOLE)
     state = get_optimizer_state_dict(value.model, value.optimizers, options=FLAT if form == "flat" else None)
     quiet_dcp(lambda: dcp.save({"o": state}, checkpoint_id=tmp_path / "c"))
@@ -231,7 +231,7 @@ def test_torch_loads_the_whole_of_parts(tmp_path: Path) -> None:
     assert by_name(whole) == {section: {**states[0][section], **states[1][section]} for section in states[0]}
 
 
-def test_it_is_the_flat_state_that_torch_gives() -> None:
+def test_saved_part_equals_the_flat_state_of_torch() -> None:
     value = part(("0", "1"))
     state: Any = HANDLER.flatten(value)
     flat = {
@@ -261,7 +261,9 @@ def test_it_is_the_flat_state_that_torch_gives() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [NamedOptimizer, NamedOptimizerPart])
-def test_what_is_no_state_of_an_optimizer_is_refused(kind: type[NamedOptimizer], stored: Any, tmp_path: Path) -> None:
+def test_tree_that_is_not_an_optimizer_state_is_refused(
+    kind: type[NamedOptimizer], stored: Any, tmp_path: Path
+) -> None:
     ckptcore.save(tmp_path / "c", {"o": stored})
     made = part(("0",), 1, 0)
     with pytest.raises(TreeMismatchError):

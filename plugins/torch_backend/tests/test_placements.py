@@ -40,7 +40,7 @@ def _placings(draw: st.DrawFn) -> DTensorPlacement:
 
 
 @given(_placings())
-def test_every_process_holds_what_torch_gives_it(placed: DTensorPlacement) -> None:
+def test_local_parts_are_equal_to_those_of_torch(placed: DTensorPlacement) -> None:
     whole = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     owned: list[Box] = []
     every: list[Box] = []

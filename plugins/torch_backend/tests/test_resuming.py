@@ -58,7 +58,7 @@ def bits(parameters: Parameters) -> list[bytes]:
 
 @pytest.mark.parametrize("used", [0, 2], ids=["new", "used"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on(name: str, used: int, tmp_path: Path) -> None:
+def test_optimizer_resumes(name: str, used: int, tmp_path: Path) -> None:
     """Also into an optimizer after other steps: LBFGS then has a history of another length."""
     parameters = parameters_of()
     optimizer = OPTIMIZERS[name](parameters)
@@ -100,7 +100,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on(name: str, rate: float | torch.Tensor, tmp_path: Path) -> None:
+def test_scheduler_resumes(name: str, rate: float | torch.Tensor, tmp_path: Path) -> None:
     def make() -> tuple[torch.optim.Optimizer, Any, Callable[[], float]]:
         optimizer = torch.optim.AdamW(parameters_of(), lr=copy.deepcopy(rate))
         scheduler = SCHEDULERS[name](optimizer)
@@ -132,7 +132,7 @@ def _types(state: Any) -> object:
     return type(state)
 
 
-def test_a_scaler_goes_on(tmp_path: Path) -> None:
+def test_scaler_resumes(tmp_path: Path) -> None:
     def make() -> tuple[torch.amp.GradScaler, Callable[[float], float]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         parameter = torch.nn.Parameter(torch.ones(2))
@@ -190,7 +190,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("used", [0, 2])
-def test_state_that_is_of_no_parameter_goes_along(used: int, tmp_path: Path) -> None:
+def test_state_without_a_parameter_is_saved_and_loaded(used: int, tmp_path: Path) -> None:
     parameters, others = parameters_of(), parameters_of()
     optimizer, other = Counting(parameters, momentum=0.9), Counting(others, momentum=0.9)
     for _ in range(3):

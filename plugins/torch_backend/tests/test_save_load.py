@@ -75,7 +75,7 @@ def flipped(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-def test_every_dtype_and_stride_comes_back(tmp_path: Path) -> None:
+def test_every_dtype_and_stride_is_restored(tmp_path: Path) -> None:
     tree = every_dtype()
     ckptcore.save(tmp_path / "c", tree, context=QUICK)
     for abstract in (like_meta(tree), tree):
@@ -89,7 +89,7 @@ def test_every_dtype_and_stride_comes_back(tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "c").ok
 
 
-def test_an_asynchronous_save_has_what_was_there_when_it_returned(tmp_path: Path) -> None:
+def test_asynchronous_save_stores_the_values_at_its_return(tmp_path: Path) -> None:
     tree = every_dtype()
     tree["large"] = torch.arange(3_000_000, dtype=torch.float32)
     expected = {name: bits(leaf) for name, leaf in tree.items()}
@@ -102,7 +102,7 @@ def test_an_asynchronous_save_has_what_was_there_when_it_returned(tmp_path: Path
     assert {name: bits(leaf) for name, leaf in loaded.items()} == expected
 
 
-def test_numpy_reads_what_pytorch_saved_and_the_other_way_round(tmp_path: Path) -> None:
+def test_numpy_and_pytorch_load_each_others_checkpoints(tmp_path: Path) -> None:
     tensors = {"half": torch.ones(3).bfloat16(), "eight": torch.ones(2, 2).to(torch.float8_e5m2), "n": torch.arange(3)}
     ckptcore.save(tmp_path / "torch", tensors, context=QUICK)
     arrays = ckptcore.load(tmp_path / "torch")
@@ -128,7 +128,7 @@ def test_raw_bytes_are_an_array_of_uint8_to_others(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c", {"packed": torch.empty(6, dtype=torch.int4, device="meta")})
 
 
-def test_what_cannot_be_saved_is_refused_by_path_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_leaves_are_refused_with_path_before_the_write(tmp_path: Path) -> None:
     state = {"ok": torch.ones(2), "deep": [torch.eye(2).to_sparse(), torch.ones(2, device="meta")]}
     with pytest.raises(UnsupportedLeafError, match=r"deep\[0\]: .*sparse.*deep\[1\]: a meta tensor"):
         ckptcore.save(tmp_path / "c", state, context=QUICK)
@@ -136,7 +136,7 @@ def test_what_cannot_be_saved_is_refused_by_path_before_anything_is_written(tmp_
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_nothing_holds_a_tensor_after_a_save(tmp_path: Path, asynchronous: bool) -> None:
+def test_no_reference_to_a_tensor_remains_after_a_save(tmp_path: Path, asynchronous: bool) -> None:
     leaves = [torch.ones(3), torch.ones(1 << 20), torch.nn.Parameter(torch.ones(4, 4).t())]
     gone = [weakref.ref(leaf) for leaf in leaves]
     if asynchronous:
@@ -148,7 +148,7 @@ def test_nothing_holds_a_tensor_after_a_save(tmp_path: Path, asynchronous: bool)
     assert [reference() for reference in gone] == [None] * 3
 
 
-def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
+def test_containers_are_restored(tmp_path: Path) -> None:
     state = {"size": torch.Size([2, 3]), "parts": OrderedDict(a=torch.ones(1)), "counts": Counter({3: 2})}
     ckptcore.save(tmp_path / "c", state, context=QUICK)
     loaded = ckptcore.load(tmp_path / "c", state)
@@ -218,7 +218,7 @@ def test_a_module_is_filled_in_place(tmp_path: Path) -> None:
     assert target.head.weight is target.embed.weight
 
 
-def test_a_module_on_the_meta_device_is_given_memory(tmp_path: Path) -> None:
+def test_module_on_the_meta_device_gets_memory(tmp_path: Path) -> None:
     module = make_network(0)
     ckptcore.save(tmp_path / "c", module, context=QUICK)
     with torch.device("meta"):
@@ -229,7 +229,7 @@ def test_a_module_on_the_meta_device_is_given_memory(tmp_path: Path) -> None:
     assert isinstance(target.hidden.weight, torch.nn.Parameter)
 
 
-def test_a_lazy_module_gets_its_shapes(tmp_path: Path) -> None:
+def test_lazy_module_is_loaded_with_stored_shapes(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
     ckptcore.save(tmp_path / "c", module, context=QUICK)
     target = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.ReLU())
@@ -293,7 +293,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("used_before", [0, 2], ids=["new", "used"])
-def test_training_goes_on_bit_for_bit(
+def test_training_resumes_bit_by_bit(
     tmp_path: Path, optimizer: type[torch.optim.Optimizer], options: dict[str, Any], used_before: int
 ) -> None:
     training = Training(0, optimizer, **options)
@@ -307,7 +307,7 @@ def test_training_goes_on_bit_for_bit(
     assert state_bits(resumed.network) == state_bits(training.network)
 
 
-def test_an_optimizer_saved_before_its_first_step_takes_the_state_away(tmp_path: Path) -> None:
+def test_optimizer_saved_before_its_first_step_removes_the_state(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", Training(0, torch.optim.AdamW).optimizer, context=QUICK)
     used = Training(1, torch.optim.AdamW)
     used.steps(2)
@@ -327,7 +327,7 @@ def test_the_tensors_of_an_optimizer_are_filled_in_place(tmp_path: Path) -> None
     assert [bits(held) for held in after] == [bits(held) for held in expected]
 
 
-def test_loading_like_a_new_optimizer_gives_its_state_dict(tmp_path: Path) -> None:
+def test_load_with_a_new_optimizer_returns_its_state_dict(tmp_path: Path) -> None:
     training = Training(0, torch.optim.AdamW)
     training.steps(2)
     ckptcore.save(tmp_path / "c", training.state, context=QUICK)

@@ -141,7 +141,7 @@ def test_saved_and_loaded_as_other_things(tmp_path: Path) -> None:
         ckptcore.load_into(tmp_path / "c", {"w": sharded_like(other, torch.float64)})
 
 
-def test_one_process_holds_its_shards_and_knows_of_the_others() -> None:
+def test_one_process_has_its_shards_and_knows_the_cuts_of_all() -> None:
     with job("fake", 2):
         leaf = sharded(WHOLE, [((0, 0), (3, 7), 0), ((3, 0), (2, 7), 1)])
         record = HANDLER.describe(leaf)
@@ -169,7 +169,7 @@ def test_groups_of_hybrid_sharding_are_replicas(ranks: list[int], expected: tupl
         assert (shard.replica, shard.replicas) == expected
 
 
-def test_what_does_not_say_who_has_the_same_is_refused(tmp_path: Path) -> None:
+def test_unknown_replicas_are_refused(tmp_path: Path) -> None:
     with job("fake", 4):
         leaf = sharded(WHOLE, [((0, 0), (5, 7), 0)], dist.new_group([0, 3]))
         with pytest.raises(UnsupportedLeafError, match=r"over the ranks \[0, 3\] of 4"):
@@ -177,7 +177,7 @@ def test_what_does_not_say_who_has_the_same_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_shards_of_another_shape_than_they_say_are_refused() -> None:
+def test_shards_that_differ_from_their_metadata_are_refused() -> None:
     leaf = example(WHOLE)
     leaf.local_shards()[0].tensor = torch.zeros(1, 2)
     with pytest.raises(UnsupportedLeafError, match=r"shape \(1, 2\), but its metadata has \(3, 2\)"):
@@ -186,7 +186,7 @@ def test_shards_of_another_shape_than_they_say_are_refused() -> None:
         HANDLER.build(leaf, ValueRecord("str", "x"), [])
 
 
-def test_dcp_checkpoints_of_them_load() -> None:
+def test_dcp_checkpoints_of_sharded_tensors_load() -> None:
     """Written by torch 2.13.0 in two processes (``sharded_job.py golden DIRECTORY``)."""
     state = {"even": torch.empty(4, 3), "uneven": torch.empty(5, 7, dtype=torch.bfloat16), "blocks": torch.empty(6, 6)}
     found = ckptcore.load(GOLDEN, state)
@@ -204,7 +204,7 @@ def golden_state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_dcp_checkpoints_of_them_load_into_them() -> None:
+def test_dcp_checkpoints_of_sharded_tensors_load_into_sharded_tensors() -> None:
     target = {
         "even": sharded(torch.zeros(4, 3), [((0, 0), (1, 3), 0), ((1, 0), (3, 3), 0)]),
         "uneven": sharded(torch.zeros(5, 7, dtype=torch.bfloat16), QUARTERS),

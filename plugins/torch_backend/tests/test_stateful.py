@@ -194,7 +194,7 @@ def test_parameters_stay_the_same_objects() -> None:
     assert fingerprint(target) == fingerprint(network(0))
 
 
-def test_what_was_filled_in_place_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_filled_in_place_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     target = torch.nn.Linear(2, 2)
     monkeypatch.setattr(target, "load_state_dict", None)
     MODULES.restore(target, target.state_dict())
@@ -246,7 +246,7 @@ def test_a_state_with_other_names_is_a_mismatch() -> None:
     assert caught.value.differences == ("extra is not in the module", "frozen is missing")
 
 
-def test_a_lazy_module_asks_for_the_shapes_that_are_stored() -> None:
+def test_lazy_module_requests_the_stored_shapes() -> None:
     source = torch.nn.Linear(3, 2)
     stored = {"weight": AbstractArray((2, 3), np.float32), "bias": AbstractArray((2,), np.float32)}
     target = torch.nn.LazyLinear(2)
@@ -274,7 +274,7 @@ def _stored(optimizer: torch.optim.Optimizer) -> Any:
     return abstract(optimizer.state_dict())
 
 
-def test_handlers_of_what_grows_say_so() -> None:
+def test_handlers_of_states_that_grow_use_the_stored_structure() -> None:
     default = CheckpointableHandler.flatten_to_load
     assert all(type(handler).flatten_to_load is not default for handler in (OPTIMIZERS, MODULES, StateDictHandler()))
     assert GeneratorHandler.flatten_to_load is default
@@ -285,7 +285,7 @@ def test_random_numbers_differ_from_process_to_process() -> None:
     assert not any(handler.per_process for handler in (OPTIMIZERS, MODULES, StateDictHandler()))
 
 
-def test_a_new_optimizer_asks_for_the_state_that_is_stored() -> None:
+def test_new_optimizer_requests_the_stored_state() -> None:
     new, used = train(adam, 0), train(adam, 2)
     state: Any = OPTIMIZERS.flatten_to_load(new, _stored(used))
     expected = used.state_dict()
@@ -299,14 +299,14 @@ def test_a_new_optimizer_asks_for_the_state_that_is_stored() -> None:
     assert not new.state, "the optimizer itself is not touched"
 
 
-def test_state_that_is_there_is_asked_for_as_it_is() -> None:
+def test_existing_state_tensors_are_requested() -> None:
     used = train(adam, 2)
     state: Any = OPTIMIZERS.flatten_to_load(used, _stored(used))
     for number, slots in used.state_dict()["state"].items():
         assert all(state["state"][number][name] is held for name, held in slots.items())
 
 
-def test_state_of_another_dtype_is_asked_for_as_it_is_stored() -> None:
+def test_state_of_another_dtype_is_requested_as_stored() -> None:
     used = train(adam, 2)
     stored = _stored(used)
     stored["state"][0]["exp_avg"] = AbstractArray(stored["state"][0]["exp_avg"].shape, "bfloat16")
@@ -317,12 +317,12 @@ def test_state_of_another_dtype_is_asked_for_as_it_is_stored() -> None:
     assert state["state"][0]["exp_avg_sq"] is held[0]["exp_avg_sq"]
 
 
-def test_state_that_was_not_saved_is_not_asked_for() -> None:
+def test_state_that_was_not_saved_is_not_requested() -> None:
     state: Any = OPTIMIZERS.flatten_to_load(train(adam, 2), _stored(train(adam, 0)))
     assert state["state"] == {}
 
 
-def test_options_that_others_added_are_asked_for() -> None:
+def test_options_added_by_other_code_are_requested() -> None:
     used = train(adam, 1)
     torch.optim.lr_scheduler.ExponentialLR(used, 0.5)
     state: Any = OPTIMIZERS.flatten_to_load(train(adam, 0), _stored(used))
@@ -337,7 +337,7 @@ def test_parameters_that_the_optimizer_does_not_have_are_left_to_the_core() -> N
     assert OPTIMIZERS.flatten_to_load(train(adam, 0), 3) == train(adam, 0).state_dict()
 
 
-def test_state_of_its_own_dtype_keeps_it() -> None:
+def test_state_keeps_its_dtype() -> None:
     """PyTorch would cast the state to the dtype of the parameter, and lose bits."""
     optimizer = train(adam, 2)
     parameter = optimizer.param_groups[1]["params"][0]
@@ -357,7 +357,7 @@ def test_tensors_of_an_optimizer_stay_the_same_objects() -> None:
     assert option.item() == 0.25
 
 
-def test_a_module_that_gives_more_than_its_state_dict_is_left_to_that() -> None:
+def test_module_with_a_state_tree_has_no_handler_here() -> None:
     """A class like a Keras model, whose state dict lacks its optimizer."""
 
     class WithTree(torch.nn.Module):

@@ -38,7 +38,7 @@ def meet(job: list[StoreCoordinator]) -> None:
     together(lambda: leader.gather("met", b""), *[lambda rank=rank: rank.gather("met", b"") for rank in others])
 
 
-def test_what_a_former_life_told_is_not_heard() -> None:
+def test_keys_of_an_earlier_run_are_ignored() -> None:
     store = dist.HashStore()
     former = life(store, 2)
     meet(former)
@@ -61,7 +61,7 @@ def test_what_a_former_life_told_is_not_heard() -> None:
     assert chosen == b"step 20" and gathered == [b"leader", b"new"]
 
 
-def test_a_life_that_ended_as_it_met_is_none() -> None:
+def test_new_run_meets_after_an_earlier_one_failed_to() -> None:
     """The leader answers an old hello of a failed process, and then the hello of the new process."""
     store = dist.HashStore()
     failed = life(store, 3, timeout_seconds=0.1)
@@ -85,7 +85,7 @@ def test_a_life_that_ended_as_it_met_is_none() -> None:
     assert gathered == [b"0", b"1", b"2"]
 
 
-def test_a_process_that_is_started_again_alone_is_told_so_and_its_job_who_is_missing() -> None:
+def test_process_restarted_alone_gets_an_error_and_its_job_names_the_missing_rank() -> None:
     store = dist.HashStore()
     job = life(store, 2, timeout_seconds=0.5)
     meet(job)
@@ -98,7 +98,7 @@ def test_a_process_that_is_started_again_alone_is_told_so_and_its_job_who_is_mis
     assert left.value.missing == (1,)
 
 
-def test_coordinators_over_one_store_are_of_one_life() -> None:
+def test_coordinators_over_one_store_share_a_handshake() -> None:
     store = dist.HashStore()
     meet([StoreCoordinator(store, rank, 2) for rank in range(2)])
     leader, other = (StoreCoordinator(store, rank, 2) for rank in range(2))
@@ -141,7 +141,7 @@ def test_a_group_that_was_ended_does_not_answer_for_the_next() -> None:
     assert not answering.is_alive()
 
 
-def test_nothing_is_left_where_all_came() -> None:
+def test_no_keys_remain_after_complete_exchanges() -> None:
     store = dist.HashStore()
     job = life(store, 3)
     meet(job)

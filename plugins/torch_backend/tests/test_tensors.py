@@ -240,7 +240,7 @@ def test_a_conjugated_tensor_is_left_as_it_is() -> None:
     assert leaf.is_conj()
 
 
-def test_nothing_holds_a_tensor_that_was_saved() -> None:
+def test_no_reference_to_a_saved_tensor_remains() -> None:
     leaf = torch.nn.Parameter(torch.ones(4, 4))
     gone = weakref.ref(leaf)
     memory = LateHostMemory()
@@ -258,7 +258,7 @@ def test_nothing_holds_a_tensor_that_was_saved() -> None:
 # --- tensors that cannot be saved
 
 
-def test_a_meta_tensor_says_what_to_load_and_cannot_be_saved() -> None:
+def test_meta_tensor_describes_a_load_and_cannot_be_saved() -> None:
     leaf = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
     assert record_of(leaf) == ArrayRecord(ArraySpec((2, 3), "bfloat16"))
     for use in (
@@ -277,7 +277,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
         PLAIN.shards(leaf, 0, 1)
 
 
-def test_nothing_is_loaded_into_a_tensor_whose_storage_was_freed(tmp_path: Path) -> None:
+def test_load_into_a_tensor_with_freed_storage_is_refused(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "x", {"w": torch.ones(3)})
     leaf = torch.zeros(3)
     leaf.untyped_storage().resize_(0)
@@ -323,7 +323,7 @@ ABSTRACT = ("fake", "meta", "zeros")
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_saved_is_refused_by_its_path_with_advice(kind: str, tmp_path: Path) -> None:
+def test_unsupported_tensors_are_refused_with_path_and_remedy(kind: str, tmp_path: Path) -> None:
     make, advice = REFUSED[kind]
     leaf = make()
     for save in (ckptcore.save, ckptcore.save_async):
@@ -372,7 +372,7 @@ def test_a_wrapper_of_tensors_is_refused_by_name() -> None:
         SUBCLASSES.describe(made)
 
 
-def test_a_subclass_is_not_asked_about_its_memory() -> None:
+def test_methods_of_a_subclass_are_not_called_for_its_memory() -> None:
     leaf = torch.arange(6.0).as_subclass(Watched)
     record = SUBCLASSES.describe(leaf)
     assert isinstance(record, ArrayRecord)
@@ -427,7 +427,7 @@ def test_same_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_build_takes_the_array_over(dtype: torch.dtype) -> None:
+def test_build_uses_the_memory_of_the_array(dtype: torch.dtype) -> None:
     array = pattern(dtype, (3, 4)).copy()
     abstract = torch.empty((3, 4), dtype=dtype, device="meta")
     built = PLAIN.build(abstract, record_of(abstract), boxed(array))
@@ -453,7 +453,7 @@ def test_build_never_lends_memory_that_is_not_writable() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_build_is_what_the_abstract_is(device: str, requires_grad: bool) -> None:
+def test_build_returns_the_type_of_the_abstract_leaf(device: str, requires_grad: bool) -> None:
     tensor = torch.empty(3, device=device, requires_grad=requires_grad)
     parameter = torch.nn.Parameter(torch.empty(3, device=device), requires_grad=requires_grad)
     with FakeTensorMode():
@@ -489,7 +489,7 @@ def test_build_keeps_the_type_and_the_attributes_of_a_subclass() -> None:
         ("bcomplex32", torch.complex64),
     ],
 )
-def test_build_casts_as_asked(stored: str, asked: torch.dtype) -> None:
+def test_build_casts_to_the_requested_dtype(stored: str, asked: torch.dtype) -> None:
     spec = ArraySpec((4,), stored)
     array = np.array([1, 0, 1, 1]).astype(spec.numpy_dtype)
     built = PLAIN.build(torch.empty(4, dtype=asked), ArrayRecord(spec), boxed(array))
@@ -545,7 +545,7 @@ def test_build_of_another_shape_or_kind_is_a_mismatch() -> None:
 # --- fill
 
 
-def test_autograd_notices_what_was_read_into_a_tensor() -> None:
+def test_read_into_a_tensor_increments_its_autograd_version() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     result = (weight * weight).sum()
     record = record_of(weight)
@@ -557,7 +557,7 @@ def test_autograd_notices_what_was_read_into_a_tensor() -> None:
         result.backward()
 
 
-def test_autograd_notices_what_was_copied_into_a_tensor() -> None:
+def test_copy_into_a_tensor_increments_its_autograd_version() -> None:
     weight = torch.ones(3, 2).t().requires_grad_()
     result = (weight * weight).sum()
     assert PLAIN.destination(weight, record_of(weight), Box.whole((2, 3))) is None
@@ -567,7 +567,7 @@ def test_autograd_notices_what_was_copied_into_a_tensor() -> None:
         result.backward()
 
 
-def test_fill_takes_inference_tensors() -> None:
+def test_fill_supports_inference_tensors() -> None:
     with torch.inference_mode():
         targets = [torch.zeros(2, 3), torch.zeros(3, 2).t()]
     for target in targets:

@@ -47,7 +47,7 @@ def test_a_shard_of_a_stack_reads_its_rows(mesh: DeviceMesh, tmp_path: Path) -> 
     assert np.array_equal(wanted["w"].to_local().numpy(), whole[:, 256:384])
 
 
-def test_a_module_is_filled_with_what_another_calls_otherwise(tmp_path: Path) -> None:
+def test_module_is_filled_from_other_stored_names(tmp_path: Path) -> None:
     fused = torch.arange(36, dtype=torch.float32).reshape(12, 3)
     ckptcore.save(tmp_path / "c", {"attention.qkv": fused, "head/kernel": torch.ones(3, 5, dtype=torch.bfloat16)})
     module = torch.nn.ModuleDict({name: torch.nn.Linear(3, 4, bias=False) for name in "qkv"})

@@ -147,7 +147,7 @@ def test_small_copies_share_a_buffer() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_copies_are_asked_for_in_any_order(order: int) -> None:
+def test_copies_are_awaited_in_any_order(order: int) -> None:
     device = LateDevice()
     transfers = _transfers(device)
     sizes = [1, 200, 3, SIZE, 5, 999, 0 + 7]
@@ -180,7 +180,7 @@ def test_strided_tensors_of_any_dtype_arrive_in_c_order() -> None:
     assert scalar == 2.5
 
 
-def test_a_tensor_is_held_until_it_has_arrived_and_no_longer() -> None:
+def test_source_tensor_is_referenced_until_its_copy_is_done() -> None:
     device = LateDevice()
     transfers = _transfers(device)
     source = _source(3 * SIZE)
@@ -195,7 +195,7 @@ def test_a_tensor_is_held_until_it_has_arrived_and_no_longer() -> None:
     assert gone() is None
 
 
-def test_a_copy_that_nobody_waits_for_is_dropped() -> None:
+def test_copy_without_references_is_dropped() -> None:
     device = LateDevice()
     transfers = _transfers(device, 1)
     first = transfers.submit(_source(SIZE), _target(SIZE), transfers.now())
@@ -209,7 +209,7 @@ def test_a_copy_that_nobody_waits_for_is_dropped() -> None:
     assert transfers.submit(_source(9, 2), _target(9), transfers.now()).result().tolist() == _source(9, 2).tolist()
 
 
-def test_an_error_of_the_device_reaches_each_who_waits_and_nobody_else() -> None:
+def test_device_error_reaches_only_the_threads_that_wait_for_the_copy() -> None:
     device = LateDevice()
     transfers = _transfers(device, 1)
     fine = transfers.submit(_source(SIZE), _target(SIZE), transfers.now())
@@ -240,7 +240,7 @@ def test_many_threads_wait_at_once() -> None:
             done.result()
 
 
-def test_without_a_device_a_copy_is_made_at_once() -> None:
+def test_copy_of_a_cpu_tensor_is_immediate() -> None:
     source = torch.view_as_complex(torch.arange(8.0).reshape(4, 2)).conj()
     target = np.zeros(4, np.complex64)
     assert start_copy(source, target).result() is target
