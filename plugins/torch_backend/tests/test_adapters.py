@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 from ckptcore_torch.adapters import AdapterLayout, adapter_state, load_adapter, load_adapter_into, save_adapter
 
