@@ -36,7 +36,7 @@ from ckptcore.job.gathering import Gathering
 from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
-from ckptcore.planning.replicas import Owners, ReplicaOptions, Shares, owners_of
+from ckptcore.planning.replicas import Owners, ReplicaOptions, SplitTree, owners_of
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import describe_part
@@ -171,7 +171,7 @@ class Simulation:
     def _owners(self, description: TreeDescription, rank: int) -> Mapping[int, Owners] | None:
         if description.shares is None:
             return None
-        return owners_of(Shares(description.tree, description.shares.pieces), rank=rank, size=self._job.size)
+        return owners_of(SplitTree(description.tree, description.shares.splits), rank=rank, size=self._job.size)
 
     def _write_really(
         self, receipts: JobReceipts, tree: TreeMetadata, owners: Mapping[int, Owners] | None, sample: int
@@ -208,7 +208,7 @@ class Simulation:
         reply = b""
         for rank in range(1, self._job.size):
             gathering = Gathering(self._coordinator(rank))
-            reply = gathering.tell_blocks(key, None) if tokens else gathering.tell(key, None)
+            reply = gathering.broadcast_to_blocks(key, None) if tokens else gathering.broadcast(key, None)
         return reply
 
     def _exchange(self, key: str, payload: Callable[[int], Any], *, first: bool = False) -> str:

@@ -31,7 +31,8 @@ _NAMES: Final = {
     "ckptcore.context": "Context",
     "ckptcore.errors": "CheckpointError",
     "ckptcore.hookspecs": "hookimpl",
-    "ckptcore.loading.load_requests": "LoadAs Matching",
+    "ckptcore.loading.load": "LoadAs",
+    "ckptcore.loading.load_options": "Matching",
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
@@ -99,8 +100,8 @@ if TYPE_CHECKING:
     from ckptcore.distributions import transforms as transforms
     from ckptcore.errors import CheckpointError as CheckpointError
     from ckptcore.hookspecs import hookimpl as hookimpl
-    from ckptcore.loading.load_requests import LoadAs as LoadAs
-    from ckptcore.loading.load_requests import Matching as Matching
+    from ckptcore.loading.load import LoadAs as LoadAs
+    from ckptcore.loading.load_options import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
     from ckptcore.saving.writing import PlainSave as PlainSave

@@ -12,7 +12,7 @@ _NAMES: Final = {
     "ckptcore.io.background": "LoadHandle Progress SaveHandle",
     "ckptcore.loading.describe": "CheckpointMetadata CheckpointablesMetadata",
     "ckptcore.loading.loaded_boxes": "LoadedBox",
-    "ckptcore.loading.load_requests": "LeafChange LoadReport",
+    "ckptcore.loading.load_options": "LeafChange LoadReport",
     "ckptcore.loading.open_checkpoints": "OpenCheckpoint StoredTree",
     "ckptcore.loading.stored_arrays": "StoredArray",
     "ckptcore.loading.verify": "Problem VerifyReport",
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ckptcore.io.background import SaveHandle as SaveHandle
     from ckptcore.loading.describe import CheckpointablesMetadata as CheckpointablesMetadata
     from ckptcore.loading.describe import CheckpointMetadata as CheckpointMetadata
-    from ckptcore.loading.load_requests import LeafChange as LeafChange
-    from ckptcore.loading.load_requests import LoadReport as LoadReport
+    from ckptcore.loading.load_options import LeafChange as LeafChange
+    from ckptcore.loading.load_options import LoadReport as LoadReport
     from ckptcore.loading.loaded_boxes import LoadedBox as LoadedBox
     from ckptcore.loading.open_checkpoints import OpenCheckpoint as OpenCheckpoint
     from ckptcore.loading.open_checkpoints import StoredTree as StoredTree

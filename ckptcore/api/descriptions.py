@@ -1,4 +1,4 @@
-"""Look into a checkpoint: its metadata, parts of its arrays on demand, and the abstract tree of a value."""
+"""Inspect checkpoints: metadata, and parts of arrays on demand. Abstract trees of values."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def open(location: LocationLike, *, context: Context | None = None) -> OpenCheck
     """Open a checkpoint to inspect it and to read parts of its arrays on demand. Reads no array.
 
     The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads these rows only, and
-    ``checkpoint.iter_boxes()`` streams all arrays. Close it, best with a ``with`` statement.
+    ``checkpoint.iter_boxes()`` streams all arrays. Use it in a ``with`` statement, or close it.
 
     Args:
-        location: as for `load`.
-        context: options; checksums are verified as by loads.
+        location: see `load`.
+        context: options; reads verify checksums as loads do.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
-        CompositeCheckpointError: if it holds several checkpointables: open one by its own location.
+        CompositeCheckpointError: it has several checkpointables: open one by its own location.
     """
     return OpenCheckpoint(location, context or default_context())
 
@@ -45,16 +45,16 @@ def open(location: LocationLike, *, context: Context | None = None) -> OpenCheck
 def metadata(
     location: LocationLike, *, context: Context | None = None, transforms: Transforms = ()
 ) -> CheckpointMetadata:
-    """Read the metadata of a checkpoint of one tree or of several objects; reads no array.
+    """Read the metadata of a checkpoint of one tree or of several objects. Reads no array.
 
     Args:
         location: a path or URL.
         context: options.
-        transforms: as for `load`, for a checkpoint of one tree: describes the tree that they make.
+        transforms: see `load`; returns the metadata of the transformed tree. Only for a checkpoint of one tree.
 
     Raises:
-        TransformError: as for `load`.
-        CompositeCheckpointError: if transforms are given for a checkpoint of several objects.
+        TransformError: see `load`.
+        CompositeCheckpointError: transforms are passed for a checkpoint of several objects.
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
     context = context or default_context()
@@ -63,27 +63,26 @@ def metadata(
 
 @explains_arguments
 def abstract(state: Any, *, context: Context | None = None) -> Any:
-    """Return the abstract tree of a value: passed to `load`, it requests a value like this one. Reads no elements.
+    """Return the abstract tree of a value. Passed to `load`, it requests a value like this one. Reads no elements.
 
     Containers have the same types. Leaves state their type, shape, dtype and placement: `AbstractArray` for NumPy
-    arrays, a `ShardedArray` without elements for one with, `jax.ShapeDtypeStruct` with its sharding for arrays of JAX,
-    and tensors on the meta device or FakeTensors for those of PyTorch. Numbers, text, None, `PLACEHOLDER` and abstract
-    leaves stay as they are. Tied leaves stay tied.
+    arrays, `ShardedArray` without elements for sharded arrays, `jax.ShapeDtypeStruct` with a sharding for JAX arrays,
+    tensors on the meta device or FakeTensors for PyTorch tensors. Numbers, text, None, `PLACEHOLDER` and abstract
+    leaves are unchanged. Tied leaves stay tied.
 
-    An object with a state of its own, such as a module or an optimizer, becomes this state, under the names that it is
-    saved by, and a load returns such a state. It is the current state: that of an optimizer which has made no step is
-    empty. If the saved state may have more, pass the object itself to `load`. An object that writes files of its own
-    has no abstract leaf: pass it to `load_checkpointables`.
+    An object with a state, such as a module or an optimizer, is replaced by its current state under the saved names,
+    and a load returns such a state. An optimizer without steps has an empty state; if the saved state may have more,
+    pass the object itself to `load`. An object that writes files has no abstract leaf: pass it to
+    `load_checkpointables`.
 
     Args:
-        state: a tree of containers and leaves that the installed plugins handle. Arrays in it may be deleted, donated,
-            or still be computed.
+        state: a tree of containers and leaves that the installed plugins handle. Its arrays may be deleted, donated, or
+            not computed yet.
         context: options.
 
     Raises:
-        UnsupportedLeafError: lists, by path, every leaf that cannot be saved or loaded, and those that nothing abstract
-            stands for.
-        UnsupportedKeyError: if a key is neither an int nor a str.
+        UnsupportedLeafError: lists, by path, every leaf that cannot be saved or loaded, or has no abstract form.
+        UnsupportedKeyError: a key is neither an int nor a str.
     """
     flat = flatten(state, runtime_of(context or default_context()).registry, placeholders=True)
     ties = _Ties()
@@ -104,9 +103,9 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
 
 
 class _Ties:
-    """Makes abstract leaves. Leaves with the same elements share one, so that loaded leaves are tied in the same way.
+    """Creates abstract leaves. Leaves with the same elements share one, so that loaded leaves are tied in the same way.
 
-    Most abstract leaves compare by shape, dtype and placement. A tensor on the meta device equals only itself.
+    Most abstract leaves compare by shape, dtype and placement, but a tensor on the meta device equals only itself.
     """
 
     def __init__(self) -> None:
@@ -118,5 +117,5 @@ class _Ties:
         if identity is None:
             return made
         known = self._made.setdefault((id(handler), type(leaf), identity), made)
-        # The same elements may be asked for in two ways: on a device on purpose, and on whichever is the default.
+        # Two leaves with the same elements may differ in placement: on a given device, or on the default device.
         return known if known is made or handler.describe(known) == handler.describe(made) else made

@@ -1,4 +1,4 @@
-"""Saving a tree, or several objects into one checkpoint."""
+"""Saves of a tree, or of several objects into one checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifying and deleting what is there."""
+"""Verify and delete checkpoints."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["delete", "verify"]
 def verify(
     location: LocationLike, *, progress: ProgressCallback | None = None, context: Context | None = None
 ) -> VerifyReport:
-    """Read every byte of a checkpoint and check it.
+    """Read and check every byte of a checkpoint.
 
     Args:
         location: a path or URL.
-        progress: called with bytes checked and bytes in all, from any thread.
+        progress: called from any thread with the number of checked bytes and of all bytes.
         context: options.
 
     Raises:
-        CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to verify.
+        CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to verify.
     """
     return verify_checkpoint(location, context or default_context(), progress)
 
 
 @explains_arguments
 def delete(location: LocationLike, *, context: Context | None = None) -> None:
-    """Delete a checkpoint of ours, also an unfinished or a damaged one; it is never there in part.
+    """Delete a checkpoint of ckptcore, also an unfinished or damaged one. It never exists in part.
 
-    Every file in its directory is deleted with it, but never another checkpoint.
+    Deletes all files in its directory, but never another checkpoint.
 
     Raises:
-        CheckpointNotFoundError: if there is nothing.
-        CheckpointExistsError: if the location holds no checkpoint of ckptcore, or if another checkpoint is inside its
-            directory. Nothing is deleted.
-        CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be
-            known.
+        CheckpointNotFoundError: the location is empty.
+        CheckpointExistsError: the location has no checkpoint of ckptcore, or its directory contains another checkpoint.
+            Nothing is deleted.
+        CheckpointReferredError: checkpoints in the same directory have arrays in it; names them. References from other
+            directories are not detected.
     """
     chosen = context or default_context()
     runtime = runtime_of(chosen)

@@ -41,7 +41,7 @@ from ckptcore.model.transfer import (
 )
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
-from ckptcore.planning.partition import run_extent
+from ckptcore.planning.partition import flat_range
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, LayoutCapabilities, ReadStore, Snapshot, WriteStore
 
 __all__ = ["SafetensorsLayout"]
@@ -308,7 +308,7 @@ def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
             continue
         stop = 0
         for item in [plan.items[number] for number in numbers]:
-            extent = run_extent(item.spec.shape, item.boxes[0]) if len(item.boxes) == 1 else None
+            extent = flat_range(item.spec.shape, item.boxes[0]) if len(item.boxes) == 1 else None
             if extent is None or extent[0] != stop:
                 raise PluginError(
                     f"{format_path(plan.tree.paths[leaf])} is given in {len(numbers)} pieces; expected adjacent runs "

@@ -1,4 +1,4 @@
-"""Stored arrays, and arrays of their elements in other places: cut out, concatenated, padded; constants."""
+"""Stored arrays, and arrays that are cut out of others, concatenated, padded or constant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptcore.derivations.dtypes import copy_rounded, is_complex, is_whole, may_become
+from ckptcore.derivations.dtypes import accepts_kind_of, copy_rounded, is_complex, is_int_or_bool
 from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.protocols import DerivedArray, Part
@@ -20,43 +20,43 @@ __all__ = [
     "Concatenation",
     "Constant",
     "Cut",
-    "OfNothing",
     "Stored",
     "WholeArray",
+    "WithoutInputs",
     "concatenate",
     "constant",
+    "copy_parts",
     "cut",
     "pad",
-    "place",
     "walk",
 ]
 
 
-class OfNothing:
+class WithoutInputs:
     """A derived array without inputs."""
 
     __slots__ = ()
 
     @property
     def inputs(self) -> Sequence[DerivedArray]:
-        """None."""
+        """No inputs."""
         return ()
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Nothing."""
+        """Return no boxes."""
         return ()
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: no input is copied."""
+        """Return None: no input is copied."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(OfNothing):
-    """An array of a checkpoint as it is stored. It is read, not computed.
+class Stored(WithoutInputs):
+    """An array of a checkpoint, in its stored form. It is read, not computed.
 
     Attributes:
-        spec: shape and dtype as stored.
+        spec: stored shape and dtype.
         leaf: its number in the tree of the checkpoint.
         checkpoint: 0 for the checkpoint that is loaded; 1 and up for further ones.
     """
@@ -92,12 +92,12 @@ class WholeArray(ABC):
         """
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Every input, whole."""
+        """Return all elements of every input."""
         wholes = [(number, Box.whole(one.spec.shape)) for number, one in enumerate(self.inputs)]
         return [Part(number, whole) for number, whole in wholes if whole.size]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: the elements are computed."""
+        """Return None: the elements are computed."""
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
@@ -124,7 +124,7 @@ class Cut:
 
     @property
     def inputs(self) -> Sequence[DerivedArray]:
-        """The array that it is cut out of."""
+        """The array that contains the box."""
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
@@ -132,12 +132,12 @@ class Cut:
         return (Part(0, _shifted(box, self.box.start)),)
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
-        """The whole memory."""
+        """Return all of the memory."""
         return (out,)
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Copy the elements."""
-        place((out,), parts)
+        copy_parts((out,), parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Concatenation:
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Copy the elements."""
-        place(self.views(box, out), parts)
+        copy_parts(self.views(box, out), parts)
 
     def _pieces(self, box: Box) -> list[tuple[int, int, int, int]]:
         """Return the number and start of each input that intersects a box, and the bounds of the intersection."""
@@ -196,11 +196,11 @@ class Concatenation:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constant(OfNothing):
-    """Elements that are not stored.
+class Constant(WithoutInputs):
+    """Elements that are given, not stored.
 
     Attributes:
-        spec: the array.
+        spec: shape and dtype of the array.
         value: an array of the same dtype that NumPy broadcasts to the shape.
     """
 
@@ -220,12 +220,12 @@ def cut(of: DerivedArray, box: Box) -> DerivedArray:
     """
     shape = of.spec.shape
     if len(box.start) != len(shape) or not Box.whole(shape).contains(box):
-        raise ValueError(f"{list(zip(box.start, box.stop, strict=True))} is no box of {of.spec}")
+        raise ValueError(f"{list(zip(box.start, box.stop, strict=True))} is not a box of {of.spec}")
     if box == Box.whole(shape):
         return of
     if isinstance(of, Cut):
         return Cut(of.of, _shifted(box, of.box.start))
-    if isinstance(of, Concatenation) and box.size:  # undo the stacking of layers that are cut apart again
+    if isinstance(of, Concatenation) and box.size:  # layers that were stacked and are cut apart again
         return concatenate([cut(of.inputs[part.number], part.box) for part in of.needed(box)], of.axis)
     return Cut(of, box)
 
@@ -237,7 +237,7 @@ def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
         ValueError: if there are none, or their dtypes or other extents differ.
     """
     if not inputs:
-        raise ValueError("there is no array to concatenate")
+        raise ValueError("concatenate at least one array")
     first = inputs[0].spec
     if not 0 <= axis < len(first.shape):
         raise ValueError(f"{first} has no axis {axis} to concatenate along")
@@ -246,7 +246,7 @@ def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
         fits = len(spec.shape) == len(first.shape) and _at(spec.shape, axis, 0) == _at(first.shape, axis, 0)
         if spec.dtype != first.dtype or not fits:
             raise ValueError(
-                f"{first} and {spec} cannot be concatenated along axis {axis}: they are to differ in that extent only"
+                f"{first} and {spec} cannot be concatenated along axis {axis}: dtype and other extents must be equal"
             )
     return inputs[0] if len(inputs) == 1 else Concatenation(tuple(inputs), axis)
 
@@ -257,32 +257,35 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
     Args:
         of: the array.
         before, after: by axis, the number of elements to add before the first and after the last one.
-        value: a number that the dtype of the array has.
+        value: a number that the dtype of the array can represent.
 
     Raises:
-        ValueError: if there is not one number for each axis, one is negative, or the dtype lacks the value.
+        ValueError: if there is not one number for each axis, one is negative, or the dtype cannot represent the value.
     """
     if not len(before) == len(after) == len(of.spec.shape) or min((*before, *after), default=0) < 0:
-        raise ValueError(f"{of.spec} cannot be padded by {list(before)} before and {list(after)} after")
+        raise ValueError(
+            f"{of.spec} cannot be padded by {list(before)} before and {list(after)} after: give a number for each axis"
+        )
     for axis, sizes in enumerate(zip(before, after, strict=True)):
-        around = [
+        padding = [
             constant(ArraySpec(_at(of.spec.shape, axis, size), of.spec.dtype), value) if size else None
             for size in sizes
         ]
-        parts = [one for one in (around[0], of, around[1]) if one is not None]
+        parts = [one for one in (padding[0], of, padding[1]) if one is not None]
         of = concatenate(parts, axis)
     return of
 
 
 def constant(spec: ArraySpec, value: Any) -> DerivedArray:
-    """Return an array of elements that are not stored.
+    """Return an array of given elements.
 
     Args:
         spec: shape and dtype of the array.
-        value: a number, or an array that NumPy broadcasts to the shape. The dtype must have every value.
+        value: a number, or an array that NumPy broadcasts to the shape. The dtype must be able to represent every
+            value.
 
     Raises:
-        ValueError: if the value does not fit.
+        ValueError: if the dtype or the shape does not fit.
     """
     dtype = spec.numpy_dtype
     found = np.asarray(value)
@@ -294,7 +297,7 @@ def constant(spec: ArraySpec, value: Any) -> DerivedArray:
     try:
         np.broadcast_to(elements, spec.shape)
     except ValueError as error:
-        raise ValueError(f"an array of shape {list(found.shape)} cannot be repeated to {spec}") from error
+        raise ValueError(f"a value of shape {list(found.shape)} cannot be broadcast to {spec}") from error
     return Constant(spec, elements)
 
 
@@ -302,24 +305,28 @@ def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
     """Fill an array with values of another dtype.
 
     Raises:
-        ValueError: if its own dtype lacks one of them.
+        ValueError: if its dtype cannot represent one of them.
     """
     given, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
     try:
         if own == "bool":
             elements[...] = found
-            lost = is_whole(found.dtype) and bool((elements != found).any())
-            if lost or not is_whole(found.dtype):
-                raise ValueError(f"give one that {own} has")
+            lost = is_int_or_bool(found.dtype) and bool((elements != found).any())
+            if lost or not is_int_or_bool(found.dtype):
+                raise ValueError(f"give a value of {own}")
             return
-        if not may_become(own, given):
-            raise ValueError(f"a {given} is none of {own}")
+        if not accepts_kind_of(own, given):
+            raise ValueError(f"{given} values are not cast to {own}")
         copy_rounded(elements, found)
         wide = np.complex128 if is_complex(elements.dtype) else np.float64
-        if is_whole(found.dtype) and not is_whole(elements.dtype) and bool((elements.astype(wide) != found).any()):
-            raise ValueError(f"give one that {own} has")
+        if (
+            is_int_or_bool(found.dtype)
+            and not is_int_or_bool(elements.dtype)
+            and bool((elements.astype(wide) != found).any())
+        ):
+            raise ValueError(f"give a value of {own}")
     except ValueError as error:
-        raise ValueError(f"{own} cannot have the value {value!r}: {error}") from error
+        raise ValueError(f"{own} cannot represent {value!r}: {error}") from error
 
 
 def _at(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
@@ -341,7 +348,7 @@ def walk(array: DerivedArray) -> Iterator[DerivedArray]:
         stack.extend(one.inputs)
 
 
-def place(views: Sequence[HostArray], parts: Sequence[HostArray]) -> None:
+def copy_parts(views: Sequence[HostArray], parts: Sequence[HostArray]) -> None:
     """Copy parts to views."""
     for view, part in zip(views, parts, strict=True):
         copy_elements(view, part)

@@ -1,4 +1,4 @@
-"""Dtypes: the values that each has, casts and rounding of arrays to other dtypes."""
+"""Dtypes: the values that each can represent, casts and rounding of arrays to other dtypes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ckptcore.protocols import DerivedArray, Part
 __all__ = [
     "CastArray",
     "FloatValues",
-    "Narrowed",
-    "Piece",
+    "PieceIndex",
+    "RoundedArray",
+    "accepts_kind_of",
     "cast",
     "copy_rounded",
     "float_values",
     "has_all_values_of",
     "int_range",
     "is_complex",
+    "is_int_or_bool",
     "is_narrowing",
-    "is_whole",
-    "may_become",
     "narrow",
     "pieces",
 ]
 
-Piece: TypeAlias = tuple[slice | EllipsisType, ...]
-"""An index of an array; its result is an array also if the array has no axes."""
+PieceIndex: TypeAlias = tuple[slice | EllipsisType, ...]
+"""An index of an array whose result is always an array, also for an array without axes."""
 
 _ELEMENTS: Final = 1 << 18
 """Elements of a piece: in float32, several pieces fit in a processor's cache."""
@@ -43,12 +43,12 @@ _PARTS: Final = {"complex32": "float16", "bcomplex32": "bfloat16", "complex64": 
 """The dtype of the real and the imaginary parts of complex dtypes."""
 
 _RANKS: Final = ("bool", "int", "float", "complex")
-"""The sorts of numbers. Each includes those before it, except for precision."""
+"""Kinds of numbers. Each includes the earlier ones, except for precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class FloatValues:
-    """The values of a floating point dtype: multiples of the smallest one, with a number of bits, up to the largest.
+    """The values of a floating point dtype: multiples of the smallest value, with limited precision and range.
 
     Attributes:
         bits: of precision, including the implicit one.
@@ -65,8 +65,8 @@ class FloatValues:
     has_nan: bool
     has_minus_zero: bool
 
-    def holds(self, other: FloatValues) -> bool:
-        """Return True if it has every value of another dtype. All NaN are one value; negative zero is a value."""
+    def has_all_values(self, other: FloatValues) -> bool:
+        """Return True if it has every value of another dtype. All NaN count as one value; negative zero is a value."""
         return (
             other.bits <= self.bits
             and other.least >= self.least
@@ -77,7 +77,7 @@ class FloatValues:
             and self.has_minus_zero >= other.has_minus_zero
         )
 
-    def holds_ints(self, low: int, high: int) -> bool:
+    def has_all_ints(self, low: int, high: int) -> bool:
         """Return True if it has every int from `low` (at most 0) to `high`, both included."""
         largest = max(-low, high)
         return self.is_signed and self.least <= 1 and largest <= self.most and largest <= 1 << self.bits
@@ -93,15 +93,15 @@ def has_all_values_of(dtype: str, other: str) -> bool:
     """
     if dtype == other:
         return True
-    if not may_become(dtype, other):
+    if not accepts_kind_of(dtype, other):
         return False
     if (values := float_values(dtype)) is None:
         low, high = int_range(dtype)
         least, most = int_range(other)
         return low <= least and most <= high
     if (others := float_values(other)) is not None:
-        return values.holds(others)
-    return values.holds_ints(*int_range(other))
+        return values.has_all_values(others)
+    return values.has_all_ints(*int_range(other))
 
 
 def is_narrowing(dtype: str, other: str) -> bool:
@@ -109,11 +109,11 @@ def is_narrowing(dtype: str, other: str) -> bool:
 
     Casts of floats to ints and of complex numbers to real ones lose more.
     """
-    return dtype != other and may_become(dtype, other) and not has_all_values_of(dtype, other)
+    return dtype != other and accepts_kind_of(dtype, other) and not has_all_values_of(dtype, other)
 
 
-def may_become(dtype: str, other: str) -> bool:
-    """Return True if numbers of the dtype `other` are also numbers of the sort of `dtype`. Only bool becomes bool."""
+def accepts_kind_of(dtype: str, other: str) -> bool:
+    """Return True if the kind of `dtype` includes the kind of `other`. No other kind becomes bool."""
     sort, of_other = _sort(dtype), _sort(other)
     if sort is None or of_other is None:
         return False
@@ -130,7 +130,7 @@ def int_range(dtype: str) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=64)
 def float_values(dtype: str) -> FloatValues | None:
-    """Return the values of a dtype of floats, or of the parts of a complex one; None for others."""
+    """Return the values of a dtype of floats, or of the parts of a complex dtype; None for other dtypes."""
     if _sort(dtype) not in ("float", "complex"):
         return None
     found = dtype_from_name(_PARTS.get(dtype, dtype))
@@ -150,7 +150,7 @@ def float_values(dtype: str) -> FloatValues | None:
 
 
 def _sort(dtype: str) -> str | None:
-    """Return the sort of number of the elements; None if they are not numbers."""
+    """Return the kind of numbers of a dtype; None if it is not numeric."""
     if dtype == "bool":
         return "bool"
     if dtype in _PARTS:
@@ -161,8 +161,8 @@ def _sort(dtype: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _OtherDtype:
-    """An array with the elements of another one in another dtype.
+class _Converted:
+    """An array converted to another dtype.
 
     Attributes:
         of: the array.
@@ -174,7 +174,7 @@ class _OtherDtype:
 
     @property
     def spec(self) -> ArraySpec:
-        """The shape of the array, and the dtype."""
+        """The shape of the array, and the new dtype."""
         return ArraySpec(self.of.spec.shape, self.dtype)
 
     @property
@@ -187,13 +187,13 @@ class _OtherDtype:
         return (Part(0, box),)
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: the elements are computed."""
+        """Return None: the elements are computed."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class CastArray(_OtherDtype):
-    """An array cast as NumPy does: a number that the dtype cannot hold wraps or becomes infinite."""
+class CastArray(_Converted):
+    """An array cast as by NumPy: numbers outside of the range of the dtype wrap or become infinite."""
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Cast the elements."""
@@ -202,14 +202,13 @@ class CastArray(_OtherDtype):
 
 
 @dataclass(frozen=True, slots=True)
-class Narrowed(_OtherDtype):
+class RoundedArray(_Converted):
     """An array with each element rounded to the nearest value of another dtype.
 
-    An int that does not fit is not wrapped, and a number above the largest one does not become infinite or NaN: both
-    are errors.
+    Numbers outside of its range are errors: ints do not wrap, and floats do not become infinite or NaN.
 
     Attributes:
-        between: a dtype that has all values of the array, if NumPy cannot cast directly; None otherwise.
+        between: a dtype with all values of the array, for a cast in two steps; None if NumPy can cast directly.
     """
 
     between: str | None = None
@@ -218,7 +217,7 @@ class Narrowed(_OtherDtype):
         """Cast the elements.
 
         Raises:
-            ValueError: if the dtype has no value near one of them.
+            ValueError: if an element is outside of the range of the dtype.
         """
         copy_rounded(out, parts[0], self.between)
 
@@ -238,19 +237,19 @@ def cast(of: DerivedArray, dtype: str) -> DerivedArray:
     if before == after:
         return of
     if "S" in (before.kind, after.kind) or {*before.kind, *after.kind} & set("UmM"):
-        raise ValueError(f"{of.spec} is not cast to {dtype}: both are to be dtypes of numbers")
+        raise ValueError(f"{of.spec} cannot be cast to {dtype}: both dtypes must be numeric")
     if is_complex(before) and not is_complex(after):
-        raise ValueError(f"{of.spec} is not cast to {dtype}: the imaginary parts would be lost")
+        raise ValueError(f"{of.spec} cannot be cast to {dtype}: the imaginary parts would be lost")
     try:
         np.zeros(1, before).astype(after)
     except (TypeError, ValueError):
         between = "complex64" if is_complex(before) else "float32"
-        return CastArray(CastArray(of, between), dtype)  # of dtypes of ml_dtypes, each of which it has all values of
+        return CastArray(CastArray(of, between), dtype)  # it has all values of these dtypes of ml_dtypes
     return CastArray(of, dtype)
 
 
 def narrow(of: DerivedArray, dtype: str) -> DerivedArray:
-    """Round the elements of an array to another dtype. A number that it has nothing near to is an error of the read.
+    """Round the elements of an array to another dtype. Reading fails for numbers outside of its range.
 
     Args:
         of: the array.
@@ -263,23 +262,23 @@ def narrow(of: DerivedArray, dtype: str) -> DerivedArray:
     if not isinstance(made, CastArray) or made is of:
         return of
     between = made.of.dtype if made.of is not of and isinstance(made.of, CastArray) else None
-    return Narrowed(of, dtype, between)
+    return RoundedArray(of, dtype, between)
 
 
 def copy_rounded(out: HostArray, source: HostArray, between: str | None = None) -> None:
     """Copy numbers into an array of another dtype, each rounded to the nearest value.
 
-    A number outside the range of the dtype is an error: it does not wrap, and does not become infinite or NaN.
+    A number outside of the range of the dtype is an error: it does not wrap, and does not become infinite or NaN.
 
     Args:
         out: an array of the shape of `source`; of any strides.
-        source: an array of real numbers, of complex ones if `out` is complex, of whole ones if `out` is whole.
-        between: the name of a dtype that has all values of `source`, if NumPy cannot cast directly.
+        source: an array of real numbers; complex only if `out` is complex; ints or bools if `out` has ints.
+        between: the name of a dtype with all values of `source`, for a cast in two steps.
 
     Raises:
-        ValueError: if the dtype has no value near one of the numbers.
+        ValueError: if a number is outside of the range of the dtype.
     """
-    for piece in pieces(source.shape):  # comparing takes memory, too
+    for piece in pieces(source.shape):  # limits the memory of the comparisons
         _copy(out[piece], source[piece], between)
 
 
@@ -301,30 +300,30 @@ def _copy(out: HostArray, source: HostArray, between: str | None) -> None:
 def _expect_within(source: HostArray, dtype: str) -> None:
     low, high = int_range(dtype)
     if float_values(name_of_dtype(source.dtype)) is not None and not (finite := np.isfinite(source)).all():
-        raise ValueError(f"{source[~finite].flat[0]} is none of {dtype}, which has {low} to {high}")
-    # As Python's own ints: a limit of one dtype may be none of the other.
+        raise ValueError(f"{source[~finite].flat[0]} is out of range for {dtype} ({low} to {high})")
+    # Compare as Python ints: one dtype may not have the limits of the other.
     for found in (int(source.min()), int(source.max())):
         if not low <= found <= high:
-            raise ValueError(f"{found} is none of {dtype}, which has {low} to {high}")
+            raise ValueError(f"{found} is out of range for {dtype} ({low} to {high})")
 
 
 def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatValues) -> None:
-    """Check that infinity and NaN are kept, and no other element became one of them."""
+    """Check that infinite elements and NaN are unchanged, and that no other element became one of them."""
     finite = np.isfinite(out)
     if values.has_infinity and values.has_nan and finite.all():
         return
-    is_whole = float_values(name_of_dtype(source.dtype)) is None
-    before: HostArray = np.ones(source.shape, np.bool_) if is_whole else np.isfinite(source)
+    is_int_or_bool = float_values(name_of_dtype(source.dtype)) is None
+    before: HostArray = np.ones(source.shape, np.bool_) if is_int_or_bool else np.isfinite(source)
     lost = before & ~finite
-    if not is_whole and not (values.has_infinity and values.has_nan):
+    if not is_int_or_bool and not (values.has_infinity and values.has_nan):
         lost |= ~before & ~((np.isnan(source) & np.isnan(out)) | (np.isinf(source) & np.isinf(out)))
     if not values.is_signed:
         lost |= before & ~(source > np.zeros((), source.dtype))
-    elif not values.has_nan:  # nor infinity: what is too large has become the largest
+    elif not values.has_nan:  # without infinity as well, larger numbers became the largest value
         lost |= before & (np.abs(source.astype(np.float64)) > _rounds_up_to(values))
     if lost.any():
         first = source[lost].flat[0]
-        raise ValueError(f"{dtype} has nothing near {first}: its largest value is {values.most}")
+        raise ValueError(f"{first} is out of range for {dtype}, whose largest value is {values.most}")
 
 
 def _rounds_up_to(values: FloatValues) -> float:
@@ -333,12 +332,12 @@ def _rounds_up_to(values: FloatValues) -> float:
     return values.most + 2.0 ** (exponent - values.bits) / 2
 
 
-def pieces(shape: tuple[int, ...], most: int = _ELEMENTS) -> Iterator[Piece]:
+def pieces(shape: tuple[int, ...], most: int = _ELEMENTS) -> Iterator[PieceIndex]:
     """Cut an array into pieces, in C order.
 
     Args:
         shape: shape of the array, in elements.
-        most: the largest number of elements of a piece.
+        most: limit of the elements of a piece.
     """
     if not shape:
         yield (...,)
@@ -356,6 +355,6 @@ def is_complex(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32")
 
 
-def is_whole(dtype: np.dtype[Any]) -> bool:
-    """Return True for dtypes of ints and bools. NumPy's `kind` does not tell for dtypes of ml_dtypes."""
+def is_int_or_bool(dtype: np.dtype[Any]) -> bool:
+    """Return True for dtypes of ints and bools. NumPy's `kind` does not identify those of ml_dtypes."""
     return dtype.name.startswith(("int", "uint", "bool"))

@@ -1,4 +1,4 @@
-"""Arrays with the elements of another one in C order, and other axes."""
+"""Reshaped arrays: the elements of another array in C order, with another shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptcore.derivations.arrays import place
+from ckptcore.derivations.arrays import copy_parts
 from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
@@ -18,15 +18,15 @@ from ckptcore.protocols import DerivedArray, Part
 __all__ = ["Reshaped", "reshape"]
 
 _MOST_PARTS: Final = 1024
-"""Most boxes of the input that a box is read by; if there were more, their bounding box is read instead."""
+"""Limit of input boxes for one box; beyond it, their bounding box is read instead."""
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """A start and a stop for each axis, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Neighbouring axes of the input and of the result that have the same elements.
+class _AxisGroup:
+    """Adjacent axes of the input, and the axes of the result that have the same elements.
 
     Attributes:
         inner: the extents in the input.
@@ -38,12 +38,12 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A box of the input's axes of a group whose elements are contiguous in the box of the result.
+class _ContiguousPart:
+    """A box along the input axes of a group, whose elements are contiguous in the box of the result.
 
     Attributes:
         ranges: the box.
-        place: the position of its first element, in C order, among those of the result's axes.
+        place: the position of its first element in the box of the result, in C order.
         count: its number of elements.
     """
 
@@ -54,7 +54,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """The elements of an array in C order, with other axes.
+    """The elements of an array in C order, with another shape.
 
     Attributes:
         of: the array.
@@ -75,15 +75,15 @@ class Reshaped:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return boxes with no other elements; their bounding box if there would be very many."""
+        """Return boxes with exactly these elements; their bounding box if there are too many boxes."""
         groups = self._pieces(box)
         if groups is None:
-            ranges = [_around(group, of_box) for group, of_box in self._of_groups(box)]
+            ranges = [_bounding_ranges(group, of_box) for group, of_box in self._of_groups(box)]
             return (Part(0, _box(ranges)),)
         return [Part(0, _box([piece.ranges for piece in pieces])) for pieces in itertools.product(*groups)]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """Return the view of each part; None if the elements are in no order that NumPy can view."""
+        """Return a view of the memory for each part; None if NumPy cannot view the elements in this order."""
         groups = self._pieces(box)
         if groups is None:
             return None
@@ -106,15 +106,15 @@ class Reshaped:
             return
         target: HostArray = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         views = self.views(box, target)
-        assert views is not None  # memory in C order always has them
-        place(views, parts)
+        assert views is not None  # memory in C order always has views
+        copy_parts(views, parts)
         if target is not out:
             copy_elements(out, target)
 
     def _pick(self, box: Box, around: HostArray) -> HostArray:
-        """Return a view of the elements of a box within those of the bounding box."""
+        """Return a view of the elements of a box in the memory of their bounding box."""
         groups = list(self._of_groups(box))
-        ranges = [_around(group, of_box) for group, of_box in groups]
+        ranges = [_bounding_ranges(group, of_box) for group, of_box in groups]
         merged = plain(around).reshape([_size(of_group) for of_group in ranges])
         start, shape, strides = [], [], []
         for (group, of_box), of_group, stride in zip(groups, ranges, merged.strides, strict=True):
@@ -128,16 +128,16 @@ class Reshaped:
         origin: HostArray = merged[tuple([slice(place, None) for place in start])]
         return np.lib.stride_tricks.as_strided(origin, shape, strides, writeable=False).view(around.dtype)
 
-    def _of_groups(self, box: Box) -> Iterator[tuple[_Group, _Ranges]]:
-        """Return for each group of axes the box along those of the result."""
+    def _of_groups(self, box: Box) -> Iterator[tuple[_AxisGroup, _Ranges]]:
+        """Yield each group of axes with the part of the box along its result axes."""
         ranges = tuple(zip(box.start, box.stop, strict=True))
         first = 0
         for group in _groups(self.of.spec.shape, self.shape):
             yield group, ranges[first : first + len(group.outer)]
             first += len(group.outer)
 
-    def _pieces(self, box: Box) -> list[list[_Piece]] | None:
-        """Return for each group of axes the boxes of the input; None if there are too many."""
+    def _pieces(self, box: Box) -> list[list[_ContiguousPart]] | None:
+        """Return the input boxes for each group of axes; None if there are too many."""
         groups, most = [], _MOST_PARTS
         for group, of_box in self._of_groups(box):
             pieces = list(itertools.islice(_pieces(group, of_box), most + 1))
@@ -149,7 +149,7 @@ class Reshaped:
 
 
 def reshape(of: DerivedArray, shape: Sequence[int]) -> DerivedArray:
-    """Give the elements of an array, in C order, other axes.
+    """Reshape an array in C order.
 
     Args:
         of: the array.
@@ -165,14 +165,14 @@ def reshape(of: DerivedArray, shape: Sequence[int]) -> DerivedArray:
         if others > 0 and spec.size % others == 0:
             wanted[wanted.index(-1)] = spec.size // others
     if math.prod(wanted) != spec.size or min(wanted, default=0) < 0:
-        raise ValueError(f"{spec} has {spec.size} elements, and cannot be reshaped to {list(shape)}")
+        raise ValueError(f"{spec} has {spec.size} elements and cannot be reshaped to {list(shape)}")
     if isinstance(of, Reshaped):
         return reshape(of.of, wanted)
     return of if tuple(wanted) == spec.shape else Reshaped(of, tuple(wanted))
 
 
-def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_Group]:
-    """Return the axes of two shapes of the same size, above 0, in the smallest groups of neighbours that correspond."""
+def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_AxisGroup]:
+    """Split the axes of two shapes of the same size, above 0, into the smallest corresponding groups."""
     i = j = 0
     while i < len(inner) or j < len(outer):
         first_i, first_j = i, j
@@ -186,13 +186,13 @@ def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_Group]:
                 inside, i = inside * inner[i], i + 1
             else:
                 outside, j = outside * outer[j], j + 1
-        yield _Group(inner[first_i:i], outer[first_j:j])
+        yield _AxisGroup(inner[first_i:i], outer[first_j:j])
 
 
-def _pieces(group: _Group, of_box: _Ranges) -> Iterator[_Piece]:
-    """Return the boxes of the input's axes that make up a box of the result's axes, in order."""
+def _pieces(group: _AxisGroup, of_box: _Ranges) -> Iterator[_ContiguousPart]:
+    """Yield the boxes along the input axes of a group that make up a box along its result axes, in order."""
     if group.inner == group.outer:
-        yield _Piece(of_box, 0, _size(of_box))
+        yield _ContiguousPart(of_box, 0, _size(of_box))
         return
     steps = _steps(group.outer)
     # Elements are contiguous along the last axes that the box covers completely, and the one before those.
@@ -207,12 +207,12 @@ def _pieces(group: _Group, of_box: _Ranges) -> Iterator[_Piece]:
         first = within + sum([number * step for number, step in zip(index, steps[:along], strict=True)])
         for ranges in _runs(group.inner, first, first + length):
             count = _size(ranges)
-            yield _Piece(ranges, place, count)
+            yield _ContiguousPart(ranges, place, count)
             place += count
 
 
 def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:
-    """Return boxes of a shape that make up a contiguous range of its elements in C order, in order."""
+    """Yield boxes of a shape that make up a contiguous range of its elements in C order, in order."""
     if not shape:
         yield ()
         return
@@ -234,8 +234,8 @@ def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:
             yield ((full, full + 1), *ranges)
 
 
-def _around(group: _Group, of_box: _Ranges) -> _Ranges:
-    """Return the smallest contiguous box of the input's axes with all elements of a box of the result's axes."""
+def _bounding_ranges(group: _AxisGroup, of_box: _Ranges) -> _Ranges:
+    """Return the smallest contiguous box along the input axes that has all elements of a box along the result axes."""
     if group.inner == group.outer:
         return of_box
     steps = _steps(group.outer)

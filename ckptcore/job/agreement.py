@@ -20,10 +20,10 @@ __all__ = ["Agreement", "Stage", "encode_outcome"]
 T = TypeVar("T", bound=JSON)
 
 _SHOWN: Final = 20
-"""The most failed ranks that are reported with their errors; the others are counted."""
+"""Limit of failed ranks that are reported with their errors; the others are counted."""
 
 _REASON: Final = 4000
-"""The most characters that are reported of a timeout."""
+"""Limit of the reported text of a timeout, in characters."""
 
 
 @dataclass(slots=True)
@@ -33,8 +33,9 @@ class Stage:
     Attributes:
         payload: JSON or bytes for the leader.
         payloads: on the leader after the stage, the payloads of all ranks in order of rank.
-        done: True if this rank did its work. The others may know, and continue, even if the exchange failed here.
-        failed: after the stage, the ranks that failed; if they are many, the first ones.
+        done: True if this rank finished its work. Other ranks may know this and continue even if the exchange failed
+            here.
+        failed: after the stage, the ranks that failed; only the first ones if there are many.
     """
 
     payload: JSON | bytes = None
@@ -46,9 +47,9 @@ class Stage:
 class Agreement:
     """The exchanges of one operation. In a job of one process nothing is exchanged.
 
-    Every rank sends a random token in the first stage. The leader sends the tokens back, to each block its own. A rank
-    that does not find its token has received an answer that an earlier operation left behind. The keys of later
-    exchanges contain a token of the leader, which no other operation has.
+    In the first stage every rank sends a random token, and the leader sends the tokens of each block back to it. If a
+    rank does not find its token, the answer is a stale one of an earlier operation. The keys of later exchanges contain
+    the token of the leader, which is unique to the operation.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Agreement:
         Args:
             coordinator: connects the processes.
             key: unique to the operation and equal on every rank.
-            recording: measures the exchanges.
+            recording: records the time of exchanges.
             block_ranks: see `Gathering`.
         """
         self._coordinator = coordinator
@@ -72,7 +73,7 @@ class Agreement:
         self._block_ranks = block_ranks
         self._key = key
         self._recording = recording
-        self._met = False
+        self._is_verified = False  # True once the answer to the token of this rank was received
         self.rank = coordinator.rank
         self.size = coordinator.size
 
@@ -81,13 +82,13 @@ class Agreement:
         return self._like(f"{self._key}/{name}", self._recording)
 
     def recorded(self, recording: Recording) -> Agreement:
-        """Return the same exchanges, measured by another recording."""
+        """Return the same exchanges with another recording."""
         return self._like(self._key, recording)
 
     def _like(self, key: str, recording: Recording | None) -> Agreement:
-        made = Agreement(self._coordinator, key, recording, block_ranks=self._block_ranks)
-        made._met = self._met
-        return made
+        agreement = Agreement(self._coordinator, key, recording, block_ranks=self._block_ranks)
+        agreement._is_verified = self._is_verified
+        return agreement
 
     @contextmanager
     def stage(self, name: str, *, meaning: str = "") -> Iterator[Stage]:
@@ -111,7 +112,7 @@ class Agreement:
             return
         error: BaseException | None = None
         outcome = b""
-        token = None if self._met else os.urandom(8).hex()
+        token = None if self._is_verified else os.urandom(8).hex()
         try:
             yield stage
             outcome = encode_outcome(token, stage.payload)
@@ -120,23 +121,22 @@ class Agreement:
             error = caught
             outcome = _encode_failure(token, error)
         if isinstance(error, CoordinationTimeoutError) and 0 in error.missing:
-            raise error  # there is no leader to send it to
+            raise error  # the leader is missing: there is no rank to send it to
         verdict = _Verdict()
         try:
             verdict = self._exchange(name, outcome, token, stage)
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"telling the other ranks failed too: {type(failure).__name__}: {failure}")
+            error.add_note(f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}")
         if error is not None:
-            elsewhere = [failure for failure in verdict.failed if failure[0] != self.rank]
-            if elsewhere:
-                also = replace(verdict, failed=elsewhere)
-                error.add_note(f"the stage {name!r} failed also on {_describe(also)}")
+            others = [failure for failure in verdict.failed if failure[0] != self.rank]
+            if others:
+                error.add_note(f"the stage {name!r} also failed on {_describe(replace(verdict, failed=others))}")
             try:
                 raise error
             finally:
-                del error  # breaks a reference cycle with this frame, which would keep the saved state in memory
+                del error  # break a reference cycle with this frame, which would keep the saved state in memory
         if verdict.failed:
             stage.failed = [rank for rank, _ in verdict.failed]
             kind = CommitUnknownError if verdict.unknown else RankFailedError
@@ -178,15 +178,15 @@ class Agreement:
 
         leads = verdict is not None
         if token is not None:
-            answer = json.loads(self._gathering.tell_blocks(f"{key}/verdict", message if leads else None))
+            answer = json.loads(self._gathering.broadcast_to_blocks(f"{key}/verdict", message if leads else None))
         else:
-            answer = json.loads(self._gathering.tell(f"{key}/verdict", message(range(0)) if leads else None))
+            answer = json.loads(self._gathering.broadcast(f"{key}/verdict", message(range(0)) if leads else None))
         if answer["leader"] is not None and token is not None:
-            self._meet(key, token, answer)
+            self._verify_answer(key, token, answer)
         return _Verdict([(rank, reason) for rank, reason in answer["failed"]], answer["others"], answer["unknown"])
 
     def _report_missing(self, key: str, token: str | None, error: CoordinationTimeoutError) -> None:
-        """Report the missing ranks to all, so that neither the ranks that came nor late ones wait for them."""
+        """Report the missing ranks to all ranks, so that none waits for them."""
         if self.rank != 0 or not error.missing:
             return
         reason = f"CoordinationTimeoutError: {error}"[:_REASON]
@@ -194,18 +194,17 @@ class Agreement:
         try:
             self._verdict(key, token, _Verdict(failed, max(0, len(error.missing) - _SHOWN)), ())
         except Exception as failure:  # noqa: BLE001  # the error that stopped the stage is raised
-            error.add_note(f"telling the other ranks failed too: {type(failure).__name__}: {failure}")
+            error.add_note(f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}")
 
-    def _meet(self, key: str, token: str, answer: Mapping[str, Any]) -> None:
-        """Check that the answer of the leader is for this operation, and use keys of this operation from now on."""
+    def _verify_answer(self, key: str, token: str, answer: Mapping[str, Any]) -> None:
+        """Check that the answer of the leader is for this operation, and use unique keys from now on."""
         if answer["tokens"][self.rank - answer["first"]] != token:
             raise RankFailedError(
-                f"the answer to the exchange {key!r} is not one to rank {self.rank}: it was left behind by an "
-                "operation that failed, or that a process which was restarted alone took part in; expected the ranks "
-                "to begin the same operations. Start all processes of the job again, or give them a Context with a "
-                "new coordinator"
+                f"rank {self.rank} received a stale answer in the exchange {key!r}: it belongs to an operation that "
+                "failed, or in which a process took part that was restarted alone. All ranks must begin the same "
+                "operations: restart all processes of the job, or give them a Context with a new coordinator"
             )
-        self._met = True
+        self._is_verified = True
         self._key = f"{self._key}/{answer['leader']}"
 
     def lead(self, name: str, decide: Callable[[], T]) -> T:
@@ -253,7 +252,7 @@ class _Verdict:
 
 
 def encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
-    """Return the message of a rank: a line of JSON, and after it the payload if that is bytes."""
+    """Encode the message of a rank: a line of JSON, followed by the payload if it is bytes."""
     head: dict[str, JSON] = {"error": None, "unknown": False, "token": token}
     if isinstance(payload, bytes):
         return _encode(head) + b"\n" + payload
@@ -272,7 +271,7 @@ def _decode_outcome(data: bytes) -> tuple[dict[str, Any], JSON | bytes]:
 
 
 def _describe(verdict: _Verdict) -> str:
-    """Return the failed ranks with their errors. Ranks with the same error, such as those of one host, are grouped."""
+    """Describe the failed ranks and their errors. Ranks with the same error, such as all of one host, are grouped."""
     groups: dict[str, list[int]] = {}
     for rank, reason in verdict.failed:
         groups.setdefault(reason, []).append(rank)
@@ -287,6 +286,4 @@ def _encode(document: JSON) -> bytes:
     try:
         return json.dumps(document).encode("ascii")
     except (TypeError, ValueError) as error:
-        raise PluginError(
-            f"what a rank tells the others (of a save, the receipt of its layout) is not JSON: {error}"
-        ) from error
+        raise PluginError(f"a message to other ranks, such as the receipt of a layout, is not JSON: {error}") from error

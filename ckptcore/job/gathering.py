@@ -1,8 +1,8 @@
-"""Gathering and exchanging data between the processes of a job.
+"""Gathering: messages of all ranks of a job to the leader and back, and unique keys for them.
 
-In a small job every rank sends its data to the leader. A larger job has blocks of ranks, and the first rank of a block
-sends the data of the block: the leader receives one message for each block, and the work of other processes does not
-grow with the job.
+In a small job every rank sends its data to the leader. A larger job is divided into blocks of ranks, and the first rank
+of a block sends the data of its block. The leader then receives one message for each block, and the work of all other
+ranks does not grow with the job.
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ __all__ = [
 
 
 class ExchangeCounts:
-    """Counts the operations of each name that this process began in each job. Any thread.
+    """Counts the operations that this process began, by job and name. Any thread.
 
-    They are counted by job and not by Context, because two Contexts that save to one location would use the same keys:
-    a message of a failed exchange would be taken for an answer. They are counted by name and not in total, so that a
-    rank that missed one operation, because its program failed before, differs from the others only in that one.
+    Counts belong to a job and not to a Context: two Contexts that save to one location would otherwise use the same
+    keys, and could receive a message of a failed exchange. Each name has its own count, so that a rank that missed one
+    operation after an error differs from the others only in that one.
 
-    Names are stored as hashes; each takes about a hundred bytes while the job lasts.
+    Names are stored as hashes. Each takes about a hundred bytes until the job ends.
     """
 
     def __init__(self) -> None:
-        """Count nothing yet."""
+        """Start with zero counts."""
         self._lock = threading.Lock()
-        self._found: dict[int, int] = {}
-        self._given: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]] = {}
+        self._of_found_jobs: dict[int, int] = {}
+        self._of_coordinators: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]] = {}
 
     def key(self, coordinator: Coordinator | None, name: str) -> str:
         """Return a key for the exchanges of an operation that begins now.
 
         Args:
-            coordinator: the job of a Context, or one that this process has joined and may join again; None for a job
-                that has a new coordinator for each operation.
+            coordinator: the coordinator of a Context, or of a job that this process joined and may join again; None for
+                a job that gets a new coordinator for each operation.
             name: the name of the operation, such as its location.
         """
         hashed = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
         with self._lock:
-            counts = self._found if coordinator is None else self._counts_of(coordinator)
+            counts = self._of_found_jobs if coordinator is None else self._counts_of(coordinator)
             number = counts.get(hashed, 0)
             counts[hashed] = number + 1
         return f"{name}#{number}"
 
     def _counts_of(self, coordinator: Coordinator) -> dict[int, int]:
-        known = self._given.get(id(coordinator))
+        known = self._of_coordinators.get(id(coordinator))
         if known is not None and known[0]() is coordinator:
             return known[1]
         counts: dict[int, int] = {}
-        self._given[id(coordinator)] = (self._reference(coordinator), counts)
+        self._of_coordinators[id(coordinator)] = (self._reference(coordinator), counts)
         return counts
 
     def _reference(self, coordinator: Coordinator) -> Callable[[], Coordinator | None]:
         try:
-            # The callback does not take the lock: garbage collection can run while this thread holds it.
-            return weakref.ref(coordinator, functools.partial(_drop, self._given, id(coordinator)))
+            # The callback does not take the lock: garbage collection may run while this thread has it.
+            return weakref.ref(coordinator, functools.partial(_drop, self._of_coordinators, id(coordinator)))
         except TypeError:
-            return lambda: coordinator  # slots without `__weakref__`: it stays in memory
+            return lambda: coordinator  # slots without `__weakref__`: keep it in memory
 
 
 def _drop(
-    given: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]], address: int, ended: object
+    counts: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]], address: int, reference: object
 ) -> None:
-    known = given.get(address)
-    if known is not None and known[0] is ended:  # else another object has this address now
-        del given[address]
+    known = counts.get(address)
+    if known is not None and known[0] is reference:  # else another object has this address now
+        del counts[address]
 
 
 @functools.cache
@@ -90,18 +90,18 @@ def exchange_counts() -> ExchangeCounts:
 
 
 BLOCK_RANKS: Final = 64
-"""The ranks of a block; a job of up to so many ranks has no blocks."""
+"""Number of ranks in a block. A job of up to this many ranks is not divided."""
 
 _SHOWN: Final = 100
 _COMPRESSION: Final = 1
-"""The fastest level of zlib; the messages of a block are similar, so that it is enough."""
+"""The fastest level of zlib. It is enough, because the messages of a block are similar."""
 
 
 class Gathering:
-    """Sends data to the leader and from it. Stateless. Any thread."""
+    """Sends data from all ranks to the leader, and from the leader to all. Stateless. Any thread."""
 
     def __init__(self, coordinator: Coordinator, *, block_ranks: int = BLOCK_RANKS) -> None:
-        """Use a coordinator, in blocks if it supports groups and the job is large.
+        """Divide a large job into blocks if its coordinator supports groups.
 
         Args:
             coordinator: connects the processes.
@@ -124,9 +124,9 @@ class Gathering:
         ]
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """Send a payload to the leader. Return there all payloads in order of rank; None on the others.
+        """Send a payload to the leader. Returns all payloads in order of rank on the leader, and None on other ranks.
 
-        The first rank of a block waits for the others. If it is missing itself, nothing is known of the others.
+        The first rank of a block waits for the other ranks of the block. If it is missing, they are not reported.
 
         Raises:
             CoordinationTimeoutError: on the leader, with the missing ranks.
@@ -142,7 +142,7 @@ class Gathering:
         except CoordinationTimeoutError as error:
             if self.rank != block[0]:
                 raise  # this rank could not send its own payload
-            # Without names the connection itself failed, and nothing is known of the others.
+            # If the error names no ranks, the connection itself failed: all others count as missing.
             missing = [block[place] for place in error.missing] or list(block[1:])
         if self.rank != block[0]:
             return None
@@ -164,11 +164,11 @@ class Gathering:
             raise self._timed_out(key, missing)
         return gathered
 
-    def tell(self, key: str, payload: bytes | None) -> bytes:
-        """Return the payload of the leader on every rank; the others pass None."""
-        return self._broadcast(self._coordinator, key, payload)
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        """Return the payload of the leader on every rank. Other ranks pass None."""
+        return self._broadcast_on(self._coordinator, key, payload)
 
-    def tell_blocks(self, key: str, message: Callable[[range], bytes] | None) -> bytes:
+    def broadcast_to_blocks(self, key: str, message: Callable[[range], bytes] | None) -> bytes:
         """Return the message of the leader to the block of this rank.
 
         Args:
@@ -176,18 +176,18 @@ class Gathering:
             message: on the leader, returns the message to the ranks of a block; None on the others.
         """
         if self._groups is None:
-            return self.tell(key, None if message is None else message(range(self.size)))
+            return self.broadcast(key, None if message is None else message(range(self.size)))
         if message is None:
             number = self.rank // self._block_ranks
-            return self._broadcast(self._groups.within(self._with_leader(number)), f"{key}-{number}", None)
+            return self._broadcast_on(self._groups.within(self._with_leader(number)), f"{key}-{number}", None)
         for number, block in enumerate(self.blocks):
             ranks = self._with_leader(number)
             if len(ranks) > 1:
                 self._groups.within(ranks).broadcast(f"{key}-{number}", message(block))
         return message(self._block(0))
 
-    def _broadcast(self, coordinator: Coordinator, key: str, payload: bytes | None) -> bytes:
-        """Broadcast from the leader. The other ranks wait for several deadlines.
+    def _broadcast_on(self, coordinator: Coordinator, key: str, payload: bytes | None) -> bytes:
+        """Broadcast from the leader to the ranks of a coordinator. They wait for several deadlines.
 
         The leader may start up to a deadline later than this rank, and reports missing ranks after its own deadline. In
         a job with blocks it waits for its own block, and twice as long for the first ranks of the others.
@@ -213,8 +213,9 @@ class Gathering:
         ranks = sorted(missing)
         shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
         return CoordinationTimeoutError(
-            f"before the deadline of the exchange {key!r}, {len(ranks)} of {self.size} ranks had not come: [{shown}]; "
-            f"look at what they were doing. Each {self._block_ranks} ranks are heard through the first of them",
+            f"{len(ranks)} of {self.size} ranks did not take part in the exchange {key!r} before its deadline: "
+            f"[{shown}]. Check what they were doing. A rank is also missing if the first rank of its block of "
+            f"{self._block_ranks} is",
             ranks,
         )
 

@@ -1,9 +1,7 @@
 """Receipts as messages to the leader. Numbers are columns, which are decoded without an object for each number.
 
-A message is used for one exchange only. Processes with another version of this package are refused.
-
 A message is one line of JSON, followed by the columns that it lists. A column has the narrowest dtype that fits either
-the numbers or their differences.
+its numbers or their differences. Messages are not stored: all processes must have the same version of this package.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ __all__ = ["decode_receipts", "encode_receipts"]
 
 _VERSION: Final = 1
 _FEW: Final = 8
-"""The longest list of numbers that stays in the JSON."""
+"""Longest list of numbers that stays in the JSON."""
 
 _WIDTHS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST: Final = (1 << 63) - 1
@@ -63,8 +61,8 @@ def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]
     head: dict[str, Any] = json.loads(line)
     if head["version"] != _VERSION:
         raise UnsupportedVersionError(
-            f"a process of the job tells of what it wrote in version {head['version']!r}, and the leader knows "
-            f"{_VERSION}: install one version of ckptcore in all of them"
+            f"a process of the job sent a receipt of version {head['version']!r}, and the leader reads version "
+            f"{_VERSION}: install the same version of ckptcore in all processes"
         )
     columns = _read_columns(head["columns"], memoryview(rest))
     return [_decode(encoded, tree, columns) for encoded, tree in zip(head["receipts"], trees, strict=True)]
@@ -122,7 +120,7 @@ def _without_columns(document: JSON, path: _Path, places: list[JSON], writer: _C
         try:
             column = np.array(document, np.int64)
         except OverflowError:
-            return document  # no column is wide enough
+            return document  # too large for a column
         places.append([path, writer.add(column)])
         return None
     return [_without_columns(inner, (*path, number), places, writer) for number, inner in enumerate(document)]
@@ -144,8 +142,8 @@ class _Columns:
         """Add a column of numbers. Return its number."""
         if not len(numbers):
             return self._add("numbers", 1, 0, 0, b"")
-        plain = _narrowed(numbers)
-        steps = _narrowed(np.diff(numbers, prepend=numbers[:1])) if len(numbers) > _FEW else None
+        plain = _as_narrow_column(numbers)
+        steps = _as_narrow_column(np.diff(numbers, prepend=numbers[:1])) if len(numbers) > _FEW else None
         if steps is not None and steps[0].itemsize < plain[0].itemsize:
             kind, (narrow, least), first = "steps", steps, int(numbers[0])
         else:
@@ -162,12 +160,12 @@ class _Columns:
         return len(self.data) - 1
 
 
-def _narrowed(numbers: HostArray) -> tuple[HostArray, int]:
-    """Subtract the least number. Return the narrowest array of the results, and the least number."""
+def _as_narrow_column(numbers: HostArray) -> tuple[HostArray, int]:
+    """Subtract the smallest number. Returns the narrowest array of the differences, and the smallest number."""
     least, most = int(numbers.min()), int(numbers.max())
     span = most - least
     if span > _LARGEST:
-        return numbers.view(np.uint64), 0  # sums of 64-bit differences are right in spite of overflows
+        return numbers.view(np.uint64), 0  # sums of 64-bit differences are correct in spite of overflows
     width = next(width for width in _WIDTHS if span < 1 << 8 * width)
     return (numbers - np.int64(least)).astype(_WIDTHS[width]), least
 

@@ -1,7 +1,8 @@
 """Checks that the processes of a job share one directory.
 
-The leader creates something with a new name there, and the others look for it. No properties are compared: hosts with
-disks of their own have the same paths, often the same devices and inodes, and the same old steps.
+The leader creates an object with a new name in the directory, and the other processes look for it. Comparing properties
+is not enough: local disks of different hosts have the same paths, often the same devices and inodes, and the same old
+steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 _PATIENCE_SECONDS: Final = 10.0
-"""Seconds that a process looks for what the leader created: network file systems cache misses for seconds."""
+"""Time limit to find the object of the leader: network file systems cache misses for seconds."""
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 1.0
@@ -39,15 +40,16 @@ _PROBES: Final = f"{ADMINISTRATION}/probe-"
 
 @contextmanager
 def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], bool]) -> Iterator[None]:
-    """Check that every process sees what the leader creates in the body. Every rank calls it, within a stage.
+    """Check that every process sees the object that the leader creates in the body. Call it on every rank in a stage.
 
-    Costs one exchange, after which the others look; the end of the stage reports who cannot see it.
+    Costs one exchange, after which the other ranks look for the object. The end of the stage reports ranks that do not
+    see it.
 
     Args:
-        agreement: the agreement with the other processes; nothing is exchanged in a job of one.
+        agreement: the agreement of the job; without exchange in a job of one process.
         name: the name of the exchange.
-        place: the directory as this process finds it: an absolute path or a URL.
-        look: returns True if the object of the leader exists; may raise `ObjectNotFoundError`.
+        place: the directory as seen by this process: an absolute path or a URL.
+        look: returns True if the object exists; may raise `ObjectNotFoundError`.
 
     Raises:
         NotSharedError: this process does not see it. If the leader failed to create it, the others do not look.
@@ -59,7 +61,7 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
         yield
     except BaseException:
         if agreement.rank == 0:
-            agreement.lead(name, lambda: None)  # the others wait for it; the end of the stage reports the error
+            agreement.lead(name, lambda: None)  # the others wait for this; the end of the stage reports the error
         raise
     leader_place: str | None = agreement.lead(name, lambda: f"{place} on {_host()}")
     if agreement.rank != 0 and leader_place is not None:
@@ -87,15 +89,15 @@ def expect_claim(claimed: Claim, location: Location) -> None:
 
 
 def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str) -> None:
-    """Check that all processes see the directory of steps that the leader has opened. Every rank calls it.
+    """Check that all processes share the directory of steps that the leader opened. Call it on every rank.
 
     Args:
-        agreement: the agreement with the other processes; nothing is exchanged in a job of one.
+        agreement: the agreement of the job; without exchange in a job of one process.
         store: the storage, opened at the directory; it need not be durable.
-        place: the directory as this process finds it: an absolute path or a URL.
+        place: the directory as seen by this process: an absolute path or a URL.
 
     Raises:
-        NotSharedError: this process does not see what the leader created.
+        NotSharedError: this process does not see the object of the leader.
         RankFailedError: another process does not see it.
     """
     if agreement.size == 1:
@@ -124,10 +126,10 @@ def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
-        f"{place} on {_host()} is not what rank 0 has in {leader_place}: this process did not see what rank 0 created "
-        f"there (waited {_PATIENCE_SECONDS:g} s). All processes of a job must share one directory: use a file system "
-        "that all hosts mount, or the URL of an object store. Or let each process save alone, into a directory of its "
-        "own, with a Context whose coordinator has one rank"
+        f"{place} on {_host()} does not show files that rank 0 created in {leader_place} (waited "
+        f"{_PATIENCE_SECONDS:g} s). All processes of a job must share one directory: use a file system that all hosts "
+        "mount, or the URL of an object store. Or save in each process alone, into separate directories, with a "
+        "Context whose coordinator has one rank"
     )
 
 

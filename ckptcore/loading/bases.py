@@ -32,7 +32,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     """Return the location of a base of a checkpoint.
 
     Raises:
-        InvalidLocationError: if the Context does not allow a base there, or it is outside of the storage.
+        InvalidLocationError: the Context does not allow this location, or it is outside of the storage.
     """
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
     found = location.address
@@ -40,12 +40,12 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
         return Location(display, location.parent, base.path, f"{found.scheme}:{found.parent}/{base.path}")
     if context.io.bases != "anywhere":
         raise InvalidLocationError(
-            f"{location.display} refers to a base at {display}, and only checkpoints beside it are read: if you "
-            "trust who wrote it, load "
-            'with Context(io=IOOptions(bases="anywhere")), or let them copy it with ckptcore.copy'
+            f"{location.display} refers to a base at {display}, but only bases in the same directory are read. If you "
+            'trust its author, load with Context(io=IOOptions(bases="anywhere")), or ask the author for a copy by '
+            "ckptcore.copy"
         )
     authority = _AUTHORITY.match(found.parent)
-    assert authority is not None  # it may be empty
+    assert authority is not None  # the pattern also matches an empty text
     names = [name for name in found.parent[authority.end() :].split("/") if name]
     for name in base.path.split("/"):
         if name != "..":
@@ -64,19 +64,19 @@ def base_path(location: Location, base: Location) -> str:
     """Return the path by which a checkpoint refers to a base.
 
     Raises:
-        InvalidLocationError: if the base is in another storage, hidden, or a parent directory of the checkpoint.
+        InvalidLocationError: the base is in another storage, is hidden, or is a parent directory of the checkpoint.
     """
     here, there = location.address, base.address
     own, other = (_AUTHORITY.match(one.parent) for one in (here, there))
     if here.scheme != there.scheme or (own and own[0]) != (other and other[0]):
         raise InvalidLocationError(
             f"{location.display} cannot refer to {base.display}, which is in another storage: save to the same "
-            "storage, or everything with ckptcore.save"
+            "storage, or save the whole state with ckptcore.save"
         )
     begin = 0 if own is None else own.end()
     path = posixpath.relpath(f"/{there.parent[begin:]}/{there.name}", f"/{here.parent[begin:]}")
     if there.name.startswith(".") or set(path.split("/")) <= {".", ".."}:
-        why = "has a hidden name" if there.name.startswith(".") else "is around it"
+        why = "has a hidden name" if there.name.startswith(".") else "contains it"
         raise InvalidLocationError(
             f"{location.display} cannot refer to {base.display}, which {why}: save the update to another location, "
             "or rename the base. Nothing was written"
@@ -88,12 +88,12 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
     """Return the root and the version of a base.
 
     Args:
-        referring: the display name of the checkpoint that refers to it.
-        at: its location.
+        referring: the display name of the checkpoint that refers to the base.
+        at: the location of the base.
         save_id: the id of its save.
 
     Raises:
-        CorruptCheckpointError: if it was deleted or replaced.
+        CorruptCheckpointError: the base was deleted or replaced.
     """
     try:
         version = read_version(at)
@@ -105,10 +105,10 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
         raise kind(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
     if isinstance(root, Root) and root.save_id == save_id:
         return version, root
-    found = "is gone" if root is None else f"holds another save now ({root.save_id})"
+    found = "was deleted" if root is None else f"was replaced by another save ({root.save_id})"
     raise CorruptCheckpointError(
-        f"arrays of {referring} are in {at.display} (save {save_id}), which {found}: put that back, or load another "
-        "checkpoint. A copy by ckptcore.copy needs no base"
+        f"{referring} has arrays in {at.display} (save {save_id}), which {found}: restore it, or load another "
+        "checkpoint. Copies by ckptcore.copy need no base"
     )
 
 
@@ -116,19 +116,17 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
     """Open a base with the arrays that it stores itself.
 
     Raises:
-        CorruptCheckpointError: as by `read_base`; also if it holds files of an object.
+        CorruptCheckpointError: see `read_base`; also if it has files instead of a tree.
     """
     version, root = read_base(referring, at, save_id)
     if root.layout == FilesLayout.name:
-        raise CorruptCheckpointError(
-            f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
-        )
+        raise CorruptCheckpointError(f"{referring} refers to {at.display}, which has no tree. Load another checkpoint")
     tree = stored_tree(root.tree, root.references)
     return dataclasses.replace(Checkpoint.of_root(at, version, root, context), tree=tree)
 
 
 def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
-    """Return a checkpoint that refers to bases, with all of its arrays.
+    """Open the bases of a checkpoint. Returns the checkpoint with all of its arrays.
 
     Args:
         opened: the checkpoint, opened as if it stored all arrays itself.
@@ -136,8 +134,8 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         context: options.
 
     Raises:
-        CorruptCheckpointError: if a base was deleted or replaced, or lacks an array.
-        InvalidLocationError: if the Context does not allow the location of a base.
+        CorruptCheckpointError: a base was deleted or replaced, or does not have an array.
+        InvalidLocationError: the Context does not allow the location of a base.
     """
     references, location = root.references, opened.location
     own = dataclasses.replace(opened, tree=stored_tree(root.tree, references))
@@ -164,8 +162,8 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         if there is None or not isinstance(found, ArrayRecord) or found.spec != record.spec:
             raise CorruptCheckpointError(
                 f"{location.display} refers to {bases[base].location.display} for "
-                f"{format_path(root.tree.paths[leaf])} ({record.spec}), and that does not have it itself (found "
-                f"{found.spec if isinstance(found, ArrayRecord) else 'no array'}): the checkpoint is damaged; load "
+                f"{format_path(root.tree.paths[leaf])} ({record.spec}), which does not store it (found "
+                f"{found.spec if isinstance(found, ArrayRecord) else 'no array'}): the checkpoint is damaged. Load "
                 "another one"
             )
         derivations[leaf] = Stored(record.spec, there, 1 + base)
@@ -174,7 +172,7 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         root.tree,
         derivations,
         values=values,
-        beside=bases,
+        additional=bases,
         most_bytes=context.memory.load_bytes,
         description=f"with arrays of {', '.join([base.save_id for base in references.bases])}",
         is_builtin=True,

@@ -34,13 +34,13 @@ __all__ = [
     "Origin",
     "Source",
     "arrays_at",
+    "check_additional",
     "check_file",
     "extents_of",
     "file_pieces",
+    "naming_additional",
     "naming_arrays",
-    "naming_further",
     "reader_of",
-    "replaced_beside",
     "stored_format",
 ]
 
@@ -49,13 +49,13 @@ _PIECE_BYTES: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Statements of a checkpoint about itself.
+    """Provenance of a checkpoint, as stated in its metadata.
 
     Attributes:
-        writer: the software that wrote it, in words.
+        writer: names and versions of the software that wrote it.
         custom: metadata of the user.
         metrics: measurements saved with it.
-        created: when the save began, ISO 8601 in UTC; None if other software wrote it and does not say.
+        created: start of the save, ISO 8601 in UTC; None if other software wrote it and does not state it.
     """
 
     writer: str = ""
@@ -65,7 +65,7 @@ class Origin:
 
     @classmethod
     def of_root(cls, root: Root | Composite) -> Origin:
-        """Return the statements of a root."""
+        """Return the provenance that a root states."""
         writer = " ".join([f"{name} {version}" for name, version in root.writer.items()])
         return cls(writer, root.custom, root.metrics, root.created)
 
@@ -78,14 +78,14 @@ class Checkpoint:
         location: its location.
         version: the state of the location when it was opened.
         root: its root; None if other software wrote it.
-        stored: where its arrays are in its objects.
+        stored: its layout and the state of the layout, which locate arrays in objects.
         tree: its tree.
         store: reads its objects.
-        foreign: what it states about itself, if other software wrote it.
-        read_instead: reads its boxes in place of `store`: from copies on this host, by a strategy, or, if `derived` is
+        foreign: its provenance, if other software wrote it.
+        read_instead: reads boxes instead of `store`: from copies on this host, through a strategy, or, if `derived` is
             set, by computing them.
-        derived: computes its arrays from those of other checkpoints; None if they are stored as they are in the tree.
-            `stored` and `store` are then those of the checkpoint that is read.
+        derived: computes arrays from those of other checkpoints; None if the tree is stored in this form. `stored` and
+            `store` belong to the first source of `derived`.
     """
 
     location: Location
@@ -110,9 +110,9 @@ class Checkpoint:
         """Return a checkpoint of ckptcore, with the arrays that it stores itself.
 
         Args:
-            location, version, root: as of the checkpoint.
+            location, version, root: attributes of the checkpoint.
             context: options.
-            stored: the layout and its state, if an earlier checkpoint with this root has them.
+            stored: a cached layout and state for this root; None: create them.
         """
         store = reader_of(location.store, root.objects, context)
         return cls(location, version, root, stored or stored_format(root, context), root.tree, store)
@@ -132,7 +132,7 @@ class Checkpoint:
 
     @property
     def origin(self) -> Origin:
-        """Its statements about itself."""
+        """Its provenance."""
         return self.foreign if self.root is None else Origin.of_root(self.root)
 
     @property
@@ -142,17 +142,17 @@ class Checkpoint:
 
     @property
     def index(self) -> ChunkIndex:
-        """The chunk index of its arrays; for a derived checkpoint, that of the checkpoint that is read.
+        """The chunk index of its arrays; for a derived checkpoint, the chunk index of its first source.
 
         Raises:
-            CorruptCheckpointError: the state does not fit the tree.
+            CorruptCheckpointError: the state does not match the tree.
         """
         return self.stored.index(self.tree) if self.derived is None else self.derived.sources[0].index
 
     @property
     def is_files(self) -> bool:
-        """True for files that an object wrote, which are no tree."""
-        return self.layout.name == FilesLayout.name
+        """True for files that an object wrote, instead of a tree."""
+        return self.stored.layout.name == FilesLayout.name
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete."""
@@ -161,22 +161,22 @@ class Checkpoint:
         return self.store.read_boxes(self.index, plan.items, buffers)
 
     def reading_through(self, read_through: ReadThrough) -> Checkpoint:
-        """Return this checkpoint, whose boxes are read by a strategy."""
+        """Return this checkpoint with boxes that a strategy reads."""
         root = self.version.root
-        # The members of a composite have one save id, but each has a root of its own.
+        # The members of a composite share a save id. Each has its own root, so a digest of it identifies the content.
         content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
         return replace(self, read_instead=lambda plan, buffers: read_through(content_id, plan, buffers, self.read))
 
 
 def stored_format(root: Root, context: Context) -> StoredFormat:
-    """Return the layout of a tree of ckptcore, or of files, with its state."""
+    """Return the layout of a checkpoint of ckptcore, with its state."""
     is_files = root.layout == FilesLayout.name
     layout = FilesLayout() if is_files else runtime_of(context).registry.layout(root.layout)
     return StoredFormat(layout, root.state)
 
 
 def reader_of(storage: StorageBackend, objects: Mapping[str, ObjectRecord], context: Context) -> ObjectReader:
-    """Return what reads the recorded objects of a checkpoint, and no others."""
+    """Return a reader for the recorded objects of a checkpoint. It refuses other objects."""
     return ObjectReader(storage, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
 
 
@@ -189,10 +189,10 @@ class CompositeCheckpoint:
     """An open checkpoint of several checkpointables.
 
     Attributes:
-        location, version: as of a `Checkpoint`.
+        location, version: see `Checkpoint`.
         root: its root; None if other software wrote it.
-        members: its checkpointables by name, with those that were deleted since the save.
-        origin: what it states about itself.
+        members: its checkpointables by name, including those that were deleted since the save.
+        origin: its provenance.
     """
 
     location: Location
@@ -203,7 +203,7 @@ class CompositeCheckpoint:
 
     @classmethod
     def of_root(cls, location: Location, version: LocationVersion, root: Composite) -> CompositeCheckpoint:
-        """Return a composite of ours."""
+        """Return a composite of ckptcore."""
         return cls(location, version, root, root.members, Origin.of_root(root))
 
 
@@ -224,31 +224,44 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
             stop=error.stop,
         ) from error
     except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{opened.location.display} lacks an object that it is made of: {error}"
-        ) from error
+        raise CorruptCheckpointError(f"{opened.location.display}: a data file is missing: {error}") from error
 
 
 @contextmanager
-def naming_further(opened: Checkpoint) -> Iterator[None]:
-    """Add the name of a further checkpoint, and of its arrays, to errors about its bytes."""
+def naming_additional(opened: Checkpoint) -> Iterator[None]:
+    """Add the location of an additional source, and the names of its arrays, to errors about its bytes."""
     try:
         with naming_arrays(opened):
             yield
     except CheckpointError as error:
         if not opened.version.is_current(opened.location):
-            raise replaced_beside(opened) from error
+            raise _replaced_additional(opened) from error
         if not isinstance(error, CorruptCheckpointError):
             raise
-        raise type(error)(f"{error}. It is read for arrays of another checkpoint") from error
+        raise type(error)(f"{error}. Another checkpoint uses its arrays") from error
 
 
-def replaced_beside(opened: Checkpoint) -> CorruptCheckpointError:
-    """Return the error for an additional checkpoint that was replaced while its arrays were read."""
+def _replaced_additional(opened: Checkpoint) -> CorruptCheckpointError:
+    """Return the error for an additional source that was replaced while its arrays were read."""
     return CorruptCheckpointError(
-        f"{opened.location.display} was replaced while its arrays were combined with those of another checkpoint; "
+        f"{opened.location.display} was replaced while its arrays were combined with those of another checkpoint: "
         "load again"
     )
+
+
+def check_additional(opened: Checkpoint) -> None:
+    """Check that no additional source of a derived checkpoint has been replaced since it was opened.
+
+    Raises:
+        CorruptCheckpointError: if one was replaced, so that the data may be of two saves.
+    """
+    if opened.derived is None:
+        return
+    first, *additional = opened.derived.sources
+    check_additional(first)
+    for source in additional:
+        if not source.version.has_current_root(source.location):
+            raise _replaced_additional(source)
 
 
 def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int | None) -> list[str]:
@@ -265,7 +278,7 @@ def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int 
 
 
 def extents_of(opened: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
-    """Return the ranges of bytes (leaf, object, start, stop) that hold the arrays of a checkpoint, by leaf."""
+    """Yield the byte ranges of the arrays of a checkpoint in order of leaves: leaf, object key, start and stop."""
     index, tree = opened.index, opened.tree
     for leaf, record in enumerate(tree.leaves):
         if isinstance(record, ArrayRecord) and leaf not in tree.aliases:
@@ -274,25 +287,25 @@ def extents_of(opened: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
 
 
 def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
-    """Refuse a file whose size is not the recorded one. A hostile root may state any size.
+    """Check that a file has its recorded size. A hostile root may state any size.
 
     Raises:
         CorruptCheckpointError
     """
-    there = opened.location.store.size(record.key)
-    if there != record.size:
+    found = opened.location.store.size(record.key)
+    if found != record.size:
         raise CorruptCheckpointError(
-            f"{record.key} in {opened.location.display} has {there} bytes, where {record.size} were written; load "
-            "another checkpoint",
-            key=record.key, start=min(there, record.size), stop=max(there, record.size),
+            f"{record.key} in {opened.location.display} has {found} bytes instead of {record.size}. Load another "
+            "checkpoint",
+            key=record.key, start=min(found, record.size), stop=max(found, record.size),
         )  # fmt: skip
 
 
 def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
-    """Iterate over the bytes of a file, verified, 16 MiB at a time.
+    """Iterate over the verified bytes of a file, 16 MiB at a time.
 
     Raises:
-        CorruptCheckpointError: also if it is shorter or longer than it was written.
+        CorruptCheckpointError: also if the file does not have its recorded size.
     """
     check_file(opened, record)
     for start in range(0, record.size, _PIECE_BYTES):
@@ -300,7 +313,7 @@ def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
         data = opened.store.get(record.key, start, stop)
         if len(data) != stop - start:
             raise CorruptCheckpointError(
-                f"{record.key} ends at byte {start + len(data)}, where {record.size} were written",
+                f"{record.key} ends at byte {start + len(data)} instead of {record.size}",
                 key=record.key, start=start + len(data), stop=record.size,
             )  # fmt: skip
         yield data

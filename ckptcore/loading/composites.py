@@ -1,4 +1,4 @@
-"""Loads of several checkpointables by name: requests, and the load of each, in place or anew."""
+"""Loads of several checkpointables by name: requests, and the load of each, in place or as a new object."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
-from ckptcore.loading.load import choose_strategy
-from ckptcore.loading.load_requests import AS_IT_IS, LoadAs, LoadRequest
-from ckptcore.loading.opening import ConsistentRead, is_deleted, names_shown, open_member, open_names, present_members
+from ckptcore.loading.load import AS_IT_IS, LoadAs, LoadRequest, choose_strategy
+from ckptcore.loading.opening import ConsistentRead, format_names, is_deleted, open_member, open_names, present_members
 from ckptcore.loading.targets import (
     check_target,
     holds_objects,
@@ -35,25 +34,25 @@ from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NameSuggestions
 
-__all__ = ["Abstracts", "CompositeLoad", "Request", "Wanted"]
+__all__ = ["Abstracts", "CompositeLoad", "CompositeRequest", "MemberRequest"]
 
 logger = logging.getLogger("ckptcore.loading")
 
 Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
-"""Objects to build anew: abstract trees by name, names alone, or None."""
-
+"""Objects to build: abstract trees by name, names alone, or None."""
 
 Absent: TypeAlias = Literal["skip", "error"]
+"""Treatment of objects that were deleted since the save."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CompositeRequest:
     """Objects to load. Without arguments: every object that exists.
 
     Attributes:
-        abstract: objects to build anew; None: all, unless `into` has names.
+        abstract: objects to build; None: all objects, unless `into` has names.
         into: objects to restore in place, by name.
-        absent: treatment of objects that were deleted since the save, if all objects are loaded: skip them with a
+        absent: treatment of objects that were deleted since the save, if all objects are requested: skip them with a
             warning, or raise an error.
     """
 
@@ -65,18 +64,18 @@ class Wanted:
         """Check the types.
 
         Raises:
-            TypeError: for one str, and for an `into` that is not a mapping.
-            ValueError: if a name is to be both built anew and restored in place.
+            TypeError: `abstract` is a str, or `into` is not a mapping.
+            ValueError: a name is in both.
         """
         if isinstance(self.abstract, str | bytes):
-            raise TypeError(f"abstract={self.abstract!r}: give a list of names, [{self.abstract!r}], or a mapping")
+            raise TypeError(f"abstract={self.abstract!r}: pass a list of names, [{self.abstract!r}], or a mapping")
         if self.into is None:
             return
         if not isinstance(self.into, Mapping):
-            raise TypeError(f"into={self.into!r}: give a mapping of names to the objects to restore")
+            raise TypeError(f"into={self.into!r}: pass a mapping of names to the objects to restore")
         for name in self.abstract or ():
             if name in self.into:
-                raise ValueError(f"{name!r} is in abstract and in into: give it once")
+                raise ValueError(f"{name!r} is in both abstract and into: pass it in one of them")
 
     @property
     def names(self) -> Sequence[str] | None:
@@ -85,20 +84,20 @@ class Wanted:
 
     @property
     def likes(self) -> dict[str, tuple[object, bool]]:
-        """For each name the abstract tree or the object, and True for an object that is restored in place."""
+        """By name, the abstract tree or the object, and True for an object that is restored in place."""
         abstract = self.abstract if isinstance(self.abstract, Mapping) else dict.fromkeys(self.abstract or ())
         built = {name: (like, False) for name, like in abstract.items()}
         return built | {name: (like, True) for name, like in (self.into or {}).items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request for one checkpointable that was checked: it exists, and its target can take it.
+class MemberRequest:
+    """A checked request for one checkpointable: it exists, and fits its target.
 
     Attributes:
         name: its name.
         load: loads it with the options of a Context, and records the phases.
-        in_place: True if an object is changed.
+        in_place: True if an object is restored in place.
     """
 
     name: str
@@ -110,60 +109,60 @@ class CompositeLoad:
     """A load of several checkpointables by name. Objects that are restored in place come last.
 
     Attributes:
-        location, context, recording: as given.
+        location, context, recording: the arguments.
         attempts: the attempts to read the checkpoint.
     """
 
-    def __init__(self, location: AnyLocation, wanted: Wanted, context: Context, recording: Recording) -> None:
+    def __init__(self, location: AnyLocation, wanted: CompositeRequest, context: Context, recording: Recording) -> None:
         """Open nothing yet."""
         self.location = location
         self.context = context
         self.recording = recording
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
-        self._changed: list[str] = []  # names of what was restored in place, also by an attempt that is repeated
+        self._changed: list[str] = []  # names of objects restored in place, also by an attempt that is repeated
 
     def run(self) -> dict[str, object]:
-        """Load what is wanted, in the order in which it was asked for.
+        """Load the requested objects. Returns them in the order of the request.
 
         Raises:
-            TypeError: if an object that is restored in place is given as an abstract tree.
-            CheckpointNotFoundError: if a name was never saved, or was deleted; nothing was changed.
-            CorruptCheckpointError: also if everything that was saved is asked for, and some of it is absent.
-            TreeMismatchError: if something is stored otherwise than it is asked for; nothing was changed.
-            TargetUndefinedError: if it failed after an object was changed.
+            TypeError: `abstract` has an object that must be restored in place.
+            CheckpointNotFoundError: a name was not saved, or was deleted. Nothing was changed.
+            CorruptCheckpointError: also if all objects are requested, and one is missing.
+            TreeMismatchError: an object is stored in another form than requested. Nothing was changed.
+            TargetUndefinedError: the load failed after an object was changed.
         """
         try:
             strategy = choose_strategy(self.context, runtime_of(self.context))
             if strategy is None:
                 return self.attempts.retry_if_replaced(self._load)
-            from ckptcore.loading.collective.joint import load_composite_jointly  # only jobs need it
+            from ckptcore.loading.collective.joint import load_composite_collectively  # only jobs need it
 
-            return load_composite_jointly(self, strategy.job)
+            return load_composite_collectively(self, strategy.job)
         except Exception as error:
             if not self._changed or isinstance(error, TargetUndefinedError):
                 raise
             raise TargetUndefinedError(
-                f"{self.location} was replaced or deleted after {names_shown(self._changed)} had been restored from "
-                "it, and loading again failed: they may belong to different moments now; load again before using "
+                f"{self.location} was replaced or deleted after {format_names(self._changed)} had been restored from "
+                "it, and loading again failed. The objects may have states of different saves: load again before using "
                 f"them: {error}"
             ) from error
 
     def _load(self, composite: CompositeCheckpoint) -> dict[str, object]:
         requests = self.plan(composite)
-        # What is built anew comes first: if it cannot be read, nothing was changed yet.
+        # New objects come first: if one cannot be read, no existing object was changed.
         loaded = {
             request.name: self.load(request, self.context)
             for request in sorted(requests, key=lambda request: request.in_place)
         }
         return self.in_order(composite, loaded)
 
-    def plan(self, composite: CompositeCheckpoint) -> Sequence[Request]:
-        """Find what is wanted, and check that it can be loaded. Reads no array, and changes nothing."""
+    def plan(self, composite: CompositeCheckpoint) -> Sequence[MemberRequest]:
+        """Find the requested objects, and check that they can be loaded. Reads no array, and changes nothing."""
         with self.recording.phase("open"):
             return list(_plan_requests(composite, self.location, self._wanted, self.context))
 
-    def load(self, request: Request, context: Context) -> object:
+    def load(self, request: MemberRequest, context: Context) -> object:
         """Load one checkpointable."""
         try:
             loaded = request.load(context, self.recording)
@@ -174,15 +173,15 @@ class CompositeLoad:
             if not self._changed:
                 raise
             raise TargetUndefinedError(
-                f"loading {request.name!r} failed, after {', '.join(self._changed)} had been restored: they belong to "
-                f"different moments now; load again before using them: {error}"
+                f"loading {request.name!r} failed after {', '.join(self._changed)} had been restored. The objects may "
+                f"have states of different saves: load again before using them: {error}"
             ) from error
         if request.in_place:
             self._add_changed(request.name)
         return loaded
 
     def take_part(self, composite: CompositeCheckpoint, name: str) -> None:
-        """Take part in the collective load of a checkpointable that this process does not want."""
+        """Take part in the collective load of a checkpointable that this process does not request."""
         opened = open_member(composite, name, name, self.location, self.context)
         source = opened if opened.root is None else SubPath(self.location, name)
         load_nothing(source, self.context, self.recording)
@@ -192,46 +191,43 @@ class CompositeLoad:
             self._changed.append(name)
 
     def in_order(self, composite: CompositeCheckpoint, loaded: Mapping[str, object]) -> dict[str, object]:
-        """Return what was loaded in the order of the request; in that of the save if all of it was requested."""
+        """Return loaded objects in the order of the request; in the order of the save if all were requested."""
         wanted = self._wanted.names
         return {name: loaded[name] for name in (composite.members if wanted is None else wanted) if name in loaded}
 
 
 def _plan_requests(
-    composite: CompositeCheckpoint, location: AnyLocation, wanted: Wanted, context: Context
-) -> Iterator[Request]:
-    """Plan requests in the order of the save. Checks that each member exists, and that its target can take it.
+    composite: CompositeCheckpoint, location: AnyLocation, wanted: CompositeRequest, context: Context
+) -> Iterator[MemberRequest]:
+    """Plan requests in the order of the save. Checks that each member exists and fits its target.
 
     Raises:
-        CheckpointNotFoundError: if a name was never saved, or was deleted.
-        CorruptCheckpointError: also if all objects that were saved are requested, and one is missing.
-        TreeMismatchError: if an object is stored in another form than requested.
-        TypeError: if an object that is restored in place is given as an abstract tree.
+        CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError, TypeError: see `CompositeLoad.run`.
     """
     members = composite.members
     present = present_members(composite)
     likes = wanted.likes
     if wanted.names is None:
-        likes = Wanted(_all_for(composite, present, wanted.absent, context)).likes
+        likes = CompositeRequest(_existing_names(composite, present, wanted.absent, context)).likes
     order = {name: number for number, name in enumerate(members)}
-    # Every process of a job asks objects for their state in this order, because `state_dict` may be collective.
+    # Every process of a job calls objects in this order, because `state_dict` may be collective.
     for name, (asked, in_place) in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
-        like, how = _unwrapped(asked)
+        like, how = _unwrap(asked)
         if like is PLACEHOLDER:
             continue
         if name not in members:
             raise UnknownCheckpointableError(_unknown(composite, name, list(present)))
         if name not in present:
             raise CheckpointNotFoundError(
-                f"{composite.location.display} was saved with {name!r}, but it was deleted since; there are "
+                f"{composite.location.display}: {name!r} was saved and deleted later. Existing names: "
                 f"{', '.join(present) or 'none'}"
             )
         member = members[name]
         directory = member.directory(name, _rank(composite, name, member, context))
         if directory not in present[name]:
             raise CheckpointNotFoundError(
-                f"{composite.location.display} was saved with {directory!r}, the state of one process, but it was "
-                f"deleted since; there are {names_shown(present[name])}"
+                f"{composite.location.display}: {directory!r}, the state of one process, was saved and deleted later. "
+                f"Existing directories: {format_names(present[name])}"
             )
         opened = open_member(composite, name, directory, location, context)
         # Do not retry without a root: there is no save id to compare.
@@ -242,13 +238,13 @@ def _plan_requests(
         yield request
 
 
-def _all_for(
+def _existing_names(
     composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], absent: Absent, context: Context
 ) -> dict[str, None]:
     """Return the names of all objects that exist for this process. Logs a warning with those that do not.
 
     Raises:
-        CorruptCheckpointError: if `absent` is ``"error"``, and one does not exist.
+        CorruptCheckpointError: `absent` is ``"error"``, and an object is missing.
     """
     missing: dict[str, None] = {}
     for name, member in composite.members.items():
@@ -258,18 +254,16 @@ def _all_for(
             missing[name] = None
     if missing and absent == "error":
         raise CorruptCheckpointError(
-            f"{composite.location.display} was saved with {names_shown(missing)}, which was deleted or lost since; "
-            "ask for the names that you need, or for this very checkpoint to get what is left of it"
+            f"{composite.location.display}: {format_names(missing)} was saved, and deleted or lost later. Request the "
+            "names that you need, or load this checkpoint explicitly to get the remaining objects"
         )
     if missing:
-        logger.warning(
-            "%s was saved with %s, which was deleted since", composite.location.display, names_shown(missing)
-        )
+        logger.warning("%s: %s was saved and deleted later", composite.location.display, format_names(missing))
     return dict.fromkeys([name for name in composite.members if name not in missing])
 
 
-def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
-    """Return an abstract tree or object without its wrappers, which may be nested, and the options in these."""
+def _unwrap(asked: object) -> tuple[object, LoadRequest]:
+    """Return an abstract tree or object without its nested wrappers, and the options of the wrappers."""
     how = AS_IT_IS
     while True:
         if isinstance(asked, PerProcess):
@@ -284,7 +278,7 @@ def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
 def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) -> str:
     near = NameSuggestions(present).nearest(str(name))
     hint = f"; did you mean {near!r}?" if near else ""
-    return f"{composite.location.display} was saved without {name!r}; there are {', '.join(present) or 'none'}{hint}"
+    return f"{composite.location.display} has no {name!r}. Existing names: {', '.join(present) or 'none'}{hint}"
 
 
 def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> int:
@@ -293,8 +287,8 @@ def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Co
     if member.processes is None or member.processes == job.size:
         return job.rank
     raise TreeMismatchError(
-        f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, and this "
-        f"job has {job.size}: which one is this process to take? Load what you need by its own location, such as "
+        f"{name!r} in {composite.location.display} has a separate state for each of {member.processes} processes, but "
+        f"this job has {job.size}. Load the state that each process needs by its own location, such as "
         f"{composite.location.display.rstrip('/')}/{member.directory(name, 0)}",
         [f"{name}: {member.processes} processes saved it, {job.size} load it"],
     )
@@ -302,44 +296,43 @@ def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Co
 
 def _request(
     name: str, source: Source, member: Member, like: object, how: LoadRequest, in_place: bool, context: Context
-) -> Request:
+) -> MemberRequest:
     """Return the request for an object that exists.
 
     Args:
         name, member: the object.
         source: its location, or the open checkpoint.
         like, how: the abstract tree or the object, and its options.
-        in_place: True for an object to restore.
+        in_place: True for an object to restore in place.
         context: its plugins dispatch the object.
 
     Raises:
-        TreeMismatchError: if it is stored in another form.
-        TypeError: if an object that is restored in place is given as an abstract tree.
+        TreeMismatchError: it is stored in another form.
+        TypeError: `like` is an object that must be restored in place, and `in_place` is False.
     """
     is_files = member.kind == "files"
     if is_files and how != AS_IT_IS:
         raise TreeMismatchError(
-            f"{name!r} is stored as files that its object wrote, and no tree: give it without LoadAs, which is for "
+            f"{name!r} is stored as files of an object, not as a tree: request it without LoadAs, which is only for "
             "trees",
             [f"{name}: files are stored"],
         )
     if like is None and in_place:
-        raise TypeError(f"into={{{name!r}: None}}: give the object to restore, or the name in abstract=[{name!r}]")
+        raise TypeError(f"into={{{name!r}: None}}: pass the object to restore, or the name in abstract=[{name!r}]")
     registry = runtime_of(context).registry
     files = None if like is None else registry.dispatch_named(like).files
     if like is not None and not in_place and (files is not None or holds_objects(like, registry)):
         raise TypeError(
-            f"abstract={{{name!r}: {type(like).__qualname__}(...)}} is or holds an object with a state: give it as "
-            f"into={{{name!r}: ...}} to restore it in place, or ckptcore.abstract(...) of it to build its state anew"
+            f"abstract={{{name!r}: {type(like).__qualname__}(...)}} is or contains an object with a state: pass it as "
+            f"into={{{name!r}: ...}} to restore it in place, or ckptcore.abstract(...) of it to load its state"
         )
     if is_files and like is not None:
         if files is None:
             raise TreeMismatchError(
-                f"{name!r} is stored as files that its object wrote, and a {type(like).__qualname__} does not "
-                "restore itself from files: pass an object like the one that was saved, or None for the files "
-                "themselves",
+                f"{name!r} is stored as files of an object, and a {type(like).__qualname__} cannot be restored from "
+                "files: pass an object like the one that was saved, or None to load the files as bytes",
                 [f"{name}: files are stored"],
             )
-        return Request(name, functools.partial(load_files_into, source, name, like, files), in_place=True)
+        return MemberRequest(name, functools.partial(load_files_into, source, name, like, files), in_place=True)
     load = functools.partial(load_into_target if in_place else load_value, source, like, request=how)
-    return Request(name, load, in_place)
+    return MemberRequest(name, load, in_place)

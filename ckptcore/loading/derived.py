@@ -1,4 +1,4 @@
-"""Derived checkpoints: arrays that are computed from those of other checkpoints while they are read."""
+"""Derived checkpoints: their arrays are computed from those of other checkpoints while they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.errors import TransformError
 from ckptcore.io.elements import copy_elements
 from ckptcore.io.memory import allocate
-from ckptcore.loading.checkpoint import Checkpoint, extents_of, naming_further, replaced_beside
+from ckptcore.loading.checkpoint import Checkpoint, extents_of, naming_additional
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
@@ -23,23 +23,23 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["Derived", "Place", "check_beside", "derive"]
+__all__ = ["BoxDestination", "Derived", "derive"]
 
-_USUAL_BYTES: Final = 256 << 20
+_DEFAULT_BYTES: Final = 256 << 20
 """Default limit of memory in addition to that of the computed arrays."""
 
 _LEAST_RUN_BYTES: Final = 16 << 20
-"""Minimum bytes of a contiguous read for a piece of an array: blocks at its ends are read twice."""
+"""Minimum size of a contiguous read for a piece of an array: the blocks at its ends are read twice."""
 
 _MOST_BAND_BYTES: Final = 8 << 20
-"""Largest band: ranks send each other whole bands, which must not be much longer than a message."""
+"""Limit of a band: ranks send each other whole bands, which must not be much longer than a message."""
 
-_MOST_AGAIN: Final = 1.02
-"""Largest ratio of the bytes read in pieces to the bytes read at once."""
+_MOST_REREAD: Final = 1.02
+"""Limit of the ratio of the bytes read in pieces to the bytes read at once."""
 
 
-_Run: TypeAlias = Literal["whole", "long", "short"]
-"""A contiguous range of elements of a stored array."""
+_RunKind: TypeAlias = Literal["whole", "long", "short"]
+"""Kind of a contiguous range of elements of a stored array: the whole array, or a long or short range."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +48,13 @@ class Derived:
 
     Attributes:
         tree: the derived tree.
-        sources: the checkpoint that is read, and further ones that are combined with it.
+        sources: the checkpoint that is read, and additional ones that are combined with it.
         derivations: by leaf number, the derived array. May lack aliases.
         values: by leaf number of each value of the first source, its number there.
-        most_bytes: limit of memory in addition to that of the computed arrays. An array that cannot be computed in
-            pieces may exceed it, alone.
+        most_bytes: limit of memory in addition to that of the computed arrays. A single array that cannot be computed
+            in pieces may exceed it.
         description: a description of the transforms, equal on every rank of a job; empty without transforms.
-        changes: changes by matching, which may differ by rank: by leaf, its number before, and a description.
+        changes: changes by matching, which may differ by rank: by leaf, its earlier number, and a description.
         is_builtin: True if the arrays come from the checkpoint's bases, not from transforms of the user.
     """
 
@@ -62,26 +62,26 @@ class Derived:
     sources: tuple[Checkpoint, ...]
     derivations: Mapping[int, DerivedArray]
     values: Mapping[int, int]
-    most_bytes: int = _USUAL_BYTES
+    most_bytes: int = _DEFAULT_BYTES
     description: str = ""
     changes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     is_builtin: bool = False
     _plain_bytes: dict[int, Counter[int]] = field(default_factory=dict, init=False, repr=False)
-    """By source and leaf, the bytes that objects have uncompressed; found when needed."""
+    """By source and leaf, the bytes that are stored uncompressed; filled on demand."""
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
         """See `Checkpoint.read`.
 
         Raises:
-            TransformError: if an array cannot be computed, such as if a function of the caller fails; names the array.
-            What reading the sources does.
+            TransformError: an array cannot be computed, for instance because a function of the caller failed; names it.
+            Errors of reading the sources.
         """
         left = [0] * len(plan.items)
         batch: list[_Fill] = []
         held = 0
         numbers = range(len(plan.items))
         for leaf, together in itertools.groupby(numbers, lambda number: plan.items[number].leaf):
-            places = [Place(number, plan.items[number].box, buffers[number]) for number in together]
+            places = [BoxDestination(number, plan.items[number].box, buffers[number]) for number in together]
             for fill in self._fills(self.derivations[leaf], places):
                 for owner in fill.owners:
                     left[owner] += 1
@@ -93,7 +93,7 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Return, by number of a source, its leaves that leaves of the tree are or are computed from."""
+        """Return, by number of a source, its leaves from which leaves of the tree are computed."""
         found: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -106,9 +106,10 @@ class Derived:
         return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """Return an axis of an array and a number of elements along it, for bands of about `nbytes` stored bytes.
+        """Return an axis and a number of elements along it for bands that read about `nbytes` stored bytes each.
 
-        Each band reads its own contiguous part of the stored bytes. None if there are no such bands, or only one.
+        Each band reads a separate contiguous part of the stored bytes. Returns None if the array has no such bands, or
+        only one.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -121,15 +122,15 @@ class Derived:
             band = whole.band(axis, start, start + step)
             if band.size * spec.numpy_dtype.itemsize > _MOST_BAND_BYTES:
                 continue
-            fill = _Fill.of(derivation, [Place(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
-            if fill.read_bytes * extent / step <= stored * _MOST_AGAIN and not self._runs(fill)[None]:
+            fill = _Fill.of(derivation, [BoxDestination(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
+            if fill.read_bytes * extent / step <= stored * _MOST_REREAD and not self._runs(fill)[None]:
                 return axis, step
         return None
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
         """Return bands of an array along its first axis, of at most `most_bytes` if possible.
 
-        Reading them one after the other reads little more than reading all at once; otherwise the whole array.
+        Returns the whole array if reading bands one after the other would read much more than reading it at once.
         """
         derivation = self.derivations[self.tree.aliases.get(leaf, leaf)]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -137,8 +138,8 @@ class Derived:
             return [whole]
         step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
         first = whole.band(0, 0, step)
-        # Only for planning: this memory is never touched.
-        fill = _Fill.of(derivation, [Place(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
+        # Only for planning: nothing is read into this memory.
+        fill = _Fill.of(derivation, [BoxDestination(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
         if not self._reads_runs(fill):
             return [whole]
         return whole.bands(0, step)
@@ -151,7 +152,7 @@ class Derived:
             except Exception as error:
                 path = format_path(self.tree.paths[plan.items[fill.owners[0]].leaf])
                 raise TransformError(
-                    f"{path} could not be made of what {self.sources[0]} holds: {type(error).__name__}: {error}"
+                    f"{path} could not be computed from {self.sources[0]}: {type(error).__name__}: {error}"
                 ) from error
             for owner in fill.owners:
                 left[owner] -= 1
@@ -165,29 +166,29 @@ class Derived:
                 continue
             wanted = [(reads[number].array.leaf, (reads[number].box,)) for number in numbers]
             plan = plan_read(below.tree, wanted)
-            with naming_further(below) if checkpoint else nullcontext():
+            with naming_additional(below) if checkpoint else nullcontext():
                 for there in below.read(plan, [reads[number].buffer for number in numbers]):
                     yield numbers[there]
 
-    def _fills(self, derivation: DerivedArray, places: Sequence[Place]) -> Sequence[_Fill]:
-        """Return the fills of boxes of an array: one, or pieces if one takes too much memory.
+    def _fills(self, derivation: DerivedArray, places: Sequence[BoxDestination]) -> Sequence[_Fill]:
+        """Return the fills of boxes of an array: one, or several pieces if one needs too much memory.
 
         Pieces are used only if they read little more. A piece is a band of all boxes, because the elements between
-        those of one box may belong to another one.
+        those of one box may belong to another box.
         """
         fill = _Fill.of(derivation, places)
         if fill.held_bytes <= self.most_bytes:
             return [fill]
         count = -(-fill.held_bytes // self.most_bytes)
         filled = [place for place in places if place.box.size]
-        around = _around([place.box for place in filled])
+        around = _bounding_box([place.box for place in filled])
         for axis, extent in enumerate(around.shape):
             step = -(-extent // count)
             if step == extent:
                 continue
-            bands = [_within(filled, band) for band in around.bands(axis, step)]
+            bands = [_in_band(filled, band) for band in around.bands(axis, step)]
             pieces = [_Fill.of(derivation, band) for band in bands]
-            if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MOST_AGAIN and all(
+            if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MOST_REREAD and all(
                 map(self._reads_runs, pieces)
             ):
                 empty = [place for place in places if not place.box.size]
@@ -205,28 +206,28 @@ class Derived:
         return [*self._fills(derivation, places[:half]), *self._fills(derivation, places[half:])]
 
     def _reads_runs(self, fill: _Fill) -> bool:
-        """Return True if a piece reads long runs of stored elements, or whole arrays.
+        """Return True if a piece reads long contiguous ranges of stored elements, or whole arrays.
 
-        Each long run may come with a short one, like the scales of weights: the blocks at its ends are a small part of
-        both.
+        Each long range may be accompanied by a short one, such as the scales of weights: the blocks at its ends are a
+        small part of both.
         """
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]
 
-    def _runs(self, fill: _Fill) -> Counter[_Run | None]:
-        """Count the runs of each sort that a piece reads."""
+    def _runs(self, fill: _Fill) -> Counter[_RunKind | None]:
+        """Count the contiguous ranges of each kind that a piece reads."""
         boxes: dict[Stored, dict[Box, None]] = {}
         for read in fill.reads:
             boxes.setdefault(read.array, {})[read.box] = None
-        counts = Counter[_Run | None]()
+        counts = Counter[_RunKind | None]()
         for array, of_array in boxes.items():
-            around = _around(list(of_array))
+            around = _bounding_box(list(of_array))
             together = self._run_of(array, around) if sum([box.size for box in of_array]) == around.size else None
             counts.update([self._run_of(array, box) for box in of_array] if together is None else [together])
         return counts
 
-    def _run_of(self, array: Stored, box: Box) -> _Run | None:
-        """Return the sort of run that a box is; None if it is not contiguous."""
+    def _run_of(self, array: Stored, box: Box) -> _RunKind | None:
+        """Return the kind of contiguous range that a box is; None if it is not contiguous."""
         whole = Box.whole(array.spec.shape)
         if box == whole:
             return "whole"
@@ -239,7 +240,7 @@ class Derived:
         """Return True if the elements of a stored array are uncompressed, so that any range of them can be read."""
         below = self.sources[array.checkpoint]
         if below.derived is not None:
-            return False  # it plans its own pieces
+            return False  # it divides its reads by itself
         if (plain := self._plain_bytes.get(array.checkpoint)) is None:
             plain = self._plain_bytes[array.checkpoint] = Counter()
             for leaf, _, start, stop in extents_of(below):
@@ -253,70 +254,53 @@ def derive(
     derivations: Mapping[int, DerivedArray],
     *,
     values: Mapping[int, int],
-    beside: Sequence[Checkpoint] = (),
+    additional: Sequence[Checkpoint] = (),
     most_bytes: int | None = None,
     description: str = "",
     changes: Mapping[int, tuple[int, str]] | None = None,
     is_builtin: bool = False,
 ) -> Checkpoint:
-    """Return a checkpoint with another tree, whose arrays are computed from those of an open one while they are read.
+    """Return a checkpoint with another tree, whose arrays are computed from those of an open checkpoint.
 
-    It is read by boxes like any other. Its root, version and origin are those of the open checkpoint.
+    It is read in boxes like any other. It has the root, version and origin of the open checkpoint.
 
     Args:
         opened: the checkpoint that is read.
         tree: the new tree, with its values.
-        derivations: by leaf number of each array of the new tree that is no alias, the derived array; a `Stored` refers
-            to leaves of `opened`.
+        derivations: by leaf number, the derived array, for each array of the new tree that is not an alias. A `Stored`
+            refers to leaves of `opened`.
         values: by leaf number of each value that comes from `opened`, its number there.
-        beside: further checkpoints that arrays are computed from, numbered from 1 in a `Stored`.
-        most_bytes: limit of memory in addition to that of the computed arrays; None: 256 MiB. An array that cannot be
-            computed in pieces may exceed it, alone.
-        description, changes, is_builtin: as of a `Derived`.
+        additional: additional sources, with the numbers from 1 on in a `Stored`.
+        most_bytes: see `Derived`; None: 256 MiB.
+        description, changes, is_builtin: see `Derived`.
 
     Raises:
-        TransformError: if an array has no derivation, or one of another spec.
+        TransformError: an array has no derivation, or one with another shape or dtype.
     """
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
             continue
         made: ArraySpec | None = derivations[leaf].spec if leaf in derivations else None
         if made != record.spec:
-            raise TransformError(
-                f"{format_path(tree.paths[leaf])} is said to be {record.spec}, and {made or 'nothing'} is made"
-            )
+            path = format_path(tree.paths[leaf])
+            raise TransformError(f"{path} is declared as {record.spec}, but its derivation is {made or 'missing'}")
     if opened.derived is not None:
         description = f"{opened.derived.description}\n{description}"
-    limit = most_bytes or _USUAL_BYTES
-    derived = Derived(tree, (opened, *beside), derivations, values, limit, description, changes or {}, is_builtin)
+    limit = most_bytes or _DEFAULT_BYTES
+    derived = Derived(tree, (opened, *additional), derivations, values, limit, description, changes or {}, is_builtin)
     return dataclasses.replace(opened, tree=tree, derived=derived, read_instead=derived.read)
 
 
-def check_beside(opened: Checkpoint) -> None:
-    """Check that no further checkpoint of a derived one has been replaced since it was opened.
-
-    Raises:
-        CorruptCheckpointError: if one was replaced, so that the data may be of two saves.
-    """
-    if opened.derived is None:
-        return
-    first, *beside = opened.derived.sources
-    check_beside(first)
-    for other in beside:
-        if not other.version.has_current_root(other.location):
-            raise replaced_beside(other)
-
-
-def _around(boxes: Sequence[Box]) -> Box:
+def _bounding_box(boxes: Sequence[Box]) -> Box:
     """Return the bounding box of boxes."""
     starts, stops = zip(*[(box.start, box.stop) for box in boxes], strict=True)
     return Box(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
 
-def _within(places: Sequence[Place], band: Box) -> list[Place]:
+def _in_band(places: Sequence[BoxDestination], band: Box) -> list[BoxDestination]:
     """Return the parts of places that are in a band."""
     return [
-        Place(owner, common, out[common.within(box)])
+        BoxDestination(owner, common, out[common.within(box)])
         for owner, box, out in places
         if (common := box.intersect(band)) is not None
     ]
@@ -343,7 +327,7 @@ _ReadAll: TypeAlias = Callable[[Sequence[_StoredRead]], Iterator[int]]
 """Reads boxes; yields the number of each once it is complete."""
 
 
-class Place(NamedTuple):
+class BoxDestination(NamedTuple):
     """The destination of a box of a derived array.
 
     Attributes:
@@ -359,14 +343,14 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """Boxes of a derived array that are filled together. Inputs that several of them share are read and computed once.
+    """A plan to fill boxes of a derived array together. Shared inputs are read and computed once.
 
     Attributes:
         owners: the owners of the boxes.
         reads: the boxes of stored arrays to read.
         waiting: the number of reads that are not complete.
         steps: the computations after the reads, in order.
-        held_bytes: bytes of memory needed in addition to that of the boxes.
+        held_bytes: memory in addition to that of the boxes.
     """
 
     owners: Sequence[int]
@@ -378,11 +362,8 @@ class _Fill:
     _results: dict[WholeArray, list[HostArray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, derivation: DerivedArray, places: Sequence[Place]) -> _Fill:
-        """Plan how to fill places with their boxes; read nothing.
-
-        Memory is allocated, but not touched before it is read into.
-        """
+    def of(cls, derivation: DerivedArray, places: Sequence[BoxDestination]) -> _Fill:
+        """Plan the fill of boxes. Reads nothing; allocated memory is not touched before it is read into."""
         fill = cls([place.owner for place in places])
         for _, box, out in places:
             if box.size:
@@ -408,8 +389,8 @@ class _Fill:
             if out.flags.c_contiguous:
                 self.reads.append(_StoredRead(derivation, box, out, self))
             else:
-                # Read into memory of its own and copy: no layout reads into memory with gaps.
-                self.steps.append(functools.partial(copy_elements, out, self._made(derivation, box)))
+                # Read into new memory and copy: layouts do not read into memory with gaps.
+                self.steps.append(functools.partial(copy_elements, out, self._computed(derivation, box)))
             return
         if isinstance(derivation, WholeArray):
             result = self._result(derivation)
@@ -420,21 +401,21 @@ class _Fill:
             for part, view in zip(needed, views, strict=True):
                 self._place(derivation.inputs[part.number], part.box, view)
             return
-        parts = [self._made(derivation.inputs[part.number], part.box) for part in needed]
+        parts = [self._computed(derivation.inputs[part.number], part.box) for part in needed]
         self.steps.append(functools.partial(derivation.make, box, parts, out))
 
     def _result(self, derivation: WholeArray) -> list[HostArray]:
-        """Return the list that will have the whole array, which is computed once."""
+        """Return the list that will contain the whole array, which is computed once."""
         if (result := self._results.get(derivation)) is None:
             result = self._results[derivation] = []
             whole = Box.whole(derivation.spec.shape)
-            parts = [self._made(derivation.inputs[part.number], part.box) for part in derivation.needed(whole)]
+            parts = [self._computed(derivation.inputs[part.number], part.box) for part in derivation.needed(whole)]
             self.held_bytes += derivation.spec.nbytes
             self.steps.append(lambda: result.append(derivation.compute(parts)))
         return result
 
-    def _made(self, derivation: DerivedArray, box: Box) -> HostArray:
-        """Return new memory that will have a box of an array; the same memory for the same box."""
+    def _computed(self, derivation: DerivedArray, box: Box) -> HostArray:
+        """Return new memory that will contain a box of an array; the same memory for the same box."""
         if (out := self._parts.get((derivation, box))) is None:
             out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))
             self.held_bytes += out.nbytes
@@ -446,7 +427,7 @@ def _read_fills(fills: list[_Fill], read: _ReadAll) -> Iterator[_Fill]:
     """Read for several fills together: a box that several of them need is read once.
 
     Args:
-        fills: the fills; the list is emptied, so that their memory is released one by one.
+        fills: the fills; the list is emptied, so that their memory can be released one by one.
         read: reads boxes.
 
     Yields:
@@ -465,7 +446,7 @@ def _read_fills(fills: list[_Fill], read: _ReadAll) -> Iterator[_Fill]:
     del same
     for number in read([first for first, *_ in wanted]):
         first, *others = wanted[number]
-        wanted[number] = []  # release memory as soon as its fill is complete
+        wanted[number] = []  # releases memory as soon as its fill is complete
         for other in others:
             copy_elements(other.buffer, first.buffer)
         for one in (first, *others):

@@ -26,7 +26,7 @@ from ckptcore.loading.opening import (
     open_member,
     open_tree,
     present_members,
-    tree_read,
+    tree_attempts,
 )
 from ckptcore.loading.stored_trees import abstract_tree, transformed
 from ckptcore.model.metadata import TreeMetadata
@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TreeContents:
-    """Contents of a checkpoint of one tree, without its arrays. `CheckpointMetadata` describes the attributes."""
+    """Contents of a checkpoint of one tree, without arrays. See the properties of `CheckpointMetadata`."""
 
     abstract: Any
     tree: TreeMetadata
@@ -60,14 +60,14 @@ class TreeContents:
 class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
     """Metadata of each object of a checkpoint of several objects: a mapping by name.
 
-    Objects that were deleted since the save are left out. If every process saved a state of its own, the metadata is
-    that of the first state that exists.
+    Objects that were deleted since the save are left out. If every process saved a separate state, the metadata is
+    that of the first existing state.
 
     Attributes:
         members: the metadata by name.
         deleted: names of objects that were deleted.
-        processes: by name, the number of processes that saved a state of their own. Names that all processes saved
-            together are left out.
+        processes: by name, the number of processes that saved a separate state. Names that all processes saved together
+            are left out.
         unreadable: by name, the reason why no installed layout reads an object that other software wrote. The other
             objects can be loaded by name.
     """
@@ -98,7 +98,7 @@ class CheckpointMetadata:
     has both if it has several objects of which `ckptcore.load` loads one.
 
     Attributes:
-        created: when the save began, ISO 8601 in UTC; None if other software wrote the checkpoint and does not say.
+        created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint and does not state it.
         writer: the software that wrote it.
         custom: metadata of the user.
         save_id: id of the save; None for checkpoints of other software.
@@ -149,12 +149,12 @@ class CheckpointMetadata:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Checkpoints that have arrays of this one, as paths relative to its directory; empty if it has all arrays."""
+        """Checkpoints that store arrays of this one, as relative paths; empty if it stores all of its arrays."""
         return self._one("bases").bases
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and files; tied arrays are counted once, and one process of those that saved a state."""
+        """Bytes of all arrays and files. Counts tied arrays once, and only one of several states of processes."""
         if self.contents is None or self.is_composite:
             return sum([one.nbytes for one in self.checkpointables.values()])
         if self.contents.layout == FilesLayout.name:
@@ -165,7 +165,7 @@ class CheckpointMetadata:
         if self.contents is None:
             names = list(self.checkpointables)
             raise CompositeCheckpointError(
-                f"this checkpoint holds several checkpointables ({', '.join(names)}): use "
+                f"this checkpoint has several checkpointables ({', '.join(names)}): use "
                 f"metadata.checkpointables[{names[0] if names else 'NAME'!r}].{attribute}",
                 names,
             )
@@ -191,10 +191,10 @@ def describe_tree(place: AnyLocation, context: Context, transforms: Transforms =
     """Describe a checkpoint of one tree, or the tree that `ckptcore.load` loads.
 
     Raises:
-        CompositeCheckpointError: if it holds several objects, and none of them stands for all.
-        What `describe_checkpoint` does.
+        CompositeCheckpointError: it has several objects, and `ckptcore.load` loads none of them.
+        Errors of `describe_checkpoint`.
     """
-    return tree_read(place, context).retry_if_replaced(
+    return tree_attempts(place, context).retry_if_replaced(
         lambda opened: describe_opened(transformed(opened, transforms, context), context)
     )
 
@@ -256,7 +256,7 @@ def _describe_composite(composite: CompositeCheckpoint, location: AnyLocation, c
 
 
 def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:
-    """Return the tree that `ckptcore.load` loads of a checkpoint of other software; None if it loads none."""
+    """Return the tree that `ckptcore.load` loads from a composite of other software; None if it loads none."""
     try:
         opened = open_tree(composite.location, composite.version, context)
     except UncommittedCheckpointError:
@@ -276,7 +276,7 @@ def _describe_first(
         try:
             opened = open_member(composite, name, directory, location, context)
         except CheckpointNotFoundError:
-            if is_deleted(composite, directory):  # since it was looked at
+            if is_deleted(composite, directory):  # deleted after the first check
                 continue
             raise
         return describe_opened(opened, context)

@@ -1,4 +1,4 @@
-"""Differences between an abstract tree and the stored one: adjusted if a load allows them, else listed in its error."""
+"""Differences between an abstract tree and the stored one: adjusts arrays, or lists all differences in an error."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 
 from ckptcore.context import Context
-from ckptcore.derivations import Stored, cast, cut, may_become, narrow, pad, reshape
+from ckptcore.derivations import Stored, accepts_kind_of, cast, cut, narrow, pad, reshape
 from ckptcore.derivations.dtypes import float_values, has_all_values_of, is_narrowing
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import derive
-from ckptcore.loading.load_requests import Casting, LeafChange, Matching, ShapeChange
-from ckptcore.loading.quantized_names import find_quantized, scales_beside
+from ckptcore.loading.load_options import Casting, LeafChange, Matching, ShapeChange
+from ckptcore.loading.quantized_names import find_quantized, find_scales
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 _SHOWN: Final = 30
-"""Differences in the text of an error; its attribute has all."""
+"""Limit of differences in the text of an error. Its attribute lists all."""
 
 _LONGEST: Final = 600
-"""Characters of a line."""
+"""Limit of a line, in characters."""
 
 _SEQUENCES: Final = ("list", "tuple")
 
 _ALLOW_MORE: Final = ("narrowing", "placeholder")
-"""Choices that also allow what the other choices of the same option do."""
+"""Choices that include the other choices of the same option."""
 
 _WAYS: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
 """Changes that may turn one shape into another, in the order in which they are proposed."""
@@ -67,9 +67,9 @@ class Difference:
     """One difference.
 
     Attributes:
-        sort: in one word: missing, unexpected, sequence, kind, shape, dtype, value.
-        line: the path, what is asked for and what is stored, for a person.
-        allowed_by: what would allow it; None if nothing would.
+        sort: missing, unexpected, sequence, kind, shape, dtype or value.
+        line: a message with the path, the requested and the stored form.
+        allowed_by: the option that allows it; None if no option does.
     """
 
     sort: str
@@ -78,7 +78,7 @@ class Difference:
 
 
 def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata) -> TreeMismatchError:
-    """Return the error for differences. Its text counts them by sort and shows some of each; its attribute lists all.
+    """Return the error for differences. Its text shows some of each sort; its attribute lists all.
 
     Args:
         display: the location.
@@ -91,7 +91,7 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
     shown: list[str] = []
     for sort, count in _shares({sort: len(found) for sort, found in by_sort.items()}).items():
         found = by_sort[sort]
-        shown.extend([f"\n  {_cut(difference.line)}" for difference in found[:count]])
+        shown.extend([f"\n  {_shorten(difference.line)}" for difference in found[:count]])
         if len(found) > count:
             shown.append(f"\n  and {len(found) - count} more: {sort}")
     counted = allowing = dequantizing = ""
@@ -99,16 +99,16 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
         counts = ", ".join([f"{len(found)} {sort}" for sort, found in by_sort.items()])
         counted = f" ({len(differences)} differences: {counts})"
     if remedies := [found.allowed_by for found in differences if found.allowed_by is not None]:
-        allowing = f"; what is meant to differ can be allowed by name: matching=Matching({_options(remedies)})"
+        allowing = f". To allow intended differences, pass matching=Matching({_options(remedies)})"
     if (quantized := find_quantized(tree)) is not None:
         dequantizing = (
-            f"; weights are quantised ({quantized}): load them as numbers with transforms=[DequantizeAsConfigured()] "
-            "or [Dequantize(...)] of ckptcore.transforms"
+            f". Weights are quantised ({quantized}): to load them as numbers, pass "
+            "transforms=[DequantizeAsConfigured()] or [Dequantize(...)] of ckptcore.transforms"
         )
     return TreeMismatchError(
-        f"{display} does not hold what the abstract tree asks for{counted}:{''.join(shown)}\n"
-        "Make the abstract tree like the stored one (metadata(location).abstract is it), or put PLACEHOLDER where a "
-        f"part is not to be loaded{allowing}{dequantizing}",
+        f"{display} does not match the abstract tree{counted}:{''.join(shown)}\n"
+        "Change the abstract tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
+        f"that are not to be loaded{allowing}{dequantizing}",
         [difference.line for difference in differences],
     )
 
@@ -122,20 +122,20 @@ def _options(remedies: Sequence[Remedy]) -> str:
 
 
 def _choice(choices: Sequence[str | frozenset[str]]) -> str:
-    """Return the value that allows all that several choices do, as Python code."""
+    """Return the value that includes several choices, as Python code."""
     words = {word for choice in choices for word in ([choice] if isinstance(choice, str) else choice)}
     if not isinstance(choices[0], str):
         return "{" + ", ".join([f'"{word}"' for word in sorted(words)]) + "}"
     return f'"{next((word for word in _ALLOW_MORE if word in words), choices[0])}"'
 
 
-def _cut(line: str) -> str:
-    """Return a line of limited length: names may be hostile, and of any length."""
+def _shorten(line: str) -> str:
+    """Shorten a line: names may be hostile, and have any length."""
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
 
 
 def _shares(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return how many differences of each sort to show: about the same number of each."""
+    """Return the number of differences of each sort to show, about equal for all sorts."""
     shares = dict.fromkeys(counts, 0)
     left = _SHOWN
     while left and (open_sorts := [sort for sort, count in counts.items() if shares[sort] < count]):
@@ -147,36 +147,36 @@ def _shares(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:
-    """Return the differences for leaves that are not stored, each with the unexpected leaf that may have been meant."""
-    there = NameSuggestions(unexpected)
+    """Yield the differences for leaves that are not stored. Suggests unexpected leaves with similar names."""
+    stored = NameSuggestions(unexpected)
     for name in names:
-        near = there.nearest(name)
+        near = stored.nearest(name)
         hint = "" if near is None else f"; did you mean {near}?"
         yield Difference("missing", f"missing: {name} is not stored{hint}", Remedy("missing", "keep"))
 
 
 def unexpected_leaves(names: Sequence[str]) -> Iterator[Difference]:
-    """Return the differences for stored leaves that are not asked for."""
+    """Yield the differences for stored leaves that are not requested."""
     for name in names:
-        line = f"unexpected: {name} is stored and not asked for"
+        line = f"unexpected: {name} is stored and not requested"
         yield Difference("unexpected", line, Remedy("unexpected", "ignore"))
 
 
 def lost_scales(
     tree: TreeMetadata, changes: Mapping[int, LeafChange], loaded: Collection[int | None]
 ) -> Iterator[Difference]:
-    """Return the differences for quantised arrays that would be cast without their scales, which gives wrong numbers.
+    """Yield the differences for quantised arrays that would be cast without their scales, to wrong numbers.
 
     Args:
         tree: the stored tree.
         changes: by leaf, the changes of arrays.
-        loaded: the leaves that are asked for.
+        loaded: the requested leaves.
     """
-    for number, scales in scales_beside(tree):
+    for number, scales in find_scales(tree):
         change = changes.get(number)
         if change is not None and change.cast != "error" and scales not in loaded:
-            path, beside = (format_path(tree.paths[one]) for one in (number, scales))
-            reason = f"{change.stored} is quantised: a cast would leave out its scales, {beside}"
+            path, additional = (format_path(tree.paths[one]) for one in (number, scales))
+            reason = f"{change.stored} is quantised: a cast would ignore its scales, {additional}"
             yield Difference("dtype", f"{path}: dtype: {reason}")
 
 
@@ -193,13 +193,13 @@ def container_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]
 def _compare(asked: Skeleton, stored: Skeleton, path: TreePath, found: list[Difference]) -> None:
     if not isinstance(asked, Node) or not isinstance(stored, Node):
         return
-    # Without its class, an object loads as a dict or a list.
+    # An object that is loaded without its class is a dict or a list.
     empty = not asked.keys and not stored.keys and "object" not in (asked.kind, stored.kind)
     if {asked.kind, stored.kind} == {"list", "tuple"}:
-        line = f"{format_path(path)}: sequence: a {asked.kind} is asked for, a {stored.kind} is stored"
+        line = f"{format_path(path)}: sequence: a {asked.kind} is requested, a {stored.kind} is stored"
         found.append(Difference("sequence", line, Remedy("sequences", "either")))
     elif empty and (asked.kind in _SEQUENCES) != (stored.kind in _SEQUENCES):
-        line = f"{format_path(path)}: kind: an empty {asked.kind} is asked for, an empty {stored.kind} is stored"
+        line = f"{format_path(path)}: kind: an empty {asked.kind} is requested, an empty {stored.kind} is stored"
         found.append(Difference("kind", line))
     if not any(isinstance(child, Node) for child in asked.children):
         return
@@ -216,14 +216,14 @@ def _plain(key: Key) -> Key:
 
 
 def adjust(path: str, asked: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:
-    """Find the change that turns a stored array into the one that is asked for; or every reason why there is none.
+    """Find the change from a stored array to the requested one. Returns all differences if there is none.
 
     Args:
-        path: the path of the array, for the reasons.
+        path: the path of the array, for messages.
         asked, stored: different specs of plain arrays.
         matching: the allowed differences.
     """
-    both = f"{asked} is asked for, {stored} is stored"
+    both = f"{asked} is requested, {stored} is stored"
     refused: list[Difference] = []
     shapes = _shape_changes(asked.shape, stored.shape, matching)
     if shapes is None:
@@ -231,24 +231,24 @@ def adjust(path: str, asked: ArraySpec, stored: ArraySpec, matching: Matching) -
         refused.append(Difference("shape", f"{path}: shape: {both}", remedy))
     casting = _casting(asked.dtype, stored.dtype)
     if casting is None:
-        refused.append(Difference("dtype", f"{path}: dtype: {both}; the one is not cast to the other"))
+        refused.append(Difference("dtype", f"{path}: dtype: {both}; no cast from {stored.dtype} to {asked.dtype}"))
     elif casting != "error" and matching.cast not in ("narrowing", casting):
-        why = "nothing is cast unless asked"
+        why = "casts are not allowed by default"
         if matching.cast == "safe":
-            why = f"not every value of {stored.dtype} is one of {asked.dtype}"
+            why = f"{asked.dtype} cannot represent every value of {stored.dtype}"
         refused.append(Difference("dtype", f"{path}: dtype: {both}; {why}", Remedy("cast", casting)))
     if refused or shapes is None or casting is None:
         return refused
     change = LeafChange(stored, asked, casting, shapes, matching.pad_value if "pad" in shapes else None)
     try:
         made = _make(Stored(stored, 0), change)
-    except ValueError as error:  # about the value to pad with
+    except ValueError as error:  # the dtype cannot represent the pad value
         return [Difference("shape", f"{path}: shape: {both}; {error}")]
-    return replace(change, made=made.spec)
+    return replace(change, loaded=made.spec)
 
 
 def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
-    """Return the option that would allow a shape."""
+    """Return the option that allows a shape."""
     for shapes in _WAYS:
         changes = _shape_changes(asked, stored, replace(matching, shapes=shapes))
         if changes is not None:
@@ -259,7 +259,7 @@ def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching)
 def _shape_changes(
     asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching
 ) -> frozenset[ShapeChange] | None:
-    """Return the changes of a shape; None if they are not allowed."""
+    """Return the changes from a stored to a requested shape; None if they are not allowed."""
     needed: set[ShapeChange] = set()
     if asked == stored:
         return frozenset()
@@ -267,14 +267,14 @@ def _shape_changes(
         return frozenset(("reshape",))
     if len(asked) != len(stored):
         return None
-    for wanted, there in zip(asked, stored, strict=True):
-        if wanted != there:
-            needed.add("truncate" if wanted < there else "pad")
+    for new, old in zip(asked, stored, strict=True):
+        if new != old:
+            needed.add("truncate" if new < old else "pad")
     return frozenset(needed) if needed <= set(matching.shapes) else None
 
 
 def _casting(asked: str, stored: str) -> Casting | None:
-    """Return the cast of a dtype to another; None if there is none."""
+    """Return the cast from a stored to a requested dtype; None if there is none."""
     if asked == stored:
         return "error"
     if has_all_values_of(asked, stored):
@@ -283,12 +283,12 @@ def _casting(asked: str, stored: str) -> Casting | None:
 
 
 def _make(stored: DerivedArray, change: LeafChange) -> DerivedArray:
-    """Derive the array that is asked for.
+    """Derive the requested array.
 
     Raises:
-        ValueError: if its dtype does not have the value to pad with.
+        ValueError: its dtype cannot represent the pad value.
     """
-    made, asked = stored, change.made
+    made, asked = stored, change.loaded
     if "reshape" in change.shapes:
         made = reshape(made, asked.shape)
     if "truncate" in change.shapes:
@@ -297,39 +297,39 @@ def _make(stored: DerivedArray, change: LeafChange) -> DerivedArray:
         made = cast(made, asked.dtype) if change.cast == "safe" else narrow(made, asked.dtype)
     if change.pad_value is not None:
         before = (0,) * len(asked.shape)
-        after = [wanted - there for wanted, there in zip(asked.shape, made.spec.shape, strict=True)]
+        after = [new - old for new, old in zip(asked.shape, made.spec.shape, strict=True)]
         _check_pad_value(asked.dtype, change.pad_value)
         made = pad(made, before, after, change.pad_value)
     return made
 
 
 def _check_pad_value(dtype: str, value: bool | complex) -> None:
-    """Check that a dtype has a value or, if it is a dtype of floats, one near to it.
+    """Check that a dtype can represent a value; dtypes of floats may round it.
 
     Raises:
         ValueError
     """
     given = np.asarray(value)
     name = name_of_dtype(given.dtype)
-    if not may_become(dtype, name) and not dtype == name == "bool":
-        raise ValueError(f"it cannot have the value {value!r}; give one that the dtype has")
+    if not accepts_kind_of(dtype, name) and not dtype == name == "bool":
+        raise ValueError(f"{dtype} cannot represent pad_value={value!r}")
     if float_values(dtype) is not None and dtype != name:
         one = narrow(Stored(ArraySpec((), name), 0), dtype)
         one.make(Box((), ()), [given], np.empty((), ArraySpec((), dtype).numpy_dtype))
 
 
 def adjusted(opened: Checkpoint, changes: Mapping[int, LeafChange], context: Context) -> Checkpoint:
-    """Return the same checkpoint with arrays adjusted as they are read.
+    """Return a derived checkpoint with adjusted arrays.
 
-    Leaves that share their bytes share the adjusted array if both are adjusted alike.
+    Tied leaves stay tied if they have the same change.
 
     Args:
         opened: the checkpoint.
         changes: by number of the leaf.
-        context: its limit on memory is kept.
+        context: limits memory.
     """
     tree = opened.tree
-    # Arrays that transforms derive are adjusted in the same step, so that they are computed in the same pieces.
+    # Arrays of transforms are adjusted in the same step, so that both are computed in the same pieces.
     below = opened.derived if opened.derived is not None and not opened.derived.is_builtin else None
     leaves: list[LeafRecord] = list(tree.leaves)
     derivations: dict[int, DerivedArray] = {}
@@ -342,21 +342,21 @@ def adjusted(opened: Checkpoint, changes: Mapping[int, LeafChange], context: Con
         original = tree.aliases.get(number, number)
         change = changes.get(number)
         if change is not None:
-            leaves[number] = record._replace(spec=change.made, cuts=None)
+            leaves[number] = record._replace(spec=change.loaded, cuts=None)
         if (same := first.setdefault((original, change), number)) != number:
             aliases[number] = same
             continue
         described[number] = original, "" if change is None else str(change)
         before = Stored(record.spec, original) if below is None else below.derivations[original]
         derivations[number] = before if change is None else _make(before, change)
-    source, *beside = (opened,) if below is None else below.sources
+    source, *additional = (opened,) if below is None else below.sources
     kept = {number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)}
     return derive(
         source,
         replace(tree, leaves=tuple(leaves), aliases=aliases),
         derivations,
         values=kept if below is None else below.values,
-        beside=beside,
+        additional=additional,
         most_bytes=context.memory.load_bytes,
         description="" if below is None else below.description,
         changes=described,

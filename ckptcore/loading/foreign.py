@@ -45,23 +45,23 @@ __all__ = [
 _STEPS_SHOWN: Final = 10
 
 _MOST_NAMES: Final = 1000
-"""Limit of names that are tested for files that are checkpoints by themselves."""
+"""Limit of names that are checked for files that are checkpoints by themselves."""
 
 
 def open_foreign(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open the tree that other software wrote.
+    """Open a tree that other software wrote.
 
     Raises:
-        CheckpointNotFoundError: if no installed layout reads anything there.
-        CompositeCheckpointError: if it has several names, and none of them stands for all.
-        UncommittedCheckpointError: if it is a partial save that is not finalized.
+        CheckpointNotFoundError: no installed layout finds a checkpoint.
+        CompositeCheckpointError: it has several checkpointables, and none of them is the default.
+        UncommittedCheckpointError: it is a partial save that is not finalized.
     """
     try:
         return inspect_tree(location, version, context)
     except UncommittedCheckpointError:
         raise
     except CheckpointNotFoundError:
-        from ckptcore.commit.method import find_partial  # only if there is nothing else
+        from ckptcore.commit.method import find_partial  # only if no layout finds a tree
 
         found = find_composite(location, version, context)
         if found is not None:
@@ -76,14 +76,14 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     """Open the tree that the first layout finds.
 
     Raises:
-        CheckpointNotFoundError: if no layout finds one.
-        CorruptCheckpointError: if it is a composite of ckptcore that lost its root.
+        CheckpointNotFoundError: no layout finds one.
+        CorruptCheckpointError: it is a composite of ckptcore without its root.
     """
     entry = location.name if version.is_object else None
     storage = location.parent if entry is not None else location.store
     if entry is None and not version.names:
         raise CheckpointNotFoundError(
-            f"there is nothing at {location.display}; check the path, or list the directory above"
+            f"{location.display} does not exist or is empty: check the path, or list its parent directory"
         )
     _expect_no_root(location, version)
     store = _reader(storage, context)
@@ -96,26 +96,26 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     if entry is None and holds_members(storage, storage.list_names()):
         raise _lost_root(location)
     if entry is None and (steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"])):
-        raise CheckpointNotFoundError(_of_steps(location, steps))
+        raise CheckpointNotFoundError(_steps_message(location, steps))
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
     hint = install_hint(files=[entry] if entry is not None else version.names)
     raise CheckpointNotFoundError(
-        f"{location.display} is no checkpoint that an installed layout reads (tried {tried}{failed}); "
+        f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): "
         + (f"install support for its format with {hint}" if hint else "check the path")
     )
 
 
 def open_foreign_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open every file at a location, as files that an object wrote through other software.
+    """Open all files at a location as the files of an object that other software saved.
 
     Raises:
-        CheckpointNotFoundError: if there is no file.
+        CheckpointNotFoundError: there is no file.
     """
     _expect_no_root(location, version)
     objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
     if not objects:
-        raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
+        raise CheckpointNotFoundError(f"there is no file at {location.display}: check the path")
     tree = TreeMetadata(Node("dict", (), ()), ())
     store = reader_of(location.store, objects, context)
     return Checkpoint(location, version, None, StoredFormat(FilesLayout(), None), tree, store)
@@ -125,8 +125,8 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     """Return the checkpointables that the first layout finds; None if none does.
 
     Raises:
-        CorruptCheckpointError: also if a name is not a valid directory name, or if ckptcore wrote the checkpoint and
-            the root was lost.
+        CorruptCheckpointError: also if a name is not a valid directory name, or if it is a composite of ckptcore
+            without its root.
     """
     if not version.names:
         return None
@@ -144,14 +144,14 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
 
 
 def foreign_checkpoints(context: Context) -> IsForeign:
-    """Return a function that recognises checkpoints of other software, with the layouts of a Context."""
+    """Return a function that detects checkpoints of other software with the layouts of a Context."""
     return functools.partial(_is_foreign, context)
 
 
 def several_checkpointables(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
     """Return the error for several checkpointables where one tree is expected."""
     return CompositeCheckpointError(
-        f"{location.display} holds several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
+        f"{location.display} has several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
         f"by its own location, such as {location.display.rstrip('/')}/{names[0] if names else 'NAME'}",
         names,
     )
@@ -159,11 +159,11 @@ def several_checkpointables(location: Location, names: Sequence[str]) -> Composi
 
 def not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
     """Return the error for a partial save that is not finalized."""
-    running = "" if partial.owner is None else ", and one that is running or was interrupted"
+    running = "" if partial.owner is None else ", and a save that is running or was interrupted"
     return UncommittedCheckpointError(
-        f"{location.display} is being filled by a partial save that is not finalized: it has {partial}{running}. "
-        "Save what is missing with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove "
-        "it with ckptcore.delete"
+        f"{location.display} is a partial save that is not finalized: it has {partial}{running}. Save the missing "
+        "parts with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with "
+        "ckptcore.delete"
     )
 
 
@@ -179,13 +179,13 @@ def _expect_no_root(location: Location, version: LocationVersion) -> None:
     """
     if ROOT_KEY in version.names:
         raise CheckpointNotFoundError(
-            f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed and cannot be read, so it is being "
-            "written or deleted, or is a broken link; load again later, or remove the link"
+            f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed but cannot be read. It is being "
+            "written or deleted, or is a broken link: load again later, or remove the link"
         )
 
 
 def _check_member(location: Location, name: str) -> None:
-    """Refuse a name that leads out of the directory, and a member of a composite of ckptcore."""
+    """Refuse a name outside of the directory, and a member of a composite of ckptcore."""
     reason = "a name is one directory and has no '/'" if "/" in name else ""
     try:
         check_key(name)
@@ -201,21 +201,21 @@ def _check_member(location: Location, name: str) -> None:
         raise _lost_root(location)
 
 
-def _of_steps(location: Location, steps: Mapping[int, str]) -> str:
+def _steps_message(location: Location, steps: Mapping[int, str]) -> str:
     """Return the message for a directory of steps. Does not guess which one is meant."""
     names = list(steps.values())
     shown = ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
     within = location.display.rstrip("/")
     return (
-        f"{location.display} is no checkpoint but, by the names in it, a directory of steps ({shown}): load one by "
+        f"{location.display} is not a checkpoint. Its names look like a directory of steps ({shown}): load a step by "
         f"its own location, such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
     )
 
 
 def _lost_root(location: Location) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that "
-        "from a copy, load another checkpoint, or copy a directory in it elsewhere to load that alone",
+        f"{location.display} was a checkpoint of several checkpointables, but its {ROOT_KEY} is missing: restore that "
+        "from a copy, load another checkpoint, or copy one of its directories elsewhere to load it alone",
         key=ROOT_KEY,
     )
 
@@ -226,7 +226,7 @@ def _is_foreign(context: Context, location: Location) -> bool:
         try:
             found = layout.inspect(store, None) is not None
         except CompositeCheckpointError:
-            found = True  # of several items
+            found = True  # with several items
         except CheckpointError:
             return False  # unfinished or damaged: its extent is unknown
         if found:
@@ -241,11 +241,11 @@ def _has_single_files(layout: Layout, store: ObjectReader) -> bool:
     """
     names = store.list_names("")
     if len(names) > _MOST_NAMES:
-        return True  # a checkpoint of other software has few
+        return True  # checkpoints of other software have few names
     for name in [name for name in names if not name.endswith("/") and not name.startswith(".")]:
         try:
             if layout.inspect(store, name) is not None:
                 return True
         except CheckpointError:
-            continue  # no file of this layout
+            continue  # not a file of this layout
     return False

@@ -1,4 +1,4 @@
-"""Host copies: reading the copies that a host has of arrays that other hosts wrote."""
+"""Host copies: reads local copies of arrays that other hosts wrote."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ckptcore.loading.checkpoint import Checkpoint, reader_of, stored_format
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
-from ckptcore.planning.partition import without
+from ckptcore.planning.partition import subtract
 
 __all__ = ["with_copies"]
 
 logger = logging.getLogger("ckptcore.loading")
 
 
-class _Copy(NamedTuple):
+class _BoxCopy(NamedTuple):
     """A copy of a box of an array.
 
     Attributes:
         box: the box of the array.
-        source: the number of the process that copied it, among `_HostCopies.sources`.
+        source: the index in `_HostCopies.sources` of the process that copied it.
         leaf: the number of the copy in the tree of that process.
     """
 
@@ -41,14 +41,14 @@ class _Copy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of a box that is read.
+class _PieceRead:
+    """The read of a part of a box.
 
     Attributes:
         number: the number of the box in the plan.
         item: the part, in the checkpoint.
         target: the destination of its elements.
-        buffer: contiguous memory to read into: `target`, if that is contiguous.
+        buffer: contiguous memory to read into: `target` if it is contiguous.
     """
 
     number: int
@@ -69,18 +69,18 @@ class _HostCopies:
 
     opened: Checkpoint
     sources: Sequence[tuple[str, Checkpoint]]
-    copies: Mapping[int, Sequence[_Copy]]
+    copies: Mapping[int, Sequence[_BoxCopy]]
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
         """See `Checkpoint.read`. Boxes of damaged copies are read from the checkpoint."""
-        of_sources: dict[int, list[tuple[_Piece, ReadItem]]] = {}
-        rest: list[_Piece] = []
+        of_sources: dict[int, list[tuple[_PieceRead, ReadItem]]] = {}
+        rest: list[_PieceRead] = []
         missing = [0] * len(plan.items)
         for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
             left = [item.box]
             for copy in self.copies.get(item.leaf, ()) if item.box.size else ():
                 common = [found for box in left if (found := box.intersect(copy.box)) is not None]
-                left = [part for box in left for part in without(box, copy.box)]
+                left = [part for box in left for part in subtract(box, copy.box)]
                 for box in common:
                     piece = _piece(number, item, box, buffer)
                     of_sources.setdefault(copy.source, []).append((piece, _item_of(copy, box)))
@@ -88,7 +88,7 @@ class _HostCopies:
             rest.extend([_piece(number, item, box, buffer) for box in left])
             missing[number] += len(left)
 
-        def land(piece: _Piece) -> Iterator[int]:
+        def finish(piece: _PieceRead) -> Iterator[int]:
             if piece.buffer is not piece.target:
                 copy_elements(piece.target, piece.buffer)
             missing[piece.number] -= 1
@@ -97,34 +97,34 @@ class _HostCopies:
 
         for source, pieces in of_sources.items():
             name, copies = self.sources[source]
-            unread = {number: piece for number, (piece, _) in enumerate(pieces)}
+            remaining = {number: piece for number, (piece, _) in enumerate(pieces)}
             of_source = ReadPlan(copies.tree, tuple([item for _, item in pieces]))
             try:
-                for there in copies.read(of_source, [piece.buffer for piece, _ in pieces]):
-                    yield from land(unread.pop(there))
+                for done in copies.read(of_source, [piece.buffer for piece, _ in pieces]):
+                    yield from finish(remaining.pop(done))
             except CheckpointError as error:
                 logger.warning("%s cannot be read: %s", name, error)
-                rest.extend(unread.values())
+                rest.extend(remaining.values())
         if rest:
             of_checkpoint = ReadPlan(plan.tree, tuple([piece.item for piece in rest]))
-            for there in self.opened.read(of_checkpoint, [piece.buffer for piece in rest]):
-                yield from land(rest[there])
+            for done in self.opened.read(of_checkpoint, [piece.buffer for piece in rest]):
+                yield from finish(rest[done])
 
 
-def _piece(number: int, item: ReadItem, box: Box, buffer: HostArray) -> _Piece:
+def _piece(number: int, item: ReadItem, box: Box, buffer: HostArray) -> _PieceRead:
     target: HostArray = buffer if box == item.box else buffer[box.within(item.box)]
     contiguous = target if target.flags.c_contiguous else np.empty(box.shape, buffer.dtype)
-    return _Piece(number, ReadItem(item.leaf, box), target, contiguous)
+    return _PieceRead(number, ReadItem(item.leaf, box), target, contiguous)
 
 
-def _item_of(copy: _Copy, box: Box) -> ReadItem:
+def _item_of(copy: _BoxCopy, box: Box) -> ReadItem:
     """Return the box of an array within its copy."""
     slices = box.within(copy.box)
     return ReadItem(copy.leaf, Box(tuple([one.start for one in slices]), tuple([one.stop for one in slices])))
 
 
 def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
-    """Return a checkpoint that reads the copies on its host, if there are any.
+    """Return a checkpoint that reads the copies on its host if there are any.
 
     Args:
         opened: the checkpoint, in a directory of one host.
@@ -132,7 +132,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         context: options.
     """
     sources: list[tuple[str, Checkpoint]] = []
-    copies: dict[int, list[_Copy]] = {}
+    copies: dict[int, list[_BoxCopy]] = {}
     store = subdirectory(opened.location.store, HOST_COPIES)
     for name in store.list_names():
         inside = subdirectory(store, name.removesuffix("/"))
@@ -143,7 +143,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
                 continue  # of an interrupted process
             reader, stored = reader_of(inside, found.objects, context), stored_format(found, context)
             source = replace(opened, root=found, stored=stored, tree=found.tree, store=reader)
-            _ = source.index  # checked before a copy is used
+            _ = source.index  # raises if it is damaged
             of_source = [
                 _copy_of(record, root.tree, len(sources), number) for number, record in enumerate(found.tree.leaves)
             ]
@@ -156,11 +156,11 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
     return replace(opened, read_instead=_HostCopies(opened, sources, copies).read) if copies else opened
 
 
-def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _Copy]:
-    """Return the leaf of a tree that an array of a process is a copy of, and the copy.
+def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _BoxCopy]:
+    """Return the leaf that an array of a process is a copy of, and the copy.
 
     Raises:
-        CorruptCheckpointError: if it is no copy of a box of this tree.
+        CorruptCheckpointError: it is not a copy of a box of this tree.
     """
     stated: Any = record.notes.get("copy_of") if isinstance(record, ArrayRecord) else None
     try:
@@ -172,8 +172,8 @@ def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tu
     if isinstance(of, ArrayRecord) and isinstance(record, ArrayRecord):
         is_box = len(box.start) == len(box.stop) == len(of.spec.shape) and Box.whole(of.spec.shape).contains(box)
         if is_box and record.spec == ArraySpec(box.shape, of.spec.dtype):
-            return leaf, _Copy(box, source, number)
+            return leaf, _BoxCopy(box, source, number)
     raise CorruptCheckpointError(
-        f"its array {number} is said to be a copy of {str(stated)[:80]}, which is no box of this tree; the copy is "
-        "not read"
+        f"its array {number} claims to be a copy of {str(stated)[:80]}, which is not a box of this tree: the copy is "
+        "ignored"
     )

@@ -1,4 +1,4 @@
-"""Basic indexing, as in NumPy: an index as the box of an array that it needs, and an index of that box. Pure."""
+"""Basic indexing as in NumPy: converts an index to the box of an array that it needs, and an index of the box. Pure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import numpy as np
 
 from ckptcore.model.arrays import Box
 
-__all__ = ["BasicIndex", "Indexed", "index_box", "rows_of"]
+__all__ = ["AxisIndex", "BasicIndex", "index_box", "rows_of"]
 
 BasicIndex: TypeAlias = (
     "SupportsIndex | slice | EllipsisType | None | tuple[SupportsIndex | slice | EllipsisType | None, ...]"
 )
-"""An index of NumPy's basic indexing: integers, slices, ``...`` and None (a new axis), one or a tuple of them."""
+"""A basic index of NumPy: an integer, a slice, ``...``, None (a new axis), or a tuple of them."""
 
-_ADVICE: Final = "read a box around it, as by array[2:9], and index what that gives"
+_ADVICE: Final = "read a box that contains the elements, such as array[2:9], and index the result"
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class AxisIndex:
     """An index of an array, by axis.
 
     Attributes:
-        starts, steps, counts: the wanted indices of each axis, the lowest first; `counts` of them, `steps` (above 0)
-            apart.
-        local: the index of an array of just the wanted elements, whose shape is `counts`, that gives the result.
-        shape: of the result.
+        starts, steps, counts: the requested indices along each axis, in ascending order; steps are positive.
+        local: the index that converts an array of the requested elements, of shape `counts`, to the result.
+        shape: shape of the result.
     """
 
     starts: tuple[int, ...]
@@ -40,7 +39,7 @@ class Indexed:
 
     @property
     def box(self) -> Box:
-        """The smallest box that contains all wanted elements."""
+        """The smallest box that contains all requested elements."""
         stops = [
             start + (count - 1) * step + 1 if count else start
             for start, step, count in zip(self.starts, self.steps, self.counts, strict=True)
@@ -49,7 +48,7 @@ class Indexed:
 
     @property
     def elements(self) -> Any:
-        """The index of the array that gives a view of just the wanted elements, whose shape is `counts`."""
+        """The index of the array that returns a view of the requested elements, of shape `counts`."""
         # With an ellipsis an array without axes does not become a scalar.
         return (
             *[
@@ -61,23 +60,23 @@ class Indexed:
 
     @property
     def is_box(self) -> bool:
-        """True if all elements of the box are wanted."""
+        """True if all elements of the box are requested."""
         return all(step == 1 or count <= 1 for step, count in zip(self.steps, self.counts, strict=True))
 
     @property
     def is_plain(self) -> bool:
-        """True if the array that is read is the result: no axis is dropped, added or reversed, and it is no scalar."""
+        """True if the requested elements are the result: `local` removes, adds and reverses no axis."""
         return bool(self.local) and all(
             entry is ... or (isinstance(entry, slice) and entry.step is None) for entry in self.local
         )
 
 
-def index_box(index: object, shape: tuple[int, ...]) -> Indexed:
-    """Return an index of an array of a shape, by axis.
+def index_box(index: object, shape: tuple[int, ...]) -> AxisIndex:
+    """Convert an index of an array of a shape.
 
     Raises:
-        IndexError: as NumPy does for more indices than axes, and integers out of bounds; also for indices that are not
-            basic (arrays, lists, booleans).
+        IndexError: there are more indices than axes, an integer is out of bounds, or an index is not basic (arrays,
+            lists, booleans).
     """
     entries = index if isinstance(index, tuple) else (index,)
     given = sum([entry is not None and entry is not ... for entry in entries])
@@ -104,7 +103,7 @@ def index_box(index: object, shape: tuple[int, ...]) -> Indexed:
             starts.extend([0] * left)
             steps.extend([1] * left)
             counts.extend(whole)
-            if ellipses:  # one that is given also keeps an array without axes from becoming a scalar
+            if ellipses:  # an explicit one keeps an array without axes from becoming a scalar
                 local.append(...)
             else:
                 local.extend([slice(None)] * left)
@@ -123,17 +122,17 @@ def index_box(index: object, shape: tuple[int, ...]) -> Indexed:
         starts.append(start)
         steps.append(step)
         counts.append(count)
-    return Indexed(tuple(starts), tuple(steps), tuple(counts), tuple(local), tuple(result))
+    return AxisIndex(tuple(starts), tuple(steps), tuple(counts), tuple(local), tuple(result))
 
 
 def rows_of(index: object, extent: int) -> tuple[int, int] | None:
-    """Return the range of the first axis that an index needs; None if it is empty, or only `index_box` can tell.
+    """Return the range of the first axis that an index needs; None if it is empty, or needs `index_box`.
 
-    Ignores other axes. If a range is returned, the index has only integers and slices, and NumPy may use it.
+    Ignores other axes. If it returns a range, the index has only integers and slices, and can be passed to NumPy.
 
     Args:
-        index: of an array.
-        extent: length of its first axis.
+        index: an index of an array.
+        extent: length of the first axis of the array.
     """
     kind = type(index)
     if kind is tuple:
@@ -156,10 +155,10 @@ def rows_of(index: object, extent: int) -> tuple[int, int] | None:
 
 
 def _slice_of(entry: slice[Any, Any, Any], extent: int) -> tuple[int, int, int]:
-    """Return the first index, the number of indices, and the step, which may be below 0.
+    """Return the first index, the number of indices, and the step, which may be negative.
 
     Raises:
-        TypeError, ValueError: as Python does for slices of other values than integers, and for a step of 0.
+        TypeError, ValueError: a bound is not an integer, or the step is 0.
     """
     start, stop, step = entry.indices(extent)
     count = len(range(start, stop, step))
@@ -180,6 +179,6 @@ def _integer_of(entry: object, axis: int, extent: int) -> int:
 
 def _not_basic(entry: object) -> IndexError:
     return IndexError(
-        f"a stored array is indexed with integers, slices, '...' and None, as NumPy's basic indexing; found a "
+        f"a stored array is indexed with integers, slices, '...' and None (basic indexing of NumPy), not with a "
         f"{type(entry).__name__}: {_ADVICE}"
     )

@@ -4,67 +4,136 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from ckptcore.commit.location import AnyLocation
 from ckptcore.context import Context
 from ckptcore.events import Recording
-from ckptcore.loading.checkpoint import Checkpoint, Source
-from ckptcore.loading.load_requests import LeafChange, LoadReport, LoadRequest
+from ckptcore.loading.checkpoint import Checkpoint, Source, check_additional
+from ckptcore.loading.load_options import EXACT, LeafChange, LoadReport, Matching
 from ckptcore.loading.matching import Matched
-from ckptcore.loading.opening import tree_read
-from ckptcore.loading.reading import Reading, perform, plan_reading
+from ckptcore.loading.opening import tree_attempts
+from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.tree import format_path, leaf_paths
-from ckptcore.protocols import ReadStrategy, ReadThrough
+from ckptcore.protocols import ReadStrategy, ReadThrough, Transforms
 from ckptcore.runtime import Runtime, runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.loading.collective.joint import CollectiveRead
+    from ckptcore.select import Selection
 
-__all__ = ["Load", "LoadAccount", "Target", "choose_strategy", "recorded_load"]
+__all__ = [
+    "AS_IT_IS",
+    "Load",
+    "LoadAs",
+    "LoadRequest",
+    "LoadTarget",
+    "ReportBuilder",
+    "choose_strategy",
+    "recorded_load",
+]
 
 T = TypeVar("T")
 
 
-class Target(Protocol[T]):
-    """The result of a load: selects leaves of a checkpoint, and builds a value.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """Options of a load.
 
-    If the checkpoint was replaced, the next attempt matches and builds again.
+    Attributes:
+        select: the stored leaves to load; None: all leaves.
+        transforms: changes of the stored tree, applied before it is matched.
+        matching: differences between the abstract tree and the stored one that are allowed.
+        report: filled when the load has succeeded; None: no report.
+        strategy: the strategy of the load; None: the one that the Context selects.
+    """
+
+    select: Selection | None = None
+    transforms: Transforms = ()
+    matching: Matching = EXACT
+    report: LoadReport | None = None
+    strategy: ReadStrategy | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types; selections and transforms are checked where they are used.
+
+        Raises:
+            TypeError: names the option and its type.
+        """
+        if not isinstance(self.matching, Matching):
+            raise TypeError(f'matching={self.matching!r}: expected a ckptcore.Matching, such as Matching(cast="safe")')
+        if self.report is not None and not isinstance(self.report, LoadReport):
+            raise TypeError(f"report={self.report!r}: expected a ckptcore.results.LoadReport, which the load fills")
+
+
+AS_IT_IS: Final = LoadRequest()
+"""Load all leaves, without differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAs(Generic[T]):
+    """Options for the load of one of several checkpointables: those that `ckptcore.load` takes, for one name.
+
+    Attributes:
+        like: its abstract tree, or the object to restore in place; None: the saved value.
+        select, transforms, matching, report: as for `ckptcore.load`, or for `ckptcore.load_into` if an object is
+            restored in place. For trees only, not for the files of objects.
+    """
+
+    like: T
+    _: KW_ONLY
+    select: Selection | None = None
+    transforms: Transforms = ()
+    matching: Matching = EXACT
+    report: LoadReport | None = None
+
+    @property
+    def request(self) -> LoadRequest:
+        """The options, without `like`."""
+        return LoadRequest(select=self.select, transforms=self.transforms, matching=self.matching, report=self.report)
+
+
+class LoadTarget(Protocol[T]):
+    """The target of a load: matches leaves of a checkpoint, and builds the result.
+
+    Each attempt of the load matches and builds again.
     """
 
     def match(self, load: Load[T], checkpoint: Checkpoint) -> Matched:
-        """Find the stored leaf for each leaf of the value. Reads no array, and changes nothing.
+        """Find the stored leaf for each leaf of the result. Reads no array, and changes nothing.
 
-        A target that needs a tree refuses a checkpoint of files.
+        Raises:
+            TreeMismatchError: the leaves do not match, or the checkpoint has files and the target needs a tree.
         """
         ...
 
-    def build(self, load: Load[T], reading: Reading) -> T:
-        """Build the value of the leaves that were read."""
+    def build(self, load: Load[T], reading: TreeRead) -> T:
+        """Build the result from the leaves that were read."""
         ...
 
 
 class Load(Generic[T]):
     """A load of one tree, in four stages: `open`, `plan`, `read` and `build`.
 
-    `run` runs all of them, and runs them again if the checkpoint was replaced meanwhile.
+    `run` runs all stages, and repeats them if the checkpoint was replaced meanwhile.
 
     Attributes:
-        location, target, context, recording, request: as given.
-        runtime: of the context.
+        location, target, context, recording, request: the arguments.
+        runtime: the runtime of the context.
         attempts: the attempts to read the checkpoint.
-        has_begun: True once `read` began, which changes a target that is filled in place.
+        has_begun: True once `read` began, which may change a target in place.
     """
 
     def __init__(
-        self, source: Source, target: Target[T], context: Context, recording: Recording, request: LoadRequest
+        self, source: Source, target: LoadTarget[T], context: Context, recording: Recording, request: LoadRequest
     ) -> None:
         """Open nothing yet.
 
         Args:
             source: a location, or an open checkpoint.
-            target: the result.
+            target: matches leaves, and builds the result.
             context: options.
             recording: records the phases.
             request: the leaves to load, and the differences to allow.
@@ -75,26 +144,26 @@ class Load(Generic[T]):
         self.recording = recording
         self.request = request
         self.runtime = runtime_of(context)
-        self.attempts = tree_read(source, context)
+        self.attempts = tree_attempts(source, context)
         self.has_begun = False
         self._read_through: ReadThrough | None = None
-        self._account = None if request.report is None else LoadAccount(request.report)
+        self._account = None if request.report is None else ReportBuilder(request.report)
 
     def run(self) -> T:
-        """Load by the strategy of the request; without one as the context says: alone, or with all ranks of the job."""
+        """Load with the strategy of the request. The default, which the Context selects, is alone or collective."""
         strategy: ReadStrategy | CollectiveRead | None = self.request.strategy
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
-        made = self.run_here() if strategy is None else strategy.run(self)
+        result = self.run_here() if strategy is None else strategy.run(self)
         if self._account is not None:
             self._account.done()
-        return made
+        return result
 
     def run_here(self, read_through: ReadThrough | None = None) -> T:
-        """Run all stages in this process alone; again if the checkpoint was replaced meanwhile.
+        """Run all stages in this process alone. Repeats them if the checkpoint was replaced meanwhile.
 
         Args:
-            read_through: reads boxes of stored arrays in place of the checkpoint; None: read the checkpoint.
+            read_through: reads boxes of stored arrays instead of the checkpoint, such as from a cache.
         """
         self._read_through = read_through
         return self.attempts.retry_if_replaced(self._attempt)
@@ -110,7 +179,7 @@ class Load(Generic[T]):
         """Begin an attempt: open the checkpoint. The result is of one save."""
         return self.attempts.open()
 
-    def plan(self, checkpoint: Checkpoint) -> Reading:
+    def plan(self, checkpoint: Checkpoint) -> TreeRead:
         """Match the target with the stored tree, and plan the reads. Reads no array, and changes nothing."""
         if self.request.transforms:
             with self.recording.phase("open"):
@@ -121,49 +190,47 @@ class Load(Generic[T]):
         if self._account is not None:
             self._account.planned(matched)
         if matched.changes:
-            from ckptcore.loading.differences import adjusted  # only if something differs
+            from ckptcore.loading.differences import adjusted  # only if arrays are adjusted
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
-        return plan_reading(checkpoint, matched, self.runtime.workers())
+        return plan_leaf_reads(checkpoint, matched, self.runtime.workers())
 
-    def read(self, reading: Reading, read_planned: Callable[[Reading, Context], None] = perform) -> None:
+    def read(self, reading: TreeRead, read_planned: Callable[[TreeRead, Context], None] = read_tree) -> None:
         """Read and build the planned leaves.
 
         Args:
             reading: the plan.
-            read_planned: runs it; by default in this process.
+            read_planned: runs the plan; by default in this process.
         """
         self.has_begun = True
-        if not reading.units and reading.opened.is_files:
+        if not reading.leaf_reads and reading.opened.is_files:
             return  # the target reads the files
         with self.recording.phase("read", reading.nbytes):
             read_planned(reading, self.context)
 
-    def build(self, reading: Reading) -> T:
-        """Build the value, after checking that no further checkpoint that was read has been replaced."""
+    def build(self, reading: TreeRead) -> T:
+        """Build the result, after checking that no base or other additional checkpoint was replaced."""
         if reading.opened.derived is not None:
-            from ckptcore.loading.derived import check_beside  # only for derived checkpoints
-
-            check_beside(reading.opened)
+            check_additional(reading.opened)
         return self.target.build(self, reading)
 
 
 def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
-    """Return the strategy of a job's collective loads; None if this process loads alone."""
+    """Return the strategy of collective loads in the job of a Context; None if this process loads alone."""
     if context.job.reads == "alone" or (job := runtime.job()).size == 1:
         return None
-    from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead  # only jobs need it
+    from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead  # only jobs of several processes
 
     if context.job.reads == "all":
         return CollectiveRead(job, CollectiveAttempt)
-    from ckptcore.loading.collective.shared import SharedAttempt  # a tenth of the time of the import of ckptcore
+    from ckptcore.loading.collective.shared import SharedAttempt  # slow to import
 
     return CollectiveRead(job, SharedAttempt)
 
 
 @contextmanager
 def recorded_load(location: AnyLocation, context: Context, *, step: int | None = None) -> Iterator[Recording]:
-    """Record a load until the end of the block."""
+    """Record a load until the end of the with block."""
     recording = Recording("load", str(location), context.observers, step=step, rank=runtime_of(context).job().rank)
     try:
         yield recording
@@ -173,22 +240,22 @@ def recorded_load(location: AnyLocation, context: Context, *, step: int | None =
     recording.finish()
 
 
-class LoadAccount:
-    """Record of what a load planned. Fills a report once the load has succeeded."""
+class ReportBuilder:
+    """Collects the data of a `LoadReport`, and fills it once the load has succeeded."""
 
     def __init__(self, report: LoadReport | None) -> None:
-        """`report` belongs to the caller; None: nothing is recorded."""
+        """Collect data for a report of the caller; None: do nothing."""
         self._report = report
         self._opened: tuple[Checkpoint, int] | None = None
         self._matched: Matched | None = None
 
     def opened(self, checkpoint: Checkpoint) -> None:
-        """Record an attempt before it reads; replaces the record of an earlier one."""
+        """Begin an attempt, before it reads. Discards the data of an earlier attempt."""
         if self._report is not None:
             self._opened = checkpoint, _bytes_read(checkpoint)
 
     def planned(self, matched: Matched) -> None:
-        """Record the leaves that the attempt loads."""
+        """Add the leaves that the attempt loads."""
         self._matched = matched
 
     def done(self) -> None:
@@ -217,7 +284,7 @@ class LoadAccount:
 
 
 def _bytes_read(checkpoint: Checkpoint) -> int:
-    """Return the bytes requested from storages so far, also of further checkpoints that arrays are computed from."""
+    """Return the bytes requested from storages so far, including those of the sources of a derived checkpoint."""
     if checkpoint.derived is not None:
         return sum(map(_bytes_read, checkpoint.derived.sources))
     return checkpoint.store.bytes_read + checkpoint.store.bytes_got

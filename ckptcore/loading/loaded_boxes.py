@@ -1,4 +1,4 @@
-"""Boxes of all arrays of an open checkpoint, read one after the other with bounded memory."""
+"""Loaded boxes: reads all arrays of an open checkpoint in boxes, one after the other, with bounded memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.load import LoadAccount
-from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.checkpoint import Checkpoint, check_additional
+from ckptcore.loading.load import LoadRequest, ReportBuilder
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_state import OpenState
-from ckptcore.loading.reading import abstract_leaves, allocate_for, check_sizes, unread
+from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
 from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 from ckptcore.loading.stored_trees import chosen_leaves, transformed
 from ckptcore.model import BLOCK_BYTES
@@ -31,16 +30,16 @@ from ckptcore.select import Selection
 __all__ = ["LoadedBox", "iter_boxes"]
 
 _BUDGET_BYTES: Final = 128 << 20
-"""Bytes in memory if the options do not say."""
+"""Default limit of bytes in memory."""
 
 _BATCHES: Final = 2
-"""Batches in memory: one is read while the parts of another one are given to the caller."""
+"""Batches in memory: one is read while the caller receives the boxes of another one."""
 
 _ITEM_BYTES: Final = 512 << 20
-"""Chunks that can only be read whole are not cut up to this size: each part would cost as much as all."""
+"""Chunks up to this size that can only be read whole are not cut: each part would cost as much as the whole."""
 
 _MOST_CUTS: Final = 1 << 20
-"""Limit of parts of a box without known places: more than real arrays need; a hostile root may state any shape."""
+"""Limit of parts of a box with unknown locations. Real arrays need fewer; a hostile root may state any shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,11 @@ class LoadedBox:
     """A box of an array of a checkpoint, with its elements.
 
     Attributes:
-        path: of the array in the tree.
-        tied: the other paths of the tree with the same array, which comes once.
+        path: path of the array in the tree.
+        tied: other paths with the same array, which is yielded once.
         spec: shape and dtype of the whole array.
-        box: its place in the array, in elements.
-        elements: of the shape of the box, in memory of their own. The caller may change and keep them.
+        box: the box, in elements.
+        elements: the elements of the box in new memory, which the caller may change and keep.
     """
 
     path: TreePath
@@ -63,23 +62,23 @@ class LoadedBox:
 
     @property
     def name(self) -> str:
-        """The path as text, as in errors and reports: ``layers[0]/w``."""
+        """The path as text, formatted as in errors and reports: ``layers[0]/w``."""
         return format_path(self.path)
 
 
 def iter_boxes(
     state: OpenState, request: LoadRequest, first: Selection | Sequence[Selection]
 ) -> Generator[LoadedBox, None, None]:
-    """Plan the reads of an open checkpoint; the generator performs them. See `OpenCheckpoint.iter_boxes`."""
+    """Plan the reads of an open checkpoint. Returns a generator that reads. See `OpenCheckpoint.iter_boxes`."""
     context = state.context
     recording = Recording("load", state.opened.location.display, context.observers, rank=runtime_of(context).job().rank)
     try:
-        account = LoadAccount(request.report)
+        account = ReportBuilder(request.report)
         selections = [first] if isinstance(first, Selection) else first
 
         def plan(found: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:
             made = transformed(found, request.transforms, context)
-            classes = _classes(made, request.select, selections, context)
+            classes = _leaf_groups(made, request.select, selections, context)
             chosen = {leaf for leaves in classes for leaf in leaves}
             check_sizes(made, chosen)
             account.opened(made)
@@ -93,21 +92,21 @@ def iter_boxes(
     except BaseException as error:
         recording.finish(error=error)
         raise
-    return _boxes(state, opened, batches, recording, account)
+    return _read_batches(state, opened, batches, recording, account)
 
 
 def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Matched:
-    """Return the leaves that are loaded, for the account of a load."""
-    array, _ = abstract_leaves(runtime_of(context).registry)
+    """Return the leaves that are loaded, for the report."""
+    array, _ = default_handlers(runtime_of(context).registry)
     originals = [opened.tree.aliases.get(leaf, leaf) for leaf in range(len(opened.tree.leaves))]
     handlers = [array if leaf in chosen else None for leaf in originals]
     return Matched(range(len(originals)), handlers, skeleton=opened.tree.skeleton)
 
 
-def _classes(
+def _leaf_groups(
     opened: Checkpoint, select: Selection | None, first: Sequence[Selection], context: Context
 ) -> Sequence[Sequence[int]]:
-    """Return the arrays that are loaded, each once, by class: the selections of `first`, in order, and the rest."""
+    """Return the arrays to load, each once, in groups: the selections of `first` in order, then all others."""
     tree = opened.tree
     left = set(range(len(tree.leaves))) if select is None else set(chosen_leaves(opened, select, context))
     left = {tree.aliases.get(leaf, leaf) for leaf in left if isinstance(tree.leaves[leaf], ArrayRecord)}
@@ -120,16 +119,16 @@ def _classes(
 
 
 def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
-    """Return batches that are read at once, in the order in which they are stored, so that no byte is read twice."""
+    """Return batches that are read at once, in storage order, so that no byte is read twice."""
     pieces: list[StoredPiece] = []
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
         for piece in _pieces(opened, leaf, most_bytes):
             if piece.chunk is None and piece.nbytes > most_bytes * _MOST_CUTS:
                 raise CorruptCheckpointError(
-                    f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be "
-                    f"{_spec_of(opened, leaf)}, more than {_MOST_CUTS} parts of {most_bytes} bytes; its metadata is "
-                    "damaged: load another checkpoint"
+                    f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is recorded as "
+                    f"{_spec_of(opened, leaf)}, more than {_MOST_CUTS} parts of {most_bytes} bytes: its metadata is "
+                    "damaged. Load another checkpoint"
                 )
             is_whole = piece.chunk is not None and not piece.chunk.is_plain
             if is_whole and most_bytes < piece.nbytes <= _ITEM_BYTES:
@@ -141,7 +140,7 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
 
 
 def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
-    """Return the pieces of an array that are stored or computed together."""
+    """Return the pieces of an array that are each stored or computed together."""
     spec = _spec_of(opened, leaf)
     itemsize = spec.numpy_dtype.itemsize
     if not spec.size:
@@ -152,12 +151,12 @@ def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPi
     return pieces_of(leaf, whole, itemsize, ChunkLookup(opened.index.boxes(leaf, whole)))
 
 
-def _boxes(
+def _read_batches(
     state: OpenState,
     opened: Checkpoint,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
-    account: LoadAccount,
+    account: ReportBuilder,
 ) -> Generator[LoadedBox, None, None]:
     tied: dict[int, list[TreePath]] = {}
     for leaf, original in opened.tree.aliases.items():
@@ -173,8 +172,8 @@ def _boxes(
             while parts:
                 given += parts[0].elements.nbytes
                 yield parts.pop(0)
-        state.attempt(lambda _: _check_beside(opened))
-        state.expect_there()
+        state.attempt(lambda _: check_additional(opened))
+        state.check_not_replaced()
     except GeneratorExit:  # the caller closed the iterator
         recording.finish(given)
         raise
@@ -214,19 +213,11 @@ def _read(opened: Checkpoint, batch: Sequence[StoredPiece], tied: Mapping[int, S
     plan = plan_read(opened.tree, [(piece.leaf, (piece.box,)) for piece in batch])
     left = set(range(len(batch))).difference(opened.read(plan, [part.elements for part in parts]))
     if left:
-        raise unread(opened, batch[min(left)].leaf)
+        raise incomplete_read(opened, batch[min(left)].leaf)
     return parts
-
-
-def _check_beside(opened: Checkpoint) -> None:
-    """See `ckptcore.loading.derived.check_beside`."""
-    if opened.derived is not None:
-        from ckptcore.loading.derived import check_beside  # is there by now
-
-        check_beside(opened)
 
 
 def _spec_of(opened: Checkpoint, leaf: int) -> ArraySpec:
     record = opened.tree.leaves[leaf]
-    assert isinstance(record, ArrayRecord)  # values are none of those that are loaded
+    assert isinstance(record, ArrayRecord)  # only arrays are loaded
     return record.spec

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
+
+from ckptcore.builtin.host_leaves import HostValueHandler
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.loading.load_requests import EXACT, LeafChange, Matching
-from ckptcore.loading.scalars import NumberOfArray, are_interchangeable, array_of, difference_of
-from ckptcore.model.arrays import HostArray
+from ckptcore.loading.load_options import EXACT, LeafChange, Matching
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
@@ -27,15 +29,16 @@ class Matched:
     """The stored leaf for each leaf of an abstract tree.
 
     Attributes:
-        numbers: the number of the stored leaf; None if nothing is loaded: for a placeholder, a value that is kept, or a
-            None that is asked for and not stored.
-        handlers: builds the leaf; None for a placeholder.
-        defaulted: positions of leaves that are not stored, and may be missing.
-        ignored: numbers of stored leaves that are not asked for, and are allowed.
-        changes: by number of a stored array, how it is adjusted to what is asked for.
-        arrays: by position, the array for a number that is stored in place of it.
+        numbers: by leaf, the number of the stored leaf; None for a placeholder, for a value that is kept, and for a
+            requested None that is not stored.
+        handlers: by leaf, the handler that builds it; None for a placeholder.
+        defaulted: positions of leaves that are not stored, and are allowed to be missing.
+        ignored: numbers of stored leaves that are not requested, and are allowed.
+        changes: by number of a stored array, its change to the requested shape and dtype.
+        arrays: by position, the array for a stored number.
         skeleton, leaves: the containers and the leaves of the abstract tree.
-        filled: for a target that is filled in place, True for each leaf that stays as it is; None for a new value.
+        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
+            value.
     """
 
     numbers: Sequence[int | None]
@@ -61,20 +64,19 @@ def match_leaves(
 ) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree.
 
-    Keys match as they are. Without such a match, an attribute also matches a str key of its name, because an object
-    that is loaded without its type is a dict. Leaves that only some of the saving processes had may be left out.
+    Equal keys match. Otherwise an attribute also matches a str key with its name, because an object that is loaded
+    without its type is a dict. Leaves that only some of the saving processes had may be left out.
 
-    Other software may store less than the exact keys and types, so in its checkpoints:
+    Other software may not store exact keys and types, so its checkpoints have additional rules:
 
-    - A key matches one of the same text: Orbax stores the keys of dicts and the names of attributes as text, so that
-      ``{1: ...}`` is stored as ``{"1": ...}``. Only without another match, and if no two leaves have the same text.
-    - A leaf matches one whose name is its keys joined by dots, if the stored tree is a flat dict of such names.
-    - A stored None is expected if the abstract tree has a container without leaves: Orbax stores an empty named tuple
-      (``optax.EmptyState``) as None.
-    - None may be asked for if nothing is stored.
-    - A number may be asked for if an array without axes is stored, and the other way round: Orbax stores both as
-      arrays. Only if nothing is lost, see `ckptcore.loading.scalars`.
-    - A list may be asked for if a tuple is stored, and the other way round: Orbax stores both alike.
+    - Keys with the same text match, if there is no better match and no two leaves have the same text: Orbax stores keys
+      of dicts and names of attributes as text, ``{1: ...}`` as ``{"1": ...}``.
+    - A leaf matches the stored name that joins its keys by dots, if the stored tree is a flat dict of such names.
+    - A stored None matches a container without leaves: Orbax stores empty named tuples (``optax.EmptyState``) as None.
+    - A requested None matches if nothing is stored.
+    - A number matches an array without axes, and vice versa, if no precision is lost (see `_scalar_difference`): Orbax
+      stores both as arrays.
+    - Lists match tuples, and vice versa: Orbax stores both alike.
 
     Args:
         flat: the abstract tree.
@@ -82,9 +84,9 @@ def match_leaves(
         display: the location, for errors.
         by_name: True if other software wrote the checkpoint.
         matching: the allowed differences.
-        place: the rank of this process and the size of the job, to ask handlers if a leaf has a value that can be kept.
-        chosen: the numbers of the stored leaves to load; None: all. Other leaves are no difference, and become
-            placeholders if they are asked for.
+        place: the rank of this process and the size of the job, for handlers that check if a leaf has a value to keep.
+        chosen: the numbers of the stored leaves to load; None: all. Other leaves are not differences; if they are
+            requested, they become placeholders.
 
     Raises:
         TreeMismatchError: lists every difference that is not allowed.
@@ -159,7 +161,7 @@ def _match_loosely(
     of_asked: Callable[[TreePath], TreePath],
     of_stored: Callable[[TreePath], TreePath],
 ) -> None:
-    """Find missing leaves by forms of their paths. Leaves whose forms are equal match nothing."""
+    """Find missing leaves by a form of their paths. Forms that several leaves have match nothing."""
     taken = {number for number in found if number is not None}
     forms = [of_stored(path) for path in stored]
     asked = [of_asked(paths[position]) for position in missing]
@@ -194,16 +196,16 @@ def _dotted(path: TreePath) -> TreePath:
 
 
 _Forms: TypeAlias = tuple[Callable[[TreePath], TreePath], Callable[[TreePath], TreePath]]
-"""The form of an asked path, and that of a stored one: paths match if these are equal."""
+"""Functions that convert a requested and a stored path to comparable forms: paths match if their forms are equal."""
 
 _FORMS: Final[Sequence[_Forms]] = ((_plain, _plain),)
 
 _FORMS_OF_OTHERS: Final[Sequence[_Forms]] = ((_plain, _plain), (_text, _text), (_dotted, _text))
-"""For checkpoints of other software; tried in order."""
+"""Forms for checkpoints of other software, tried in order."""
 
 
 def _leafless(skeleton: Skeleton) -> set[TreePath]:
-    """Return the paths, as text, of all containers that have no leaves."""
+    """Return the paths, as text, of all containers without leaves."""
     found: set[TreePath] = set()
     _add_leafless(skeleton, (), found)
     return found
@@ -227,9 +229,9 @@ class _Comparison:
 
     Attributes:
         tree, by_name: as for `match_leaves`.
-        paths, leaves, handlers: of the abstract tree. `of_leaves` replaces handlers that get an array for a number.
-        found: the number of the stored leaf for each, or None.
-        arrays: by position, an array for a stored number; `of_leaves` adds them.
+        paths, leaves, handlers: of the abstract tree. `of_leaves` replaces handlers that build a number from an array.
+        found: by leaf, the number of the stored leaf, or None.
+        arrays: by position, the array for a stored number; added by `of_leaves`.
     """
 
     tree: TreeMetadata
@@ -252,7 +254,7 @@ class _Comparison:
             raise UnsupportedLeafError(f"{format_path(self.paths[position])}: {error}") from error
 
     def absent(self) -> list[int]:
-        """Return the positions of leaves that are asked for and not stored."""
+        """Return the positions of requested leaves that are not stored."""
         return [
             position
             for position, (number, handler) in enumerate(zip(self.found, self.handlers, strict=True))
@@ -262,7 +264,7 @@ class _Comparison:
         ]
 
     def unexpected(self, skipped: Sequence[TreePath], skeleton: Skeleton) -> list[int]:
-        """Return the numbers of leaves that are stored, and neither asked for nor skipped."""
+        """Return the numbers of stored leaves that are neither requested nor skipped."""
         tree, by_name = self.tree, self.by_name
         loaded = {number for number in self.found if number is not None}
         if len(loaded) == len(tree.leaves):
@@ -287,11 +289,11 @@ class _Comparison:
         found = []
         for position in absent:
             handler, leaf = self.handlers[position], self.leaves[position]
-            assert handler is not None  # only what is asked for is absent
+            assert handler is not None  # only requested leaves are absent
             if isinstance(self._described(handler, position), ValueRecord):
                 continue
             try:
-                handler.shards(leaf, *place)  # refuses a leaf without elements
+                handler.shards(leaf, *place)  # raises for a leaf without elements
             except UnsupportedLeafError as error:
                 name = format_path(self.paths[position])
                 line = f"missing: {name} is not stored, and the abstract leaf has no value to keep: {error}"
@@ -311,7 +313,7 @@ class _Comparison:
                 continue
             if isinstance(asked, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(asked, record):
                 if asked.spec != record.spec:
-                    from ckptcore.loading.differences import adjust  # only if something differs
+                    from ckptcore.loading.differences import adjust  # only if the trees differ
 
                     change = adjust(format_path(self.paths[position]), asked.spec, record.spec, matching)
                     if isinstance(change, LeafChange):
@@ -319,8 +321,8 @@ class _Comparison:
                     else:
                         found.extend(change)
                 continue
-            if self.by_name and are_interchangeable(asked, record):
-                reason = difference_of(asked, record)
+            if self.by_name and _are_interchangeable(asked, record):
+                reason = _scalar_difference(asked, record)
                 if reason is None:
                     self._convert(position, handler, asked, record)
             else:
@@ -335,18 +337,18 @@ class _Comparison:
     def _convert(self, position: int, handler: LeafHandler, asked: LeafRecord, stored: LeafRecord) -> None:
         """Build a number of a stored array, or an array of a stored number."""
         if isinstance(asked, ValueRecord):
-            self.handlers[position] = NumberOfArray(handler, asked.kind)
-        elif isinstance(stored, ValueRecord) and (array := array_of(stored, asked.spec)) is not None:
+            self.handlers[position] = _NumberOfArray(handler, asked.kind)
+        elif isinstance(stored, ValueRecord) and (array := _array_of(stored, asked.spec)) is not None:
             self.arrays[position] = array
 
 
 def _are_plain(asked: ArrayRecord, stored: ArrayRecord) -> bool:
-    """Return True if two arrays have no meaning beyond their elements, so that these may be changed."""
+    """Return True if two arrays have no meaning beyond their elements, so that they can be adjusted."""
     return asked.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
 
 
 _PLAIN_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
-"""The kinds of arrays that are adjusted."""
+"""Kinds of arrays without a meaning beyond their elements: these can be adjusted, or become numbers."""
 
 
 def _is_none(record: LeafRecord) -> bool:
@@ -358,12 +360,12 @@ def _difference(asked: LeafRecord, stored: LeafRecord) -> str | None:
         if asked.spec == stored.spec:
             if asked.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
                 return None
-            return f"kind: a {asked.kind} is asked for, a {stored.kind} is stored"
+            return f"kind: a {asked.kind} is requested, a {stored.kind} is stored"
         if asked.kind == stored.kind != PLAIN_ARRAY and asked.kind in ("str", "bytes"):
             return None  # text of any length
         if asked.spec.shape != stored.spec.shape:
-            return f"shape: {asked.spec} is asked for, {stored.spec} is stored"
-        return f"dtype: {asked.spec} is asked for, {stored.spec} is stored; nothing is cast unless asked"
+            return f"shape: {asked.spec} is requested, {stored.spec} is stored"
+        return f"dtype: {asked.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
     asked_kind, stored_kind = (
         record.kind
         if not isinstance(record, ArrayRecord) or record.kind in ("str", "bytes")
@@ -372,4 +374,114 @@ def _difference(asked: LeafRecord, stored: LeafRecord) -> str | None:
     )
     if asked_kind == stored_kind:
         return None
-    return f"kind: {asked_kind} is asked for, {stored_kind} is stored"
+    return f"kind: {asked_kind} is requested, {stored_kind} is stored"
+
+
+_NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": bool, "int": int, "float": float}
+"""The kinds of values that are numbers, and their types."""
+
+_TRIED: Final = (("int", "int"), ("int", "float"), ("float", "float"))
+"""Pairs of the kind of a stored number and of the elements that it may become if the value fits."""
+
+_VALUES: Final = HostValueHandler()
+
+
+def _are_interchangeable(asked: LeafRecord, stored: LeafRecord) -> bool:
+    """Return True if one is a Python number and the other an array without axes."""
+    if isinstance(stored, ValueRecord):
+        return isinstance(asked, ArrayRecord) and _is_number(stored) and _is_scalar(asked)
+    return isinstance(asked, ValueRecord) and _is_number(asked) and _is_scalar(stored)
+
+
+def _scalar_difference(asked: LeafRecord, stored: LeafRecord) -> str | None:
+    """Return why a stored leaf cannot become the requested one without loss; None if it can.
+
+    A number becomes an array that represents it exactly: an int becomes an array of ints or floats, a float one of
+    floats, and a bool one of bools. The element of an array is not read yet, so its dtype decides: ints become an int,
+    floats a float, and bool a bool. Ints of up to 32 bits also become a float, which represents all of them.
+
+    Args:
+        asked, stored: interchangeable records.
+
+    Raises:
+        CorruptCheckpointError: if the stored number is not a number.
+    """
+    if isinstance(stored, ValueRecord) and isinstance(asked, ArrayRecord):
+        if _array_of(stored, asked.spec) is not None:
+            return None
+        if (stored.kind, _sort(asked.spec)) in _TRIED:
+            shown = _shown(stored)
+            return f"value: {asked.spec} is requested, and cannot represent the stored {stored.kind} exactly: {shown}"
+        return f"kind: array {asked.spec} is requested, {stored.kind} is stored"
+    assert isinstance(stored, ArrayRecord) and isinstance(asked, ValueRecord)  # they are interchangeable
+    sort = _sort(stored.spec)
+    if sort == asked.kind or (sort == "int" and asked.kind == "float" and stored.spec.nbytes <= 4):
+        return None
+    return f"kind: {asked.kind} is requested, array {stored.spec} is stored"
+
+
+def _array_of(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
+    """Return a stored number as a new array without axes; None if the dtype cannot represent it exactly.
+
+    Raises:
+        CorruptCheckpointError: if the stored number is not a number.
+    """
+    number, sort = _VALUES.build(None, stored, ()), _sort(spec)
+    if isinstance(number, bool):
+        return np.array(number) if sort == "bool" else None
+    if isinstance(number, int) and sort == "int":
+        import ml_dtypes  # slow to import, as `ckptcore.model.arrays` says
+
+        limits = ml_dtypes.iinfo(spec.numpy_dtype)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
+        return np.array(number, spec.numpy_dtype) if limits.min <= number <= limits.max else None
+    if not isinstance(number, int | float) or sort != "float":
+        return None
+    try:
+        wide = float(number)
+    except OverflowError:  # an int larger than every float
+        return None
+    if isinstance(number, int) and wide != number:
+        return None
+    with np.errstate(all="ignore"):  # an overflow is found by the comparison below
+        array = np.array(wide).astype(spec.numpy_dtype)
+    # Compare texts: NaN is not equal to itself, and zero equals negative zero.
+    return array if repr(float(array)) == repr(wide) else None
+
+
+class _NumberOfArray(HostValueHandler):
+    """Builds the Python number that is requested from a stored array without axes."""
+
+    def __init__(self, handler: LeafHandler, kind: str) -> None:
+        """Build numbers of a kind (``bool``, ``int`` or ``float``) with a handler."""
+        self._handler = handler
+        self._kind = kind
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """See `LeafHandler.build`."""
+        ((_, array),) = boxes
+        return self._handler.build(abstract, _VALUES.describe(_NUMBER_TYPES[self._kind](array[()])), ())
+
+
+def _is_number(record: ValueRecord) -> bool:
+    return record.kind in _NUMBER_TYPES
+
+
+def _is_scalar(record: ArrayRecord) -> bool:
+    return record.spec.shape == () and record.kind in _PLAIN_KINDS
+
+
+def _sort(spec: ArraySpec) -> str | None:
+    """Return the kind of the elements; None if they are complex or not numbers."""
+    if spec.dtype == "bool":
+        return "bool"
+    if spec.dtype.startswith(("int", "uint")):
+        return "int"
+    return "float" if spec.dtype.startswith(("float", "bfloat")) else None
+
+
+def _shown(stored: ValueRecord) -> str:
+    """Format a number for a message. Python refuses to print ints of thousands of digits."""
+    number = _VALUES.build(None, stored, ())
+    if isinstance(number, int) and number.bit_length() > 128:
+        return f"of {number.bit_length()} bits"
+    return repr(number)

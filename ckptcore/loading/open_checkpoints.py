@@ -1,4 +1,4 @@
-"""Open checkpoints: the tree of a checkpoint, with arrays whose elements are read on demand."""
+"""Open checkpoints: the tree of a checkpoint, with arrays that are read on demand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError, UnknownPathError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.describe import CheckpointMetadata, describe_opened
-from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.load import LoadRequest
 from ckptcore.loading.loaded_boxes import LoadedBox, iter_boxes
 from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.opening import open_tree
-from ckptcore.loading.reading import abstract_leaves, read_leaves
+from ckptcore.loading.reading import default_handlers, read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, TreePath, format_path, leaf_count
@@ -26,35 +26,35 @@ from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.load_requests import LoadReport
+    from ckptcore.loading.load_options import LoadReport
     from ckptcore.protocols import Transforms
     from ckptcore.select import Selection
 
 __all__ = ["OpenCheckpoint", "StoredPath", "StoredTree"]
 
 StoredPath: TypeAlias = str | int | Sequence[Key]
-"""A path in an open tree: a key, keys, or text with ``/`` between them."""
+"""A path in an open tree: a key, a sequence of keys, or keys joined by ``/``."""
 
 _TEXT_KINDS = ("str", "bytes")
 
 
 class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
-    """A container of an open checkpoint: a mapping of its keys, in order. Those of a list or tuple are their indices.
+    """A container of an open checkpoint, as a mapping of its keys in order. Lists and tuples have indices as keys.
 
-    Its values are `StoredTree` for containers, `StoredArray` for arrays, and small values themselves.
+    Values are a `StoredTree` for each container, a `StoredArray` for each array, and small values.
 
     Attributes:
-        path: its keys, from the root of the tree.
+        path: its path from the root of the tree.
     """
 
     def __init__(self, state: OpenState, node: Node, path: TreePath, first: int) -> None:
-        """Show a container of an open checkpoint; `first` is the number of its first leaf."""
+        """Refer to a container of an open checkpoint; `first` is the number of its first leaf."""
         self.path = path
         self._state = state
         self._node = node
         self._first = first
         self._numbers: Mapping[Key, int] | None = None
-        self._readings: Mapping[Key, int] | None = None
+        self._numbers_by_text: Mapping[Key, int] | None = None
         self._firsts: Sequence[int] | None = None
         self._found: dict[object, object] = {}
 
@@ -66,27 +66,27 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
         return len(self._node.keys)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the keys of its children; the name of an attribute as text."""
+        """Yield the keys of its children; attributes as text."""
         return (key.name if isinstance(key, Attribute) else key for key in self._node.keys)
 
     def __contains__(self, path: object) -> bool:
-        """Return True if the tree has something at a path."""
+        """Return True if the path exists."""
         try:
-            self[path]  # type: ignore[index]  # what is no path is refused there
+            self[path]  # type: ignore[index]  # raises TypeError if it is not a path
         except (UnknownPathError, TypeError):
             return False
         return True
 
     def __getitem__(self, path: StoredPath) -> Any:
-        """Return what is at a path: a `StoredTree`, a `StoredArray`, or a small value. Reads no array, but long text.
+        """Return a `StoredTree`, a `StoredArray`, or a small value. Reads no array except long text.
 
         Args:
-            path: keys, or one text with ``/`` between them: ``"params/dense"``, ``("layers", 0)``. A key that is the
-                whole text comes first. A text also matches the name of an attribute, and the digits of an index.
+            path: keys, or text with keys joined by ``/``: ``("layers", 0)``, ``"params/dense"``. A key that equals the
+                whole text takes precedence. Text also matches the name of an attribute, and an index as digits.
 
         Raises:
-            UnknownPathError: if nothing is there; names what is.
-            ValueError: if the checkpoint was closed.
+            UnknownPathError: the path does not exist; suggests a similar one.
+            ValueError: the checkpoint was closed.
         """
         try:
             found = self._found.get(path)
@@ -95,7 +95,7 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
             found = None
         if found is not None:
             return found
-        _ = self._state.opened  # refused if it is closed
+        _ = self._state.opened  # raises if the checkpoint is closed
         keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
         place = _descend(self, keys)
         if place is None:
@@ -105,32 +105,35 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
             self._found[path] = found
         return found
 
-    def _value(self, place: _LeafPlace) -> Any:
-        """Return a `StoredArray`, or a small value, which is read."""
+    def _value(self, place: _LeafAt) -> Any:
+        """Return a `StoredArray`, or read a small value."""
         state, leaf = self._state, place.leaf
         record = state.opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
             return StoredArray(state, leaf, place.path, record.spec)
-        array, value = abstract_leaves(runtime_of(state.context).registry)
+        array, value = default_handlers(runtime_of(state.context).registry)
         handler = array if isinstance(record, ArrayRecord) else value
         (found,) = state.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], state.context))
         return found
 
-    def _child(self, key: Key) -> StoredTree | _LeafPlace | None:
-        """Return the child with exactly this key, or one whose key reads so."""
+    def _child(self, key: Key) -> StoredTree | _LeafAt | None:
+        """Return the child with this key, or with this key as text."""
         node = self._node
         if self._numbers is None:
             self._numbers = dict(zip(node.keys, range(len(node.keys)), strict=True))
         number = self._numbers.get(key)
         if number is None:
-            # A text that is no key matches the attribute or the index that reads so.
-            if self._readings is None:
-                self._readings = {**{str(name): number for name, number in self._numbers.items()}, **self._numbers}
-            number = self._readings.get(key.name if isinstance(key, Attribute) else key)
+            # Text that is not a key matches an attribute or an index with the same text.
+            if self._numbers_by_text is None:
+                self._numbers_by_text = {
+                    **{str(name): number for name, number in self._numbers.items()},
+                    **self._numbers,
+                }
+            number = self._numbers_by_text.get(key.name if isinstance(key, Attribute) else key)
         if number is None or isinstance(key, bool):
             return None
         child, path, first = node.children[number], (*self.path, node.keys[number]), self._first_of(number)
-        return StoredTree(self._state, child, path, first) if isinstance(child, Node) else _LeafPlace(path, first)
+        return StoredTree(self._state, child, path, first) if isinstance(child, Node) else _LeafAt(path, first)
 
     def _first_of(self, number: int) -> int:
         if self._firsts is None:
@@ -146,18 +149,18 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
         return self._firsts[number]
 
     def _nothing_at(self, keys: Sequence[Key]) -> UnknownPathError:
-        from ckptcore.tree.suggestions import NameSuggestions  # only where something is wrong
+        from ckptcore.tree.suggestions import NameSuggestions  # only for errors
 
-        there = [str(key) for key in self._node.keys]
+        names = [str(key) for key in self._node.keys]
         asked = "/".join(map(str, keys))
         first, _, inner = asked.partition("/")
-        if first in there and inner:
+        if first in names and inner:
             depth, count = len(self.path), asked.count("/") + 1
             below = [path[depth:][:count] for path in self._state.opened.tree.paths if path[:depth] == self.path]
             near = NameSuggestions(list(dict.fromkeys(["/".join(map(str, path)) for path in below]))).nearest(asked)
         else:
-            near = NameSuggestions(there).nearest(first)
-        shown = ", ".join(map(repr, there[:20])) + (", ..." if len(there) > 20 else "")
+            near = NameSuggestions(names).nearest(first)
+        shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
         hint = f"; did you mean {near!r}?" if near not in (None, asked, first) else ""
         return UnknownPathError(
             f"{asked!r} is not in {format_path(self.path)} of {self._state.opened.location.display}, which has "
@@ -166,16 +169,16 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class _LeafPlace:
+class _LeafAt:
     """The path and the number of a leaf."""
 
     path: TreePath
     leaf: int
 
 
-def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafPlace | None:
-    """Follow keys. A text that is no key is taken apart at its slashes."""
-    if not keys:  # a tree of its own: the open checkpoint must not be in its own cache, or nothing closes it
+def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | None:
+    """Follow keys. Text that is not a key is split at slashes."""
+    if not keys:  # a new object: an open checkpoint in its own cache would be a reference cycle, and stay open
         return StoredTree(tree._state, tree._node, tree.path, tree._first)
     key, rest = keys[0], keys[1:]
     child = tree._child(key)
@@ -198,22 +201,22 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafPlace |
 
 
 class OpenCheckpoint(StoredTree):
-    """A checkpoint that is open: a mapping of what is in it, with arrays that are read as they are indexed. Any thread.
+    """An open checkpoint: a mapping of its tree, with arrays that are read when they are indexed. Any thread.
 
-    All that it gives is of the save that was there when it was opened. A context manager; `close` ends it sooner.
+    All data is of the save that was opened. Use it in a ``with`` statement, or call `close`.
     """
 
     def __init__(self, location: LocationLike, context: Context) -> None:
-        """Open a checkpoint; what `ckptcore.open` does."""
+        """Open a checkpoint; see `ckptcore.open`."""
         state = OpenState(location, context)
         opened = state.opened
         if opened.layout.name == FilesLayout.name:
             raise TreeMismatchError(
-                f"{opened.location.display} holds files that an object wrote, and no tree: load() gives them as bytes",
+                f"{opened.location.display} has files of an object instead of a tree: load() returns them as bytes",
                 ["files are stored, a tree is opened"],
             )
         skeleton = opened.tree.skeleton
-        self._leaf = None if isinstance(skeleton, Node) else _LeafPlace((), 0)
+        self._leaf = None if isinstance(skeleton, Node) else _LeafAt((), 0)
         super().__init__(state, skeleton if isinstance(skeleton, Node) else Node("dict", (), ()), (), 0)
 
     def __repr__(self) -> str:
@@ -231,17 +234,17 @@ class OpenCheckpoint(StoredTree):
         self.close()
 
     def __getitem__(self, path: StoredPath) -> Any:
-        """See `StoredTree`. If the whole tree is one leaf, ``()`` gives it."""
+        """See `StoredTree`. If the whole tree is one leaf, ``()`` returns it."""
         if self._leaf is not None and not path and path != 0:
             return self._value(self._leaf)
         return super().__getitem__(path)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from the storage so far, including bytes read to verify others, without those of the root.
+        """Bytes read from the storage so far, including bytes read for verification, without the root.
 
         Raises:
-            ValueError: if it was closed.
+            ValueError: the checkpoint was closed.
         """
         store = self._state.opened.store
         return store.bytes_read + store.bytes_got
@@ -251,12 +254,12 @@ class OpenCheckpoint(StoredTree):
         """Metadata of the checkpoint; see `ckptcore.metadata`. Reads no array.
 
         Raises:
-            CheckpointNotFoundError: if the checkpoint was replaced or deleted, and its metadata must be read again.
-            ValueError: if the checkpoint was closed.
+            CheckpointNotFoundError: the checkpoint was replaced or deleted, and its metadata must be read again.
+            ValueError: the checkpoint was closed.
         """
 
         def describe(opened: Checkpoint) -> CheckpointMetadata:
-            # The root of an open checkpoint is shared with others that open it; callers may change what they get.
+            # The root of an open checkpoint is cached and shared, but callers may change the metadata that they get.
             own = opened if opened.root is None else open_tree(opened.location, opened.version, self._state.context)
             return describe_opened(own, self._state.context)
 
@@ -272,26 +275,26 @@ class OpenCheckpoint(StoredTree):
     ) -> Generator[LoadedBox, None, None]:
         """Read all arrays in boxes, one after the other, with bounded memory.
 
-        Reads ahead: boxes in memory, with those that the caller has not taken yet, are about
-        ``MemoryOptions.load_bytes``, or 128 MiB. Data that can only be read whole may exceed this: a compressed chunk,
-        or an array of other software with one checksum. Boxes come in the order in which they are stored, and no byte
-        is read twice. Small values are not included; they are in ``metadata.abstract``.
+        Reads ahead: boxes in memory, including those that were read ahead, take about ``MemoryOptions.load_bytes``, or
+        128 MiB. Data that can only be read whole may exceed this, such as a compressed chunk, or an array of other
+        software with one checksum. Boxes come in storage order, and no byte is read twice. Small values are not
+        included; they are in ``metadata.abstract``.
 
         Args:
             select: as for `ckptcore.load`.
             transforms: as for `ckptcore.load`; boxes are those of the transformed arrays.
             first: arrays to read before all others; several selections are read one after the other.
-            report: filled when the last box was taken or the iterator is closed; values count as skipped.
+            report: filled after the last box, or when the iterator is closed; values count as skipped.
 
         Raises:
-            What `ckptcore.load` does, before anything is read. While boxes are taken:
-            CorruptCheckpointError: if bytes are not what was written. Earlier boxes are valid.
-            CheckpointNotFoundError: if the checkpoint was replaced or deleted. Without checksums, earlier boxes may be
-                of another save.
+            Errors of `ckptcore.load`, before anything is read. During the iteration:
+            CorruptCheckpointError: bytes differ from those written. Earlier boxes are valid.
+            CheckpointNotFoundError: the checkpoint was replaced or deleted. Without checksums, earlier boxes may be of
+                another save.
         """
         request = LoadRequest(select=select, transforms=transforms, report=report)
         return iter_boxes(self._state, request, first)
 
     def close(self) -> None:
-        """Close its files. Arrays that were read, and maps, stay valid. Closing again does nothing."""
+        """Close its files. Arrays that were read, and memory maps, stay valid. Closing again does nothing."""
         self._state.close()

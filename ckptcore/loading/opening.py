@@ -39,9 +39,9 @@ from ckptcore.runtime import runtime_of
 __all__ = [
     "ATTEMPTS",
     "ConsistentRead",
-    "Known",
+    "RootCache",
+    "format_names",
     "is_deleted",
-    "names_shown",
     "open_checkpoint",
     "open_either",
     "open_files",
@@ -50,89 +50,89 @@ __all__ = [
     "open_tree",
     "present_members",
     "replaced_too_often",
-    "tree_read",
+    "tree_attempts",
 ]
 
-Found = TypeVar("Found", bound=Checkpoint | CompositeCheckpoint)
+OpenedT = TypeVar("OpenedT", bound=Checkpoint | CompositeCheckpoint)
 T = TypeVar("T")
 
-Opener: TypeAlias = Callable[[Location, LocationVersion, Context], Found]
-"""Opens the checkpoint at a location, given its version. If the result is of another save, the version has changed."""
+Opener: TypeAlias = Callable[[Location, LocationVersion, Context], OpenedT]
+"""Opens the checkpoint at a location. Its version shows later whether the checkpoint was replaced."""
 
-Known: TypeAlias = KnownRoots[StoredFormat]
-"""Cache of parsed roots. For callers that return no mutable part of a root."""
+RootCache: TypeAlias = KnownRoots[StoredFormat]
+"""Cache of parsed roots. For callers that do not return mutable parts of a root."""
 
 ATTEMPTS: Final = 20
-"""Attempts to read a checkpoint that is replaced during each of them."""
+"""Limit of attempts to read a checkpoint that is replaced again and again."""
 
 _NAMES_SHOWN: Final = 20
 _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
-class ConsistentRead(Generic[Found]):
-    """Attempts to read a checkpoint. Each opens it; the last one is not interrupted by a replacement."""
+class ConsistentRead(Generic[OpenedT]):
+    """Attempts to read a checkpoint. Each opens it again; the first without a replacement meanwhile succeeds."""
 
-    def __init__(self, location: AnyLocation, context: Context, opener: Opener[Found]) -> None:
+    def __init__(self, location: AnyLocation, context: Context, opener: Opener[OpenedT]) -> None:
         """Open nothing yet."""
         self._location = location
         self._context = context
         self._opener = opener
-        self._left = ATTEMPTS
-        self._found: Found | None = None
+        self._attempts_left = ATTEMPTS
+        self._opened: OpenedT | None = None
 
-    def open(self) -> Found:
-        """Begin an attempt. The result is of one save.
+    def open(self) -> OpenedT:
+        """Begin an attempt. The opened checkpoint is of one save.
 
         Raises:
-            CorruptCheckpointError: also if it was replaced too often.
-            What the opener does.
+            CorruptCheckpointError: the checkpoint is damaged, or was replaced too often.
+            Errors of the opener.
         """
         context = self._context
-        while self._left:
-            self._left -= 1
-            # Opened anew each time: a storage may keep objects open by name.
+        while self._attempts_left:
+            self._attempts_left -= 1
+            # Open the storage again for each attempt: it may keep objects open by name.
             resolved = resolve_location(self._location, runtime_of(context).storages)
             version = read_version(resolved)
-            self._found = None
+            self._opened = None
             try:
-                found = self._opener(resolved, version, context)
+                opened = self._opener(resolved, version, context)
             except CheckpointError:
                 if version.is_current(resolved):
                     raise
                 continue
-            # Without a root, the opener has read files, which a save may have committed meanwhile.
+            # Without a root, the opener reads files, and a save may have been committed meanwhile.
             if version.root is not None or version.still_exists(resolved):
-                self._found = found
-                return found
+                self._opened = opened
+                return opened
         raise replaced_too_often(self._location)
 
-    def retry_if_replaced(self, attempt: Callable[[Found], T]) -> T:
-        """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
+    def retry_if_replaced(self, attempt: Callable[[OpenedT], T]) -> T:
+        """Open and read a checkpoint. Repeats this if it was replaced meanwhile, so that the result is of one save.
 
         Raises:
-            What the opener and `attempt` do. Errors about bytes of a tree name the arrays that have them.
+            Errors of the opener and of `attempt`. Errors about bytes name the arrays that contain them.
         """
         while True:
-            found = self.open()
+            opened = self.open()
             try:
-                with naming_arrays(found) if isinstance(found, Checkpoint) else nullcontext():
-                    made = attempt(found)
+                with naming_arrays(opened) if isinstance(opened, Checkpoint) else nullcontext():
+                    result = attempt(opened)
             except CheckpointError:
                 if self.is_current():
                     raise
                 continue
             if self.is_unchanged():
-                return made
+                return result
 
     def is_current(self) -> bool:
-        """Return True if the last opened checkpoint was not replaced: an error is about the checkpoint itself."""
-        return self._found is None or self._found.version.is_current(self._found.location)
+        """Return True if the opened checkpoint was not replaced, so that an error is about the checkpoint itself."""
+        return self._opened is None or self._opened.version.is_current(self._opened.location)
 
     def is_unchanged(self) -> bool:
-        """Return True if all data read without an error since the last `open` is of one save."""
-        if self._found is None:
+        """Return True if all data that was read since `open` is of one save."""
+        if self._opened is None:
             return True
-        version, location = self._found.version, self._found.location
+        version, location = self._opened.version, self._opened.location
         return version.still_exists(location) if version.root is None else version.has_current_root(location)
 
 
@@ -140,10 +140,10 @@ class _AlreadyOpen(ConsistentRead[Checkpoint]):
     """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
 
     def __init__(self, opened: Checkpoint) -> None:
-        self._opened = opened
+        self._checkpoint = opened
 
     def open(self) -> Checkpoint:
-        return self._opened
+        return self._checkpoint
 
     def is_current(self) -> bool:
         return True
@@ -152,7 +152,7 @@ class _AlreadyOpen(ConsistentRead[Checkpoint]):
         return True
 
 
-def tree_read(source: Source, context: Context, known: Known | None = None) -> ConsistentRead[Checkpoint]:
+def tree_attempts(source: Source, context: Context, known: RootCache | None = None) -> ConsistentRead[Checkpoint]:
     """Return attempts to read a tree; a single one for an open checkpoint."""
     if isinstance(source, Checkpoint):
         return _AlreadyOpen(source)
@@ -164,47 +164,49 @@ def open_checkpoint(location: AnyLocation, context: Context) -> Checkpoint:
     """Open the tree at a location. The caller checks for replacement after reading.
 
     Raises:
-        What `open_tree` does.
+        Errors of `open_tree`.
     """
     return ConsistentRead(location, context, open_tree).open()
 
 
 def replaced_too_often(location: AnyLocation) -> CorruptCheckpointError:
-    """The error for a checkpoint that was replaced in every one of `ATTEMPTS`."""
+    """Return the error for a checkpoint that was replaced in every attempt."""
     return CorruptCheckpointError(
-        f"{location} was replaced {ATTEMPTS} times while it was read; load it when it is saved less often"
+        f"{location} was replaced {ATTEMPTS} times while it was read: load it while no process saves to it"
     )
 
 
-def open_tree(location: Location, version: LocationVersion, context: Context, known: Known | None = None) -> Checkpoint:
+def open_tree(
+    location: Location, version: LocationVersion, context: Context, known: RootCache | None = None
+) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
     Args:
-        location: its location.
-        version: its state: the bytes of the root, or the names of files of other software.
+        location: the location.
+        version: the state of the location: the bytes of the root, or the names of files of other software.
         context: options.
         known: cache of parsed roots.
 
     Raises:
-        CheckpointNotFoundError: if there is nothing that any installed layout reads.
-        UncommittedCheckpointError: if a save began there and never committed.
-        CompositeCheckpointError: if it holds several checkpointables.
-        CorruptCheckpointError: if it cannot be read.
+        CheckpointNotFoundError: there is no checkpoint that an installed layout reads.
+        UncommittedCheckpointError: a save began there and was not committed.
+        CompositeCheckpointError: the checkpoint has several checkpointables.
+        CorruptCheckpointError: the checkpoint is damaged.
     """
     root = _committed_root(location, version, known)
     if root is None:
         return open_foreign(location, version, context)
     if isinstance(root, Composite):
         raise several_checkpointables(location, list(root.members))
-    return _open_own(location, version, root, context, known)
+    return _open_with_root(location, version, root, context, known)
 
 
 def open_names(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint:
-    """Open a checkpoint of several checkpointables, or one tree that the software which wrote it knows by a name.
+    """Open a checkpoint of several checkpointables, or a tree to which other software gave a name.
 
     Raises:
-        CompositeCheckpointError: if it is one tree.
-        What `open_tree` does.
+        CompositeCheckpointError: it is one tree.
+        Errors of `open_tree`.
     """
     root = _committed_root(location, version)
     if isinstance(root, Composite):
@@ -219,13 +221,13 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
     """Open one tree or a composite. A single item of other software is a tree if it can be opened without its name.
 
     Raises:
-        What `open_tree` does.
+        Errors of `open_tree`.
     """
     root = _committed_root(location, version)
     if isinstance(root, Composite):
         return CompositeCheckpoint.of_root(location, version, root)
     if root is not None:
-        return _open_own(location, version, root, context, None)
+        return _open_with_root(location, version, root, context, None)
     found = find_composite(location, version, context)
     if found is None:
         return open_foreign(location, version, context)
@@ -240,24 +242,24 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
 
 
 def open_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open files that an object wrote: a checkpoint of ckptcore; without a root, every file at the location.
+    """Open files that an object wrote: those of a root, or, without a root, every file at the location.
 
     Raises:
-        CheckpointNotFoundError: if there is no file.
-        What `open_tree` does.
+        CheckpointNotFoundError: there is no file.
+        Errors of `open_tree`.
     """
     opener = open_foreign_files if version.root is None else open_tree
     return opener(location, version, context)
 
 
 def _committed_root(
-    location: Location, version: LocationVersion, known: Known | None = None
+    location: Location, version: LocationVersion, known: RootCache | None = None
 ) -> Root | Composite | None:
     """Return the root of a committed checkpoint; None if there is no root.
 
     Raises:
-        InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError: if it cannot be read.
-        UncommittedCheckpointError: if the checkpoint is not committed.
+        InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError: the root cannot be read.
+        UncommittedCheckpointError: the checkpoint is not committed.
     """
     data, root = version.root, None
     if isinstance(data, str):
@@ -268,7 +270,7 @@ def _committed_root(
     if isinstance(root, Claim) or is_hidden_name(location.name):
         began = "" if root is None else f" (it began at {root.created})"
         raise UncommittedCheckpointError(
-            f"{location.display} holds a save that was not committed{began}: it is running or was interrupted; load "
+            f"{location.display} has a save that was not committed{began}: it is running or was interrupted. Load "
             "another checkpoint, or save here again"
         )
     if isinstance(root, PartialSave):
@@ -276,8 +278,8 @@ def _committed_root(
     return root
 
 
-def _open_own(
-    location: Location, version: LocationVersion, root: Root, context: Context, known: Known | None
+def _open_with_root(
+    location: Location, version: LocationVersion, root: Root, context: Context, known: RootCache | None
 ) -> Checkpoint:
     """Open a tree that ckptcore wrote."""
     if root.role == "member":
@@ -301,7 +303,7 @@ def _open_own(
 def _expect_committed(location: Location, version: LocationVersion, member: Root) -> None:
     """Check that the composite of a member is committed.
 
-    A member that was copied out of its composite is complete: its root was written after everything else of it.
+    A member that was copied out of its composite is valid: its root was written after all of its other files.
 
     Raises:
         UncommittedCheckpointError
@@ -316,40 +318,40 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
     if hidden or not isinstance(around, Composite) or around.save_id != member.save_id:
         raise UncommittedCheckpointError(
             f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was "
-            "replaced meanwhile; load another checkpoint, or save again"
+            "replaced meanwhile. Load another checkpoint, or save again"
         )
 
 
 def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
-    """Return the members that exist, each with its directories in the order of ranks. Sends one request.
+    """Return the members that exist, each with its directories in order of rank. Sends one request.
 
-    A member that other software wrote may be a file. Members may have been deleted since the save. On storages without
-    directories an interrupted deletion leaves a directory: see `is_deleted`.
+    Members may have been deleted since the save. On storages without real directories, an interrupted deletion leaves a
+    directory: see `is_deleted`. A member that other software wrote may be a file.
     """
     names = composite.location.store.list_names()
-    there = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
+    listed = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
     if composite.root is not None and ROOT_KEY not in names:
         # The root is not listed: the storage lists nothing (a web server), or an earlier state.
-        there |= _found_by_roots(composite)
+        listed |= _found_by_roots(composite)
     of_ranks: dict[str, list[int]] = {}
-    for directory in there:
+    for directory in listed:
         if (matched := _OF_RANK.fullmatch(directory)) is not None:
             of_ranks.setdefault(matched[1], []).append(int(matched[2]))
     present = {}
     for name, member in composite.members.items():
-        # Not by counting to the number of processes: a hostile root may state any.
+        # Do not count up to the number of processes: a hostile root may state any number.
         ranks = [0] if member.processes in (None, 1) else sorted(of_ranks.get(name, ()))
         directories = [member.directory(name, rank) for rank in ranks if rank < (member.processes or 1)]
-        if found := [directory for directory in directories if directory in there]:
+        if found := [directory for directory in directories if directory in listed]:
             present[name] = found
     return present
 
 
 def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
-    """Return the directories with roots of members, without a listing. Sends a request for each, and for each name."""
+    """Find the directories of members by their roots, without a listing. Sends one request for each directory."""
     found = set()
     for name, member in composite.members.items():
-        for rank in range(member.processes or 1):  # a hostile root may state any number: stop at the first missing one
+        for rank in range(member.processes or 1):  # stops at the first missing one: a hostile root may state any number
             directory = member.directory(name, rank)
             if root_bytes(subdirectory(composite.location.store, directory)) is None:
                 break
@@ -380,22 +382,22 @@ def open_member(
     """Open a member of a composite.
 
     Raises:
-        CorruptCheckpointError: if its directory has another checkpoint.
-        What `open_checkpoint` does; for a checkpoint of other software with a hint how to load the other members.
+        CorruptCheckpointError: its directory has another checkpoint.
+        Errors of `open_checkpoint`. If other software wrote the checkpoint, with a hint to load the other members.
     """
     if composite.root is None:
         return _open_foreign_member(composite, name, directory, location, context)
     opened = open_checkpoint(SubPath(location, directory), context)
     if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
-            f"{opened.location.display} was replaced by something else than it was saved with; load it by its own "
-            "location, or delete it"
+            f"{opened.location.display} was replaced by a checkpoint of another save: load it by its own location, or "
+            "delete it"
         )
     kind = composite.members[name].kind
     if opened.is_files != (kind == "files"):
         raise CorruptCheckpointError(
-            f"{opened.location.display} has the layout {opened.layout.name!r}, and {composite.location.display} says "
-            f"that it is a {kind!r}: one of the two is damaged or forged; load another checkpoint"
+            f"{opened.location.display} has the layout {opened.layout.name!r}, but {composite.location.display} lists "
+            f"it as {kind!r}: one of the two is damaged or forged. Load another checkpoint"
         )
     return opened
 
@@ -404,20 +406,20 @@ def _open_foreign_member(
     composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
 ) -> Checkpoint:
     opener = open_files if composite.members[name].kind == "files" else open_tree
-    others = names_shown([other for other in composite.members if other != name])
-    hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
+    others = format_names([other for other in composite.members if other != name])
+    hint = f"to load the others without it, pass their names to load_checkpointables: {others}"
     try:
         return ConsistentRead(SubPath(location, directory), context, opener).open()
     except (CheckpointNotFoundError, CompositeCheckpointError) as error:
         raise CheckpointNotFoundError(
-            f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"
+            f"{name!r} in {composite.location.display} cannot be read by any installed plugin: {error}; {hint}"
         ) from error
     except CheckpointError as error:
         error.add_note(hint)
         raise
 
 
-def names_shown(names: Collection[str]) -> str:
-    """Return names for a message, limited in number: a hostile root may list any."""
+def format_names(names: Collection[str]) -> str:
+    """Format names for a message. Limits their number: a hostile root may list any."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return (", ".join(itertools.islice(names, _NAMES_SHOWN)) or "none") + more

@@ -1,7 +1,7 @@
 """Names of the scales of quantised arrays in checkpoints of Hugging Face.
 
-A load refuses to cast a quantised array without its scales, also where the distribution of transforms is missing: the
-numbers would be wrong without any sign of it.
+A load refuses to cast a quantised array without its scales, because the numbers would be wrong. It needs these names
+even if the distribution of transforms is not installed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = [
     "SCALES_OF_BLOCKS",
     "WEIGHT",
     "find_quantized",
+    "find_scales",
     "is_quantized",
     "names_of_scales",
-    "scales_beside",
 ]
 
 WEIGHT: Final = ".weight"
@@ -37,11 +37,11 @@ SCALES_OF_BLOCKS: Final = "_scales"
 
 
 _SHOWN: Final = 100
-"""Characters of a name in messages: names may be hostile."""
+"""Limit of a name in messages, in characters: names may be hostile."""
 
 
 def is_quantized(spec: ArraySpec) -> bool:
-    """Return True for an array of a dtype that weights have only together with scales."""
+    """Return True for dtypes that weights only have together with scales."""
     return spec.dtype in ("int8", "int4") or (
         spec.dtype.startswith(("float8_", "float6_", "float4_")) and spec.dtype != "float8_e8m0fnu"
     )
@@ -55,7 +55,7 @@ def names_of_scales(name: str) -> list[str]:
     return names
 
 
-def scales_beside(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
+def find_scales(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
     """Iterate over the numbers of the quantised arrays of a tree, each with the number of its scales."""
     names = {"/".join(map(str, path)): number for number, path in enumerate(tree.paths)}
     for name, number in names.items():
@@ -72,9 +72,9 @@ def scales_beside(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
 
 def find_quantized(tree: TreeMetadata) -> str | None:
     """Return a description of one quantised array of a tree and its scales; None if there is none."""
-    for number, scales in scales_beside(tree):
-        name, beside = ("/".join(map(str, tree.paths[one]))[:_SHOWN] for one in (number, scales))
+    for number, scales in find_scales(tree):
+        name, scales_name = ("/".join(map(str, tree.paths[one]))[:_SHOWN] for one in (number, scales))
         record = tree.leaves[number]
-        assert isinstance(record, ArrayRecord)  # as it was looked for
-        return f"{name!r} is {record.spec}, and its scales {beside!r} stand beside it"
+        assert isinstance(record, ArrayRecord)  # `find_scales` finds only arrays
+        return f"{name!r} is {record.spec}, and its scales are {scales_name!r}"
     return None

@@ -10,12 +10,12 @@ from typing import Any, Final
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.checkpoint import Checkpoint, naming_further
+from ckptcore.loading.checkpoint import Checkpoint, naming_additional
 from ckptcore.loading.matching import Matched
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
+from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import format_path
-from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.runtime import runtime_of
@@ -23,18 +23,18 @@ from ckptcore.tree.flattening import PLACEHOLDER
 
 __all__ = [
     "LeafRead",
-    "Reading",
-    "abstract_leaves",
+    "TreeRead",
     "allocate_for",
     "check_sizes",
-    "perform",
-    "plan_reading",
+    "default_handlers",
+    "incomplete_read",
+    "plan_leaf_reads",
     "read_leaves",
-    "unread",
+    "read_tree",
 ]
 
 _MOST_GROWTH: Final = 1 << 16
-"""Largest ratio of the bytes of an array to those of all objects. zstd compresses zeros to a 30,000th."""
+"""Limit of the ratio of array bytes to object bytes. zstd compresses zeros by a factor of 30,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +43,11 @@ class LeafRead:
 
     Attributes:
         leaf, record: its number in the stored tree, and its record.
-        handler, abstract: the handler that builds it, and the leaf that is asked for.
-        positions: the positions in the value of the leaves that get it.
+        handler, abstract: the handler that builds it, and the requested abstract leaf.
+        positions: the positions of the leaves that it becomes in the value.
         boxes: the boxes to read.
-        nbytes: the bytes to read; for an array that workers read, the most bytes of one worker.
-        array: the array without axes for a number that is stored in place of it; None for an array that is read.
+        nbytes: the bytes to read; if workers read it, the largest number of bytes for one worker.
+        array: an array without axes, if a number is stored instead of it; None for an array that is read.
         at_workers: True if the workers of this controller read and build it.
     """
 
@@ -62,11 +62,11 @@ class LeafRead:
     at_workers: bool = False
 
 
-def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
-    """Return the handlers that build arrays and values if no abstract tree is given."""
+def default_handlers(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
+    """Return the handlers of arrays and values without an abstract tree."""
     array, value = registry.dispatch(AbstractArray((), "bool")).leaf, registry.dispatch("").leaf
     if array is None or value is None:
-        raise PluginError("no plugin builds NumPy arrays and values; the built-in plugin is missing")
+        raise PluginError("no plugin builds NumPy arrays and values: the built-in plugin is missing")
     return array, value
 
 
@@ -81,34 +81,34 @@ def read_leaves(
 
     Args:
         opened: the checkpoint.
-        numbers: the stored leaves; None for a leaf that is not loaded and stays as its abstract leaf is.
-        handlers, abstracts: for each, the handler that builds it, and the abstract leaf.
-        context: its limit on memory is kept.
+        numbers: the stored leaves; None for a leaf that is not loaded: its abstract leaf is returned.
+        handlers, abstracts: for each leaf, the handler that builds it, and the abstract leaf.
+        context: limits memory.
     """
     matched = Matched(numbers, handlers, leaves=abstracts)
-    reading = plan_reading(opened, matched, runtime_of(context).workers())
-    perform(reading, context)
+    reading = plan_leaf_reads(opened, matched, runtime_of(context).workers())
+    read_tree(reading, context)
     return reading.leaves
 
 
-def plan_reading(opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None) -> Reading:
+def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None) -> TreeRead:
     """Plan the boxes to read, and build the values, which need none. Reads nothing, and changes no target.
 
     Args:
         opened: the checkpoint.
         matched: the stored leaf for each leaf.
-        executor: the workers of this controller, if there are any.
+        executor: the workers of this controller; None: there are none.
     """
     tree, filled = opened.tree, matched.filled
     leaves: list[object] = [PLACEHOLDER] * len(matched.numbers)
-    units: list[LeafRead] = []
+    leaf_reads: list[LeafRead] = []
     tied: dict[tuple[object, ...], LeafRead] = {}
     asked = zip(matched.numbers, matched.handlers, matched.leaves, strict=True)
     for position, (number, handler, abstract) in enumerate(asked):
         if handler is None:
             continue
         if number is None:
-            leaves[position] = abstract  # None is asked for, and nothing is stored
+            leaves[position] = abstract  # a requested None that is not stored
             continue
         record, array = tree.leaves[number], matched.arrays.get(position)
         maker: LeafHandler | Executor[Any, Any] = handler
@@ -129,20 +129,20 @@ def plan_reading(opened: Checkpoint, matched: Matched, executor: Executor[Any, A
         except UnsupportedLeafError as error:
             raise _naming_leaf(tree, number, error) from error
         original, at_workers = tree.aliases.get(number, number), maker is executor
-        unit = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
+        leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
         if tree.aliases:
-            # Leaves that were tied are built once and tied again; those of a target only if their memory is the same.
+            # Tied leaves are built once and tied again; leaves of a target only if they have the same memory.
             memory = None if filled is None else maker.identity(abstract) or position
             key = (original, id(handler), tuple(boxes), _request(maker, abstract), memory)
-            if (same := tied.setdefault(key, unit)) is not unit:
+            if (same := tied.setdefault(key, leaf_read)) is not leaf_read:
                 same.positions.append(position)
                 continue
-        units.append(unit)
-    return Reading(opened, units, leaves, filled)
+        leaf_reads.append(leaf_read)
+    return TreeRead(opened, leaf_reads, leaves, filled)
 
 
 def _request(maker: LeafHandler | Executor[Any, Any], abstract: object) -> object:
-    """Return a key that is equal for two abstract leaves only if one leaf can be built for both, with its placement."""
+    """Return a key that is equal for two abstract leaves only if one built leaf, with its placement, fits both."""
     if abstract is None:
         return None
     identity = maker.identity(abstract)
@@ -156,135 +156,141 @@ def _request(maker: LeafHandler | Executor[Any, Any], abstract: object) -> objec
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TreeRead:
     """The planned reads of a checkpoint, and their results.
 
     Attributes:
         opened: the checkpoint.
-        units: the arrays to read.
-        leaves: the leaves of the value; those of units are added as they are built.
+        leaf_reads: the arrays to read.
+        leaves: the leaves of the value; arrays are added as they are built.
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
             value.
     """
 
     opened: Checkpoint
-    units: Sequence[LeafRead]
+    leaf_reads: Sequence[LeafRead]
     leaves: list[object]
     filled: list[bool] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements that are read."""
-        return sum([unit.nbytes for unit in self.units])
+        return sum([leaf_read.nbytes for leaf_read in self.leaf_reads])
 
-    def buffers_of(self, unit: LeafRead) -> list[HostArray]:
-        """Return the memory that the boxes of a unit are read into; for an array that is not read, the array itself.
+    def buffers_of(self, leaf_read: LeafRead) -> list[HostArray]:
+        """Return the memory for the boxes of an array; for an array that is not read, the array itself.
 
         Raises:
             MemoryError, PluginError
             CorruptCheckpointError: if other software wrote the checkpoint, and an array does not fit in memory.
         """
-        if unit.array is not None:
-            return [unit.array for _ in unit.boxes]  # an array without axes has one box at most
+        if leaf_read.array is not None:
+            return [leaf_read.array for _ in leaf_read.boxes]  # an array without axes has one box at most
         buffers = []
-        for box in unit.boxes:
-            buffer = None if self.filled is None else unit.handler.destination(unit.abstract, unit.record, box)
+        for box in leaf_read.boxes:
+            buffer = (
+                None
+                if self.filled is None
+                else leaf_read.handler.destination(leaf_read.abstract, leaf_read.record, box)
+            )
             if buffer is None:
-                buffer = allocate_for(self.opened, unit.leaf, ArraySpec(box.shape, unit.record.spec.dtype))
-            elif not _fits(buffer, box, unit.record):
+                buffer = allocate_for(self.opened, leaf_read.leaf, ArraySpec(box.shape, leaf_read.record.spec.dtype))
+            elif not _fits(buffer, box, leaf_read.record):
                 raise PluginError(
-                    f"{type(unit.handler).__name__}.destination gave memory of {buffer.dtype}{buffer.shape} for "
-                    f"{unit.record.spec}; it must be of the stored dtype, of the box's shape, contiguous and writable"
+                    f"{type(leaf_read.handler).__name__}.destination returned {buffer.dtype}{buffer.shape} for "
+                    f"{leaf_read.record.spec}: expected contiguous writable memory with the dtype and shape of the box"
                 )
             buffers.append(buffer)
         return buffers
 
-    def place(self, unit: LeafRead, buffers: Sequence[HostArray]) -> None:
-        """Build the leaf of a unit that has been read, or fill it in place."""
-        boxes = list(zip(unit.boxes, buffers, strict=True))
+    def place(self, leaf_read: LeafRead, buffers: Sequence[HostArray]) -> None:
+        """Build the leaf of an array that has been read, or fill it in place."""
+        boxes = list(zip(leaf_read.boxes, buffers, strict=True))
         try:
-            if self.filled is not None and unit.handler.fill(unit.abstract, unit.record, boxes):
-                for position in unit.positions:
+            if self.filled is not None and leaf_read.handler.fill(leaf_read.abstract, leaf_read.record, boxes):
+                for position in leaf_read.positions:
                     self.filled[position] = True
-                built = unit.abstract
+                built = leaf_read.abstract
             else:
-                built = unit.handler.build(unit.abstract, unit.record, boxes)
+                built = leaf_read.handler.build(leaf_read.abstract, leaf_read.record, boxes)
         except UnsupportedLeafError as error:
-            raise _naming_leaf(self.opened.tree, unit.leaf, error) from error
-        for position in unit.positions:
+            raise _naming_leaf(self.opened.tree, leaf_read.leaf, error) from error
+        for position in leaf_read.positions:
             self.leaves[position] = built
 
 
-def perform(reading: Reading, context: Context) -> None:
+def read_tree(reading: TreeRead, context: Context) -> None:
     """Read and build all leaves."""
     limit = context.memory.load_bytes
-    for batch in [reading.units] if limit is None else _batches(reading.units, limit):
-        at_workers = [unit for unit in batch if unit.at_workers]
-        _read(reading, [unit for unit in batch if not unit.at_workers] if at_workers else batch)
+    for batch in [reading.leaf_reads] if limit is None else _batches(reading.leaf_reads, limit):
+        at_workers = [leaf_read for leaf_read in batch if leaf_read.at_workers]
+        _read_here(reading, [leaf_read for leaf_read in batch if not leaf_read.at_workers] if at_workers else batch)
         if at_workers:
             _read_at_workers(reading, at_workers, context)
 
 
-def _read_at_workers(reading: Reading, units: Sequence[LeafRead], context: Context) -> None:
-    """Read and build the leaves of units at the workers of this controller."""
+def _read_at_workers(reading: TreeRead, leaf_reads: Sequence[LeafRead], context: Context) -> None:
+    """Read and build leaves at the workers of this controller."""
     executor = runtime_of(context).workers()
-    assert executor is not None  # the units were planned with it
-    check_sizes(reading.opened, {unit.leaf for unit in units})
-    wanted = [WantedLeaf(unit.leaf, unit.abstract, unit.record) for unit in units]
-    for unit, leaf in zip(units, executor.read(reading.opened, wanted, context), strict=True):
-        for position in unit.positions:
+    assert executor is not None  # the plan was made with it
+    check_sizes(reading.opened, {leaf_read.leaf for leaf_read in leaf_reads})
+    wanted = [WantedLeaf(leaf_read.leaf, leaf_read.abstract, leaf_read.record) for leaf_read in leaf_reads]
+    for leaf_read, leaf in zip(leaf_reads, executor.read(reading.opened, wanted, context), strict=True):
+        for position in leaf_read.positions:
             reading.leaves[position] = leaf
 
 
 def _naming_leaf(tree: TreeMetadata, leaf: int, error: UnsupportedLeafError) -> UnsupportedLeafError:
-    """Return the error of a handler with the path of its leaf."""
+    """Add the path of the leaf to an error of its handler."""
     return UnsupportedLeafError(f"{format_path(tree.paths[leaf])}: {error}")
 
 
-def _batches(units: Sequence[LeafRead], limit: int) -> Iterator[Sequence[LeafRead]]:
-    """Cut units into batches of at most `limit` bytes; a single larger unit is a batch of its own."""
+def _batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[LeafRead]]:
+    """Divide reads into batches of at most `limit` bytes. A single larger array is a batch by itself."""
     batch: list[LeafRead] = []
     held = 0
-    for unit in units:
-        if batch and held + unit.nbytes > limit:
+    for leaf_read in leaf_reads:
+        if batch and held + leaf_read.nbytes > limit:
             yield batch
             batch, held = [], 0
-        batch.append(unit)
-        held += unit.nbytes
+        batch.append(leaf_read)
+        held += leaf_read.nbytes
     yield batch
 
 
-def _read(reading: Reading, units: Sequence[LeafRead]) -> None:
-    """Read units in this process, and place each once it is complete."""
+def _read_here(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
+    """Read arrays in this process, and build each once it is complete."""
     opened = reading.opened
-    check_sizes(opened, {unit.leaf for unit in units})
+    check_sizes(opened, {leaf_read.leaf for leaf_read in leaf_reads})
     read: list[LeafRead] = []
     held: list[list[HostArray]] = []
     owners: list[int] = []
-    for unit in units:
-        buffers = reading.buffers_of(unit)
-        if unit.array is not None or not buffers:
-            reading.place(unit, buffers)
+    for leaf_read in leaf_reads:
+        buffers = reading.buffers_of(leaf_read)
+        if leaf_read.array is not None or not buffers:
+            reading.place(leaf_read, buffers)
             continue
         owners.extend([len(read)] * len(buffers))
-        read.append(unit)
+        read.append(leaf_read)
         held.append(buffers)
     missing = [len(buffers) for buffers in held]
-    plan = plan_read(opened.tree, [(unit.leaf, unit.boxes) for unit in read])
+    plan = ReadPlan(
+        opened.tree, tuple([ReadItem(leaf_read.leaf, box) for leaf_read in read for box in leaf_read.boxes])
+    )
     for number in opened.read(plan, [buffer for buffers in held for buffer in buffers]):
         owner = owners[number]
         missing[owner] -= 1
         if not missing[owner]:
             reading.place(read[owner], held[owner])
-    for unit, count in zip(read, missing, strict=True):
+    for leaf_read, count in zip(read, missing, strict=True):
         if count > 0:
-            raise unread(opened, unit.leaf)
+            raise incomplete_read(opened, leaf_read.leaf)
 
 
-def unread(opened: Checkpoint, leaf: int) -> CorruptCheckpointError:
+def incomplete_read(opened: Checkpoint, leaf: int) -> CorruptCheckpointError:
     """Return the error for a layout that did not read an array completely."""
     return CorruptCheckpointError(
-        f"the layout {opened.layout.name} did not read {format_path(opened.tree.paths[leaf])} whole"
+        f"{format_path(opened.tree.paths[leaf])}: the layout {opened.layout.name} did not read all of its elements"
     )
 
 
@@ -292,8 +298,9 @@ def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
     """Allocate memory for an array of a checkpoint.
 
     Raises:
-        MemoryError: if ckptcore wrote the checkpoint: its shapes were compared with its objects.
-        CorruptCheckpointError: if other software wrote it: a few hostile bytes may state any shape.
+        MemoryError: there is not enough memory, and ckptcore wrote the checkpoint: its shapes were checked before.
+        CorruptCheckpointError: there is not enough memory, and other software wrote the checkpoint: a few hostile bytes
+            may state any shape.
     """
     try:
         return allocate(spec)
@@ -301,9 +308,9 @@ def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
         if opened.root is not None:
             raise
         raise CorruptCheckpointError(
-            f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {spec}, "
-            f"{spec.nbytes} bytes, and there is no memory for that; if it is as large, load a part of it, or where "
-            "there is more memory, and else the checkpoint is damaged"
+            f"{format_path(opened.tree.paths[leaf])} of {opened.location.display}: not enough memory for {spec}, "
+            f"{spec.nbytes} bytes. If the array is really this large, load a part of it, or use a machine with more "
+            "memory; otherwise the checkpoint is damaged"
         ) from error
 
 
@@ -313,18 +320,18 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
 
 
 def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
-    """Refuse arrays that are not stored whole, before memory is allocated: a hostile root may state any shape.
+    """Check that arrays are stored completely, before memory is allocated: a hostile root may state any shape.
 
     Args:
         opened: the checkpoint.
         wanted: numbers of leaves.
 
     Raises:
-        CorruptCheckpointError: names the first such array.
+        CorruptCheckpointError: names the first array that is not.
     """
     if opened.derived is not None:
         for checkpoint, stored in opened.derived.stored(sorted(wanted)).items():
-            with naming_further(opened.derived.sources[checkpoint]) if checkpoint else nullcontext():
+            with naming_additional(opened.derived.sources[checkpoint]) if checkpoint else nullcontext():
                 check_sizes(opened.derived.sources[checkpoint], stored)
         return
     tree, index = opened.tree, opened.index
@@ -332,18 +339,18 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     arrays = [leaf for leaf in originals if isinstance(tree.leaves[leaf], ArrayRecord)]
     index.check(arrays)
     if opened.root is None:
-        return  # its layout compared the shapes with its files
+        return  # its layout compared shapes with files
     held = sum([record.size for record in opened.store.objects.values()])
     for leaf in sorted(wanted):
         record = opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * held:
             raise CorruptCheckpointError(
-                f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {record.spec}, "
-                f"{record.spec.nbytes} bytes, but all objects together have {held} bytes; the root is damaged: load "
+                f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is recorded as {record.spec}, "
+                f"{record.spec.nbytes} bytes, but all objects together have {held} bytes: the root is damaged. Load "
                 "another checkpoint"
             )
     extents = [(leaf, *extent) for leaf in arrays for extent in index.extents(leaf)]
-    # Real sizes, not those of the root: an object may be truncated, and a hostile root may state anything.
+    # Use actual sizes, not those of the root: an object may be truncated, and a hostile root may state any size.
     keys = dict.fromkeys([key for _, key, _, _ in extents])
     sizes = {
         **dict.fromkeys(keys, 0),
@@ -351,7 +358,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     }
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:
-        # No two arrays share bytes, so together they are no larger than the object either.
+        # Arrays do not share bytes, so the sum of their sizes is limited by the object as well.
         taken[key] = taken.get(key, 0) + stop - start
         if max(stop, taken[key]) > sizes[key]:
             raise CorruptCheckpointError(

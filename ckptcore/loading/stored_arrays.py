@@ -13,8 +13,8 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.block_cache import BlockCache
 from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype, new_bytes
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.indexing import BasicIndex, Indexed, index_box, rows_of
-from ckptcore.loading.open_state import OpenState, find_plain_place, map_array
+from ckptcore.loading.indexing import AxisIndex, BasicIndex, index_box, rows_of
+from ckptcore.loading.open_state import OpenState, find_plain_extent, map_array
 from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.objects import BLOCK_BYTES
@@ -24,28 +24,28 @@ from ckptcore.runtime import runtime_of
 __all__ = ["StoredArray"]
 
 _RUN_BYTES: Final = 8 << 20
-"""The calling thread alone reads elements that follow each other up to this; several threads read more."""
+"""Limit of contiguous bytes that the calling thread reads alone; several threads read larger ranges."""
 
 _NEAR_BYTES: Final = 64 << 10
-"""Gaps up to this are cheaper to read than to leave out, if nothing is verified."""
+"""Gaps up to this size are cheaper to read than to skip, if nothing is verified."""
 
 _BATCH_BYTES: Final = 32 << 20
-"""Memory for bytes that are read at once and then copied to their places."""
+"""Limit of bytes that are read at once and then copied to the result."""
 
 _BATCH_PARTS: Final = 1024
-"""Most boxes that are read at once."""
+"""Limit of boxes that are read at once."""
 
 
 class StoredArray:
-    """An array of an open checkpoint. Indexing reads the elements that it returns, and bytes that verify them.
+    """An array of an open checkpoint. Indexing reads only the requested elements, and the bytes that verify them.
 
-    Takes what NumPy's basic indexing does (integers, slices with steps, ``...``, None), and returns what NumPy would: a
-    new array, or a scalar. `numpy.asarray` reads all of it. Any thread.
+    Supports the basic indexing of NumPy (integers, slices with steps, ``...``, None) and returns the same results: a
+    new array, or a scalar. `numpy.asarray` reads the whole array. Any thread.
 
     Attributes:
-        path: the keys that lead to it.
+        path: its path in the tree.
         shape: elements along each axis.
-        dtype: of the elements.
+        dtype: dtype of the elements.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class StoredArray:
     )
 
     def __init__(self, state: OpenState, leaf: int, path: TreePath, spec: ArraySpec) -> None:
-        """An array of a state, by the number of its leaf; reads nothing."""
+        """Refer to a leaf of an open checkpoint. Reads nothing."""
         self.path = path
         self.shape = spec.shape
         self.dtype = dtype = spec.numpy_dtype
@@ -80,8 +80,8 @@ class StoredArray:
         self._extent = spec.shape[0] if spec.shape else 0
         self._row = math.prod(spec.shape[1:]) * dtype.itemsize
         self._offset = 0
-        self._held: BlockCache | Literal[False] | None = None  # False: it is not in one place; None: not known yet
-        self._view: HostArray | None = None  # all of it in memory, of which only what is at hand is touched
+        self._held: BlockCache | Literal[False] | None = None  # False: not in one object; None: not known yet
+        self._view: HostArray | None = None  # mapped memory; only verified blocks of it are read
 
     def __repr__(self) -> str:
         return f"<StoredArray {format_path(self.path)}: {self._spec}>"
@@ -93,7 +93,7 @@ class StoredArray:
 
     @property
     def size(self) -> int:
-        """Elements in all."""
+        """Number of elements."""
         return self._spec.size
 
     @property
@@ -102,32 +102,30 @@ class StoredArray:
         return self._spec.nbytes
 
     def __len__(self) -> int:
-        """Elements along the first axis."""
+        """Return the number of elements along the first axis."""
         if not self.shape:
-            raise TypeError("len() of an array without axes")
+            raise TypeError("len() needs an array with at least one axis")
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the elements for each index of the first axis, read one by one."""
+        """Yield the elements at each index of the first axis. Reads them one by one."""
         return (self[number] for number in range(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        """Return all of it, read again by each call."""
+        """Read the whole array, again in each call."""
         if copy is False:
-            raise ValueError(
-                "a stored array is read into new memory: ask for it without copy=False, or for memory_map()"
-            )
+            raise ValueError("a stored array is read into new memory: do not pass copy=False, or use memory_map()")
         array: HostArray = self._read(index_box(..., self.shape))
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __getitem__(self, index: BasicIndex) -> Any:
-        """Return what NumPy would for this index, read into new memory.
+        """Read the elements at an index into new memory. The result is the same as of NumPy.
 
         Raises:
-            IndexError: for an index that NumPy refuses, and for lists, arrays and booleans.
-            CorruptCheckpointError: if bytes are not what was written.
-            CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
-            ValueError: if it was closed.
+            IndexError: NumPy refuses the index, or it has lists, arrays or booleans.
+            CorruptCheckpointError: bytes differ from those written.
+            CheckpointNotFoundError: the checkpoint was replaced since it was opened.
+            ValueError: the checkpoint was closed.
         """
         rows = rows_of(index, self._extent)
         if rows is not None and self._row:
@@ -140,7 +138,7 @@ class StoredArray:
                 and not self._state.is_closed
                 and self._is_little
             ):
-                # Fast path: adds no cost to reads that need no verification.
+                # Fast path for elements in memory that were verified before, or need no verification.
                 found = view[index]
                 if found.nbytes <= _RUN_BYTES:
                     return found.copy() if self._is_plain else found.copy().view(self.dtype)
@@ -153,10 +151,10 @@ class StoredArray:
         return array if indexed.is_plain else array[indexed.local]
 
     def _read_rows(self, start: int, stop: int) -> HostArray | None:
-        """Return a range of the first axis; None if it is not in one object, or large."""
+        """Read a range along the first axis. Returns None if it is large, or not in one object."""
         state = self._state
         if state.is_closed:
-            _ = state.opened  # says so
+            _ = state.opened  # raises the error
         held = self._held
         if held is None:
             held = self._find()
@@ -171,7 +169,7 @@ class StoredArray:
         return self._read_run(held, first, (stop - start, *self.shape[1:]))
 
     def _read_run(self, held: BlockCache, first: int, shape: tuple[int, ...]) -> HostArray:
-        """Return elements that follow each other from a byte of the object on."""
+        """Read contiguous elements, which begin at a byte of an object."""
         array = np.empty(shape, self._stored_dtype)
         self._read_into(held, first, bytes_of(array))
         if self._is_plain:
@@ -185,14 +183,13 @@ class StoredArray:
             self._state.explain(error)
 
     def memory_map(self) -> HostArray:
-        """Return a read-only view of the elements in their file, which the operating system reads as they are touched.
+        """Map the array into memory. Returns a read-only view; the operating system reads its file on access.
 
-        Their checksums are not compared: `ckptcore.verify` does that. The view can be used after the checkpoint is
-        closed, or replaced.
+        Does not verify checksums; see `ckptcore.verify`. The view is valid after the checkpoint is closed or replaced.
 
         Raises:
-            NotMappableError: where elements are compressed, in several pieces, or not on a local disk; says why.
-            CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
+            NotMappableError: elements are compressed, in several pieces, or not on a local disk.
+            CheckpointNotFoundError: the checkpoint was replaced since it was opened.
         """
 
         def map_opened(opened: Checkpoint) -> HostArray:
@@ -201,16 +198,16 @@ class StoredArray:
         return self._state.guard(map_opened)
 
     def _copy(self, view: HostArray) -> HostArray:
-        """Return stored elements as an array of its own."""
+        """Copy stored elements to a new array."""
         if self._is_little:
             return view.copy() if self._is_plain else view.copy().view(self.dtype)
         array = np.empty(view.shape, self.dtype)
         copy_elements(array, view)
         return array
 
-    def _read(self, indexed: Indexed) -> HostArray:
-        """Return an array of just the wanted elements."""
-        _ = self._state.opened  # a closed one gives nothing
+    def _read(self, indexed: AxisIndex) -> HostArray:
+        """Read the requested elements."""
+        _ = self._state.opened  # raises if the checkpoint is closed
         if 0 in indexed.counts:
             return np.empty(indexed.counts, self.dtype)
         near = self._read_near(indexed)
@@ -224,8 +221,8 @@ class StoredArray:
         self._read_parts(indexed, array)
         return array
 
-    def _read_near(self, indexed: Indexed) -> HostArray | None:
-        """Return the same if they are near each other in one object; None if they are not, or this does not pay."""
+    def _read_near(self, indexed: AxisIndex) -> HostArray | None:
+        """Read elements that are close to each other in one object. Returns None if they are not."""
         held = self._held
         if held is None:
             held = self._find()
@@ -250,17 +247,17 @@ class StoredArray:
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))
 
-    def _pick(self, held: BlockCache, indexed: Indexed, strides: tuple[int, ...]) -> HostArray | None:
-        """Return elements that do not follow each other, copied from mapped memory; None if it cannot be mapped.
+    def _pick(self, held: BlockCache, indexed: AxisIndex, strides: tuple[int, ...]) -> HostArray | None:
+        """Copy elements that are not contiguous from mapped memory. Returns None if it cannot be mapped.
 
-        Their blocks are read and verified once, also for later reads of elements beside them.
+        Each block is read and verified once; later reads of other elements in it do not repeat this.
         """
         view = self._mapped(held) if self._view is None else self._view
         if view is None:
             return None
         threads, itemsize = runtime_of(self._state.context).io_threads, self.dtype.itemsize
         array = np.empty(indexed.counts, self._stored_dtype)
-        whole = _Part(indexed, tuple([slice(0, count) for count in indexed.counts]))
+        whole = _IndexedPart(indexed, tuple([slice(0, count) for count in indexed.counts]))
         for part in _far_parts(whole, tuple([stride * itemsize for stride in strides])):
             begin, end = _extent(part.indexed, strides)
             try:
@@ -274,11 +271,11 @@ class StoredArray:
         return array.view(self.dtype) if self._is_little else self._copy(array)
 
     def _find(self) -> BlockCache | Literal[False]:
-        """Return the object that contains it; False if it is read as loads read it."""
+        """Return the object that contains the array; False if it must be read like a load."""
         state = self._state
-        place = state.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
+        place = state.attempt(lambda opened: find_plain_extent(opened, self._leaf))
         held = None if place is None else state.hold(place.key)
-        if place is None or held is None or (place.is_sealed and state.context.io.verify and not held.is_verified):
+        if place is None or held is None or (place.has_checksum and state.context.io.verify and not held.is_verified):
             self._held = False
             return False
         self._offset = place.offset
@@ -286,18 +283,18 @@ class StoredArray:
         return held
 
     def _mapped(self, held: BlockCache) -> HostArray | None:
-        """Return all of it as mapped memory, or None. Called once some is at hand: one slice is read faster."""
+        """Return the array in mapped memory, or None. Called after a first read: one slice is faster without it."""
         memory = held.memory()
         if memory is not None and self._offset + self.nbytes <= len(memory):
             self._view = np.ndarray(self.shape, self._stored_dtype, memory, self._offset)
         return self._view
 
-    def _read_parts(self, indexed: Indexed, array: HostArray) -> None:
-        """Read elements that are not a box, by boxes."""
+    def _read_parts(self, indexed: AxisIndex, array: HostArray) -> None:
+        """Read elements that are not a box, in several boxes."""
         itemsize = self.dtype.itemsize
-        batch: list[tuple[Indexed, HostArray]] = []
+        batch: list[tuple[AxisIndex, HostArray]] = []
         held = 0
-        whole = _Part(indexed, tuple([slice(0, count) for count in indexed.counts]))
+        whole = _IndexedPart(indexed, tuple([slice(0, count) for count in indexed.counts]))
         for part in _parts(whole, tuple([stride * itemsize for stride in c_strides(self.shape)])):
             nbytes = part.indexed.box.size * itemsize
             if batch and (held + nbytes > _BATCH_BYTES or len(batch) == _BATCH_PARTS):
@@ -307,7 +304,7 @@ class StoredArray:
             held += nbytes
         self._read_batch(batch)
 
-    def _read_batch(self, batch: list[tuple[Indexed, HostArray]]) -> None:
+    def _read_batch(self, batch: list[tuple[AxisIndex, HostArray]]) -> None:
         boxes = [part.box for part, _ in batch]
         buffers = [np.empty(box.shape, self.dtype) for box in boxes]
         self._state.read(self._leaf, boxes, buffers)
@@ -316,24 +313,24 @@ class StoredArray:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Some of the wanted elements, and their place in the result."""
+class _IndexedPart:
+    """A part of the requested elements, and its place in the result."""
 
-    indexed: Indexed
+    indexed: AxisIndex
     place: tuple[slice, ...]
 
-    def cut(self, axis: int, low: int, high: int) -> _Part:
-        """Return the part from one index to another along an axis."""
+    def cut(self, axis: int, low: int, high: int) -> _IndexedPart:
+        """Return the part between two indices along an axis."""
         indexed, origin = self.indexed, self.place[axis].start
         starts, counts, place = list(indexed.starts), list(indexed.counts), list(self.place)
         starts[axis] += low * indexed.steps[axis]
         counts[axis] = high - low
         place[axis] = slice(origin + low, origin + high)
-        return _Part(replace(indexed, starts=tuple(starts), counts=tuple(counts)), tuple(place))
+        return _IndexedPart(replace(indexed, starts=tuple(starts), counts=tuple(counts)), tuple(place))
 
 
-def _extent(indexed: Indexed, strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the range of elements in C order that contains the wanted ones; `strides` are in elements."""
+def _extent(indexed: AxisIndex, strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return the flat range of elements that contains the requested ones. `strides` are in elements."""
     first = last = 0
     for start, step, count, stride in zip(indexed.starts, indexed.steps, indexed.counts, strides, strict=True):
         first += start * stride
@@ -341,8 +338,8 @@ def _extent(indexed: Indexed, strides: tuple[int, ...]) -> tuple[int, int]:
     return first, last + 1
 
 
-def _far_parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
-    """Cut what is wanted until no part skips a whole block; `strides` are in bytes."""
+def _far_parts(part: _IndexedPart, strides: tuple[int, ...]) -> Iterator[_IndexedPart]:
+    """Split the requested elements until no part skips a whole block. `strides` are in bytes."""
     steps, counts = part.indexed.steps, part.indexed.counts
     for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
         if count > 1 and step * strides[axis] > BLOCK_BYTES:
@@ -352,8 +349,8 @@ def _far_parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
     yield part
 
 
-def _parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
-    """Cut where that leaves out enough bytes, and until each part takes little memory; `strides` are in bytes."""
+def _parts(part: _IndexedPart, strides: tuple[int, ...]) -> Iterator[_IndexedPart]:
+    """Split the requested elements at large gaps, and until each part needs little memory. `strides` are in bytes."""
     steps, counts = part.indexed.steps, part.indexed.counts
     for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
         if step > 1 and count > 1 and (step - 1) * strides[axis] >= _NEAR_BYTES:

@@ -1,4 +1,4 @@
-"""Pieces of arrays in the order in which they are stored, and batches of them that are read at once. Pure."""
+"""Pieces of arrays in storage order, and batches of pieces that are read at once. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ALIGNMENT: Final = 64
 
 
 Order: TypeAlias = tuple[str, int, int, tuple[int, ...]]
-"""Sort key of pieces in the order in which they are stored."""
+"""Sort key of pieces in storage order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """Lengths of batches in bytes.
+    """Sizes of batches, in bytes.
 
     Attributes:
-        aim: the average.
-        most: the maximum, unless one element is larger.
-        block: batches end at multiples of it in an object.
+        aim: average size.
+        most: maximum size, unless one element is larger.
+        block: batches end at multiples of this offset in an object.
     """
 
     aim: int
@@ -42,14 +42,14 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A box of an array, and the place of its bytes.
+    """A box of an array, and the location of its bytes.
 
     Attributes:
         leaf: the array.
-        box: of the array, within one chunk if chunks are known.
+        box: a box of the array, within one chunk if chunks are known.
         itemsize: bytes per element.
-        chunk: that contains the box; None if unknown.
-        start, stop: the range of its bytes in the object of the chunk, as far as known.
+        chunk: the chunk that contains the box; None if unknown.
+        start, stop: the half-open range of its bytes in the object; 0 if unknown.
     """
 
     leaf: int
@@ -75,7 +75,7 @@ class StoredPiece:
 
     @property
     def order(self) -> Order:
-        """The sort key: object and place in it. Pieces without a known place come first."""
+        """The sort key: the object and the offset in it. Pieces with an unknown location come first."""
         chunk = self.chunk
         if chunk is not None and chunk.is_plain:
             return chunk.key, self.start, self.leaf, self.box.start
@@ -83,13 +83,13 @@ class StoredPiece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the piece in a message."""
+        """Aligned size of the piece in a message, in bytes."""
         return -(-self.box.size * self.itemsize // ALIGNMENT) * ALIGNMENT
 
     def cut_at(self, position: int) -> tuple[list[StoredPiece], list[StoredPiece]] | None:
-        """Return the pieces before a byte of the object and those behind it, in order; None if it cannot be cut there.
+        """Cut the piece at a byte of the object. Returns the pieces before and after it; None if this is impossible.
 
-        An element that contains the byte belongs to the pieces behind.
+        An element that contains the byte belongs to the second part.
         """
         chunk = self.chunk
         if chunk is None or not chunk.is_plain or not self.start < position < self.stop:
@@ -97,14 +97,14 @@ class StoredPiece:
         shape, corner = chunk.box.shape, chunk.box.start
         inside = tuple(map(int.__sub__, self.box.start, corner)), tuple(map(int.__sub__, self.box.stop, corner))
         if prod(self.box.shape[: run_axis(shape, inside)]) != 1:
-            return None  # its bytes do not follow each other
+            return None  # its bytes are not contiguous
         first, middle, last = [(byte - chunk.offset) // self.itemsize for byte in (self.start, position, self.stop)]
         if middle <= first:
             return None
         return self._run(chunk, first, middle), self._run(chunk, middle, last)
 
     def _run(self, chunk: Chunk, first: int, last: int) -> list[StoredPiece]:
-        """Return the pieces of a range of elements of a chunk, in C order."""
+        """Return the pieces of a flat range of elements of a chunk, in C order."""
         corner = chunk.box.start
         return [
             StoredPiece.of(
@@ -118,10 +118,10 @@ class StoredPiece:
 
 
 class ChunkLookup:
-    """The chunks of an array, found by boxes."""
+    """Finds the chunks of an array that intersect a box."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        """Take chunks that do not overlap."""
+        """Index chunks that do not overlap."""
         self._chunks = list(chunks)
         self._axis = 0
         axes = range(len(self._chunks[0].box.start)) if self._chunks else ()
@@ -134,7 +134,7 @@ class ChunkLookup:
 
     @property
     def is_plain(self) -> bool:
-        """True if every part of every chunk can be read alone."""
+        """True if any part of any chunk can be read alone."""
         return all(chunk.is_plain for chunk in self._chunks)
 
     def parts(self, box: Box) -> Iterator[tuple[Box, Chunk]]:
@@ -150,7 +150,7 @@ class ChunkLookup:
 
 
 def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[StoredPiece]:
-    """Return the pieces of a box in chunks; one piece without a place if the chunks do not cover it."""
+    """Cut a box at chunks. Returns one piece with an unknown location if the chunks do not cover the box."""
     pieces = [StoredPiece.of(leaf, part, itemsize, chunk) for part, chunk in chunks.parts(box)]
     if sum([piece.box.size for piece in pieces]) != box.size:
         return [StoredPiece(leaf, box, itemsize)]
@@ -158,63 +158,65 @@ def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[S
 
 
 def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[list[StoredPiece]]:
-    """Yield batches that are read at once, in the order in which they are stored.
+    """Divide pieces into batches that are read at once, in storage order.
 
-    A batch ends at the end of a block of the object: a block is read whole for its checksum, and twice if it is in two
-    batches. Pieces of one chunk that is only read whole stay together. If neither fits, a batch ends anywhere.
+    Batches end at block boundaries if possible: a block is read whole for its checksum, and would be read twice if two
+    batches shared it. Pieces of a chunk that can only be read whole stay together if possible.
 
     Args:
-        pieces: that do not overlap.
-        sizes: of batches. If one is longer or shorter than the aim to end at a block, the next ones balance it.
+        pieces: pieces that do not overlap.
+        sizes: sizes of batches. If a batch differs from the aim, the next ones compensate for it.
     """
-    queue = deque(_units(pieces))
+    queue = deque(_groups(pieces))
     batch: list[list[StoredPiece]] = []
-    held = given = ended = 0
+    held = total = ended = 0
     while queue:
-        unit = queue.popleft()
-        nbytes = sum([piece.nbytes for piece in unit])
-        room = min(sizes.most, max(1, (ended + 1) * sizes.aim - given)) - held
+        group = queue.popleft()
+        nbytes = sum([piece.nbytes for piece in group])
+        room = min(sizes.most, max(1, (ended + 1) * sizes.aim - total)) - held
         if nbytes <= room:
-            batch.append(unit)
+            batch.append(group)
             held += nbytes
             continue
-        near = unit[0].start + min(room + sizes.block // 2, sizes.most - held - _slack(unit[0]))
+        near = group[0].start + min(room + sizes.block // 2, sizes.most - held - _slack(group[0]))
         border = near // sizes.block * sizes.block
-        is_plain = unit[0].chunk is not None and unit[0].chunk.is_plain
-        if is_plain and unit[0].stop <= border:
-            batch.append(unit)  # the block ends behind it
+        is_plain = group[0].chunk is not None and group[0].chunk.is_plain
+        if is_plain and group[0].stop <= border:
+            batch.append(group)  # the block ends after it
             held += nbytes
             continue
-        if (parts := unit[0].cut_at(border)) is not None:
+        if (parts := group[0].cut_at(border)) is not None:
             batch.extend([piece] for piece in parts[0])
             queue.extendleft([piece] for piece in reversed(parts[1]))
         elif not is_plain and held + nbytes <= sizes.most and (not batch or nbytes <= 2 * room):
-            batch.append(unit)  # nearer to the aim than without it
+            batch.append(group)  # closer to the aim than without it
         elif batch:
-            queue.appendleft(unit)
-            queue.extendleft(reversed(_take_back(batch, unit[0], sizes.block)))
+            queue.appendleft(group)
+            queue.extendleft(reversed(_take_back(batch, group[0], sizes.block)))
         else:
-            smaller = [_smaller(piece, box) for piece in unit for box in cut_box(piece.box, piece.itemsize, sizes.most)]
+            smaller = [
+                _smaller(piece, box) for piece in group for box in cut_box(piece.box, piece.itemsize, sizes.most)
+            ]
             if len(smaller) > 1:
                 queue.extendleft([piece] for piece in reversed(smaller))
                 continue
-            batch.append(unit)
-        yield [piece for unit in batch for piece in unit]
-        given += sum([piece.nbytes for unit in batch for piece in unit])
+            batch.append(group)
+        yield [piece for group in batch for piece in group]
+        total += sum([piece.nbytes for group in batch for piece in group])
         ended += 1
         batch, held = [], 0
     if batch:
-        yield [piece for unit in batch for piece in unit]
+        yield [piece for group in batch for piece in group]
 
 
-def _units(pieces: Iterable[StoredPiece]) -> Iterator[list[StoredPiece]]:
-    """Yield pieces in order; those of a chunk that is only read whole together."""
+def _groups(pieces: Iterable[StoredPiece]) -> Iterator[list[StoredPiece]]:
+    """Yield pieces in order, in groups: pieces of a chunk that can only be read whole are one group."""
 
-    def unit_of(piece: StoredPiece) -> tuple[int, Box]:
+    def group_of(piece: StoredPiece) -> tuple[int, Box]:
         alone = piece.chunk is None or piece.chunk.is_plain
         return piece.leaf, piece.box if alone or piece.chunk is None else piece.chunk.box
 
-    for _, together in itertools.groupby(sorted(pieces, key=lambda piece: piece.order), unit_of):
+    for _, together in itertools.groupby(sorted(pieces, key=lambda piece: piece.order), group_of):
         yield list(together)
 
 
@@ -225,12 +227,12 @@ def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
 
 
 def _slack(piece: StoredPiece) -> int:
-    """Return the bytes that the parts of a run need for their alignment: two parts for each axis at most."""
+    """Return the most bytes that alignment adds to the parts of a flat range: at most two parts for each axis."""
     return 2 * ALIGNMENT * max(1, len(piece.box.start))
 
 
 def _take_back(batch: list[list[StoredPiece]], following: StoredPiece, block_bytes: int) -> list[list[StoredPiece]]:
-    """Remove pieces at the end of a batch that share a block with the next one, unless these are all; return them."""
+    """Remove and return pieces at the end of a batch that share a block with the next one, unless these are all."""
     border = following.start // block_bytes * block_bytes
     kept = list(batch)
     taken: list[list[StoredPiece]] = []

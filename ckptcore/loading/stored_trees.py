@@ -1,4 +1,4 @@
-"""Stored trees: what a checkpoint holds, as an abstract tree, transformed, or with some of its leaves selected."""
+"""Stored trees: the tree of a checkpoint as an abstract tree, after transforms, or with selected leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.reading import abstract_leaves
+from ckptcore.loading.reading import default_handlers
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath
 from ckptcore.plugins import Plugins
@@ -25,13 +25,13 @@ __all__ = ["abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_a
 
 
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
-    """Return a stored tree in Python's own containers: `AbstractArray` for arrays, and small values themselves."""
+    """Return a stored tree in standard Python containers, with `AbstractArray` for arrays, and small values."""
     return rebuild(tree.skeleton, _abstract_leaves_of(tree, registry))
 
 
 def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     """Return the leaves of `abstract_tree`."""
-    _, value_handler = abstract_leaves(registry)
+    _, value_handler = default_handlers(registry)
     return [
         abstract_of_stored(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
         for record in tree.leaves
@@ -39,7 +39,7 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
 
 
 def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath], object]:
-    """Return a function that finds the abstract tree stored at a path; None if nothing is stored there."""
+    """Return a function that returns the stored abstract tree at a path, or None if there is none."""
     whole = functools.cache(lambda: abstract_tree(checkpoint.tree, registry))
 
     def find(path: TreePath) -> object:
@@ -58,19 +58,18 @@ def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath],
 def files_instead(checkpoint: Checkpoint) -> TreeMismatchError:
     """Return the error for files where a tree is expected."""
     return TreeMismatchError(
-        f"{checkpoint.location.display} holds files that an object wrote, and no tree: load it with "
-        "load_checkpointables and an object like the one that was saved, or with load() and nothing else for the "
-        "files as bytes",
-        ["files are stored, a tree is asked for"],
+        f"{checkpoint.location.display} has files of an object instead of a tree: use load_checkpointables with an "
+        "object like the one that was saved, or load() without other arguments to get the files as bytes",
+        ["files are stored, a tree is requested"],
     )
 
 
 def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
-    """Return a checkpoint as transforms make it; itself if there are none. Reads no array.
+    """Apply transforms to a checkpoint. Returns the same checkpoint if there are none. Reads no array.
 
     Raises:
-        TransformError: if they do not fit what is stored.
-        TreeMismatchError: if files are stored.
+        TransformError: a transform does not match the stored tree.
+        TreeMismatchError: files are stored.
     """
     if not transforms:
         return checkpoint
@@ -84,16 +83,17 @@ def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context
 def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context) -> frozenset[int]:
     """Return the numbers of the selected leaves of a checkpoint. Reads nothing.
 
-    Names are those of the stored tree. A leaf that is made of several stored ones is selected if all of them are.
+    A selection uses the names of the stored tree. A leaf that is derived from several stored leaves is selected if all
+    of them are.
 
     Args:
         checkpoint: the checkpoint, which may be derived from the stored one.
-        selection: by names of the stored tree.
+        selection: the selection.
         context: its plugins describe the leaves.
 
     Raises:
-        TypeError: if it is no selection.
-        TreeMismatchError: if it selects nothing, or names leaves that are not stored.
+        TypeError: `selection` is not a selection.
+        TreeMismatchError: it selects nothing, or names leaves that are not stored.
     """
     from ckptcore.select import Selection  # only selections need it
 
@@ -105,8 +105,8 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
     chosen = _chosen(checkpoint, selection, context)
     if not chosen and checkpoint.tree.leaves:
         raise TreeMismatchError(
-            f"of {checkpoint.location.display} nothing is selected, by {selection!r}; nothing was read. Correct the "
-            "selection (metadata(location).abstract has what is stored), or do not load",
+            f"{checkpoint.location.display}: nothing is selected by {selection!r}. Correct the selection: "
+            "metadata(location).abstract is the stored tree. Nothing was read",
             ["nothing is selected"],
         )
     return chosen
@@ -119,18 +119,18 @@ def _chosen(checkpoint: Checkpoint, selection: Selection, context: Context) -> f
     if derived is None or derived.is_builtin:
         registry = runtime_of(context).registry
         return selection.leaves(LeafTable(tree.paths, lambda: _abstract_leaves_of(tree, registry)))
-    below = derived.sources[0]  # names are those of the checkpoint that is loaded, not of further ones
+    below = derived.sources[0]  # names refer to the loaded checkpoint, not to additional sources
     kept = _chosen(below, selection, context)
     return frozenset([leaf for leaf in range(len(tree.leaves)) if kept.issuperset(derived.stored((leaf,)).get(0, ()))])
 
 
 def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[int | None]]:
-    """Drop leaves from a tree: mappings lose them, sequences get a placeholder in their place.
+    """Remove unselected leaves from a tree. In sequences a placeholder replaces each of them.
 
-    Containers without a chosen leaf are dropped like leaves.
+    Containers without a selected leaf are removed in the same way.
 
     Returns:
-        The tree, and for each of its leaves the number of the stored one, or None for a placeholder.
+        The tree, and for each of its leaves the number of the stored leaf, or None for a placeholder.
     """
     walk = _Pruning(chosen)
     pruned = walk.node(skeleton)
@@ -144,7 +144,7 @@ class _Pruning:
         self.numbers: list[int | None] = []
 
     def node(self, skeleton: Skeleton) -> Skeleton | None:
-        """Return what remains of a node; None if nothing does."""
+        """Return the remaining part of a node; None if nothing remains."""
         if not isinstance(skeleton, Node):
             number = self._next
             self._next += 1
@@ -173,5 +173,5 @@ class _Pruning:
 
 
 def _is_sequence(node: Node) -> bool:
-    """Return True if its children come back by position, as `ckptcore.tree.flattening.rebuild` makes them."""
+    """Return True if `ckptcore.tree.flattening.rebuild` builds a list or tuple of its children."""
     return node.kind in ("list", "tuple") or (node.kind == "object" and node.keys == tuple(range(len(node.keys))))

@@ -1,4 +1,4 @@
-"""Targets of a load: a value made anew, a value filled in place, files, or nothing."""
+"""Targets of a load: a new value, a value filled in place, an object restored from files, or nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
-from ckptcore.loading.load import Load
-from ckptcore.loading.load_requests import AS_IT_IS, LoadRequest
+from ckptcore.loading.load import AS_IT_IS, Load, LoadRequest
 from ckptcore.loading.matching import Matched, match_leaves
-from ckptcore.loading.reading import Reading, abstract_leaves
+from ckptcore.loading.reading import TreeRead, default_handlers
 from ckptcore.loading.stored_trees import (
     chosen_leaves,
     files_instead,
@@ -43,24 +42,24 @@ __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target
 def load_value(
     source: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
 ) -> object:
-    """Load a value like an abstract tree; NumPy leaves in the structure that was saved if it is None."""
+    """Load a value like an abstract tree; if it is None, NumPy leaves in the saved structure."""
     target = _StoredValue() if abstract is None else _NewValue(abstract)
     return Load(source, target, context, recording, request).run()
 
 
 def load_nothing(source: Source, context: Context, recording: Recording) -> None:
     """Take part in a collective load without requesting any data."""
-    Load(source, _Nothing(), context, recording, AS_IT_IS).run()
+    Load(source, _NoValue(), context, recording, AS_IT_IS).run()
 
 
 def load_into_target(
     source: Source, target: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
 ) -> object:
-    """Load the value of a checkpoint into `target`, whose arrays are filled in place. Returns the target.
+    """Load a checkpoint into `target`, and fill its arrays in place. Returns the target.
 
     Raises:
-        TargetUndefinedError: if it failed after it began to change the target.
-        ValueError: if placeholders are to replace missing leaves: a target keeps its own.
+        TargetUndefinedError: the load failed after it began to change the target.
+        ValueError: `matching` replaces missing leaves by placeholders, which a target cannot have.
     """
     _refuse_placeholders(request)
     load = Load(source, _FilledValue(target), context, recording, request)
@@ -70,8 +69,8 @@ def load_into_target(
         if not load.has_begun:
             raise
         raise TargetUndefinedError(
-            f"loading {source} into its target failed half-way, and the target now holds a mix of what it held and "
-            f"what was stored; load again before using it: {error}"
+            f"{source}: the load failed after it began to change the target, which now has a mix of old and loaded "
+            f"data. Load again before using it: {error}"
         ) from error
     return target
 
@@ -79,10 +78,10 @@ def load_into_target(
 def load_files_into(
     source: Source, name: str, target: object, handler: FilesHandler, context: Context, recording: Recording
 ) -> object:
-    """Restore an object from the files that one like it wrote. Returns the result of its handler.
+    """Restore an object from stored files. Returns the result of its handler.
 
     Args:
-        source: where the files are.
+        source: the checkpoint with the files.
         name: the name of the object, for errors.
         target: the object.
         handler: restores it from a local directory.
@@ -90,7 +89,7 @@ def load_files_into(
         recording: records the phases.
 
     Raises:
-        TargetUndefinedError: if it failed after the object began to change.
+        TargetUndefinedError: the load failed after the object began to change.
     """
     files = _RestoredFiles(name, target, handler)
     try:
@@ -99,24 +98,24 @@ def load_files_into(
         if not files.has_begun or isinstance(error, TargetUndefinedError):
             raise
         raise TargetUndefinedError(
-            f"{source} was replaced or deleted as {name!r} took its state from it, and loading again failed: "
-            f"{error}; it may hold a mix now: load again before using it"
+            f"{source} was replaced or deleted while {name!r} was restored from it, and loading again failed: {error}. "
+            f"{name!r} may have a mix of two states: load again before using it"
         ) from error
 
 
 class _StoredValue:
-    """The stored value with NumPy leaves, in the structure that was saved; for files, their bytes by path."""
+    """The stored value with NumPy leaves, in the saved structure; for files, their bytes by path."""
 
     def __init__(self) -> None:
         self._skeleton: Skeleton | None = None
         self._files: dict[str, bytes] = {}
 
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
-        """Take all leaves, or the selected ones."""
+        """Match all leaves, or the selected ones."""
         tree = checkpoint.tree
         if checkpoint.is_files:
             return self._match_files(load, checkpoint)
-        array, value = abstract_leaves(load.runtime.registry)
+        array, value = default_handlers(load.runtime.registry)
         handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
         self._skeleton = tree.skeleton
         numbers: list[int | None] = list(range(len(handlers)))
@@ -133,7 +132,7 @@ class _StoredValue:
         )
 
     def _match_files(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
-        """Read the files: a collective load checks after this stage if the checkpoint was replaced."""
+        """Read the files in this stage, after which collective loads check whether the checkpoint was replaced."""
         if load.request.select is not None:
             raise files_instead(checkpoint)
         with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):
@@ -141,13 +140,13 @@ class _StoredValue:
         self._skeleton = None  # an attempt before this one may have found a tree
         return Matched((), (), skeleton=checkpoint.tree.skeleton)
 
-    def build(self, load: Load[object], reading: Reading) -> object:
-        """Put the leaves into Python's own containers."""
+    def build(self, load: Load[object], reading: TreeRead) -> object:
+        """Put the leaves into standard Python containers."""
         return self._files if self._skeleton is None else rebuild(self._skeleton, reading.leaves)
 
 
 class _NewValue:
-    """A value made anew, like an abstract tree."""
+    """A new value like an abstract tree."""
 
     def __init__(self, abstract: object) -> None:
         self._abstract = abstract
@@ -160,7 +159,7 @@ class _NewValue:
             self._shape = flat.shape
             return _match(checkpoint, flat, load.context, load.request)
 
-    def build(self, load: Load[object], reading: Reading) -> object:
+    def build(self, load: Load[object], reading: TreeRead) -> object:
         """Put the leaves into containers like those of the abstract tree."""
         return unflatten(self._shape, reading.leaves)
 
@@ -177,25 +176,25 @@ class _FilledValue:
         with load.recording.phase("open"):
             self._flat = flat = _flatten_like(checkpoint, self._target, load.context)
             matched = _match_target(checkpoint, flat, load.context, load.request)
-        return replace(matched, filled=[number is None for number in matched.numbers])  # these stay as they are
+        return replace(matched, filled=[number is None for number in matched.numbers])  # unmatched leaves are kept
 
-    def build(self, load: Load[None], reading: Reading) -> None:
+    def build(self, load: Load[None], reading: TreeRead) -> None:
         """Put the leaves that were not filled in place into the target."""
         flat = self._flat
-        assert flat is not None and reading.filled is not None  # `match` makes both
+        assert flat is not None and reading.filled is not None  # set by `match`
         with load.recording.phase("restore"):
             restore(flat.shape, reading.leaves, reading.filled, list(flat.paths()))
 
 
-class _Nothing:
-    """No value: this process takes part in a collective load only."""
+class _NoValue:
+    """No result: this process takes part in a collective load without requesting data."""
 
     def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
-        """Take no leaf."""
+        """Match no leaf."""
         return Matched((), ())
 
-    def build(self, load: Load[None], reading: Reading) -> None:
-        """Make nothing."""
+    def build(self, load: Load[None], reading: TreeRead) -> None:
+        """Build nothing."""
 
 
 class _RestoredFiles:
@@ -215,13 +214,13 @@ class _RestoredFiles:
         """Refuse a tree. Reads no file yet."""
         if not checkpoint.is_files:
             raise CorruptCheckpointError(
-                f"{checkpoint.location.display} holds a tree, where an object of this name wrote files; it was "
-                "replaced, or is damaged: load again, or load another checkpoint"
+                f"{checkpoint.location.display} has a tree instead of files of an object: it was replaced or is "
+                "damaged. Load again, or load another checkpoint"
             )
         return Matched((), ())
 
-    def build(self, load: Load[object], reading: Reading) -> object:
-        """Copy the files to a local directory, verified, and restore the object from it."""
+    def build(self, load: Load[object], reading: TreeRead) -> object:
+        """Copy and verify the files in a local directory, and restore the object from it."""
         from ckptcore.builtin.staging import StagingDirectory  # only objects that write files need it
 
         checkpoint, directory = reading.opened, StagingDirectory()
@@ -239,16 +238,16 @@ class _RestoredFiles:
             return self._handler.load(self._target, directory)
         except Exception as error:
             raise TargetUndefinedError(
-                f"{self._name!r} failed as it took its state from {source}: {type(error).__name__}: {error}; it may "
-                "hold a mix now: make it anew and load again"
+                f"{self._name!r} failed to restore itself from {source}: {type(error).__name__}: {error}. It may "
+                "have a mix of two states: create a new object and load again"
             ) from error
 
 
 def check_target(checkpoint: Checkpoint, target: object, context: Context, request: LoadRequest) -> None:
-    """Refuse a target that the stored tree cannot be loaded into. Changes and reads nothing.
+    """Check that the stored tree can be loaded into a target. Changes and reads nothing.
 
     Raises:
-        TransformError, TreeMismatchError, ValueError: as `load_into_target` does.
+        TransformError, TreeMismatchError, ValueError: it cannot; see `load_into_target`.
     """
     _refuse_placeholders(request)
     checkpoint = transformed(checkpoint, request.transforms, context)
@@ -256,7 +255,7 @@ def check_target(checkpoint: Checkpoint, target: object, context: Context, reque
 
 
 def holds_objects(tree: object, registry: Plugins) -> bool:
-    """Return whether a tree is, or has in it, an object that is restored in place."""
+    """Return True if a tree is or contains an object that is restored in place."""
     return _holds_objects(tree, registry, MAX_DEPTH)
 
 
@@ -266,17 +265,17 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
         return True
     container = found.container
     if container is None or depth == 0:
-        return False  # flattening refuses a tree that is too deep
+        return False  # flattening raises an error for such a tree
     if container.is_object(node):
         return True
     return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
 
 
 def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Flat:
-    """Flatten an abstract tree or a target. Objects in it may ask for the abstract tree that is stored for them.
+    """Flatten an abstract tree or a target. Handlers of objects in it can look up their stored abstract trees.
 
     Raises:
-        TreeMismatchError: if files are stored.
+        TreeMismatchError: files are stored.
     """
     if checkpoint.is_files:
         raise files_instead(checkpoint)
@@ -302,7 +301,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
     """Find the stored leaf for each leaf of a target.
 
     Raises:
-        TreeMismatchError: also if a leaf can be filled neither in place nor replaced.
+        TreeMismatchError: also if a leaf can be neither filled in place nor replaced.
     """
     matched = _match(checkpoint, flat, context, request)
     memory = [
@@ -314,9 +313,9 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
     if stuck is not None:
         path = format_path(list(flat.paths())[stuck])
         raise TreeMismatchError(
-            f"{path} of the target cannot be filled in place, and no container that holds it can be changed; use "
-            "load() and keep its result, or hold the leaf in a dict. To restore other objects of the target in place, "
-            "save each under its own name with save_checkpointables. Nothing was changed",
+            f"{path} of the target cannot be filled in place, and none of its containers can be changed. Use the "
+            "result of load(), or put the leaf into a dict. To restore other objects of the target in place, save each "
+            "under its own name with save_checkpointables. Nothing was changed",
             [f"{path}: cannot be filled in place"],
         )
     _check_shared_memory(checkpoint, matched.numbers, memory)
@@ -327,9 +326,8 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
 def _refuse_placeholders(request: LoadRequest) -> None:
     if request.matching.missing == "placeholder":
         raise ValueError(
-            "nothing puts placeholders into a target that is filled in place: expected "
-            'Matching(missing="error") or "keep", '
-            'found "placeholder"'
+            'Matching(missing="placeholder"): a target that is filled in place cannot have placeholders; use '
+            'missing="error" or missing="keep"'
         )
 
 
@@ -340,8 +338,8 @@ def _check_shared_memory(
 
     Args:
         checkpoint: the checkpoint.
-        numbers: by leaf of the target, the stored leaf that fills it.
-        memory: by leaf of the target, what is filled.
+        numbers: by leaf of the target, the stored leaf.
+        memory: by leaf of the target, the memory that is filled.
 
     Raises:
         TreeMismatchError: names both leaves.
@@ -350,7 +348,7 @@ def _check_shared_memory(
     spaces: dict[Hashable, list[tuple[range, int, StridedMemory]]] = {}
     for number, parts in zip(numbers, memory, strict=True):
         for part in parts or ():
-            assert number is not None  # only a leaf that is loaded has memory to fill
+            assert number is not None  # only loaded leaves have memory to fill
             if part.overlaps_itself():
                 raise _refusal(checkpoint, number, number, "elements that share memory")
             if extent := part.extent:
@@ -372,7 +370,7 @@ def _check_shared_memory(
 
 
 def _check_shared_containers(checkpoint: Checkpoint, numbers: Sequence[int | None], shape: Shape) -> None:
-    """Refuse a container at two places of a target for which the checkpoint has two values.
+    """Refuse a container that occurs twice in a target if the checkpoint has two values for it.
 
     Raises:
         TreeMismatchError: names a leaf of both.
@@ -398,17 +396,17 @@ def _refusal(checkpoint: Checkpoint, first: int, second: int, shared: str) -> Tr
         reason = f"{one} and {other} are {shared} in the target and two in {checkpoint.location.display}"
         line = f"{other}: {shared} with {one} in the target, not in the checkpoint"
     return TreeMismatchError(
-        f"{reason}: they cannot both be filled. Use load(), or a target without shared memory. Nothing was changed",
+        f"{reason}: both cannot be filled. Use load(), or a target without shared memory. Nothing was changed",
         [line],
     )
 
 
 def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write every file to a local directory, verified, and make the directories that had none.
+    """Copy every file to a local directory and verify it. Also creates the directories that were saved empty.
 
     Raises:
-        CorruptCheckpointError: if a file is damaged, or no file system can hold these files beside each other.
-        StorageError: if the local disk fails.
+        CorruptCheckpointError: a file is damaged, or two files have conflicting paths.
+        StorageError: the local disk failed.
     """
     empty = dict.fromkeys(empty_directories(checkpoint.state))
     for key, record in [*checkpoint.objects.items(), *empty.items()]:
@@ -420,7 +418,7 @@ def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
                     file.writelines(file_pieces(checkpoint, record))
         except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
-                f"{checkpoint.location.display} lists the file {key!r} twice, or as a directory too: {error}; load "
+                f"{checkpoint.location.display} lists the file {key!r} twice, or also as a directory: {error}. Load "
                 "another checkpoint",
                 key=key,
             ) from error
@@ -429,5 +427,5 @@ def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
         except OSError as error:
             raise StorageError(
                 error.errno,
-                f"cannot copy {key!r} of {checkpoint.location.display} to {path}: {error}; nothing was changed",
+                f"cannot copy {key!r} of {checkpoint.location.display} to {path}: {error}. Nothing was changed",
             ) from error

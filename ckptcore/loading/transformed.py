@@ -1,4 +1,4 @@
-"""Checkpoints as transforms change them: objects that a user passes to a load, from any package."""
+"""Transformed checkpoints: applies the transforms that a user passes to a load. Any object can be a transform."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ __all__ = ["apply_transforms", "describe", "expect_transforms", "is_transform"]
 _METHODS: Final = ("apply", "describe")
 
 _LONGEST: Final = 1200
-"""Of a transform and its error in a message, in characters: names may be hostile, and of any length."""
+"""Limit of a transform and of its error in a message, in characters: names may be hostile, and have any length."""
 
 
 def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
-    """Return a checkpoint as transforms make it. Reads no array.
+    """Apply transforms to a checkpoint. Reads no array.
 
     Args:
         opened: the stored checkpoint.
-        transforms: in the order in which they are applied.
-        context: its limit on the memory of loads also limits what is kept beside the arrays that are computed.
+        transforms: the transforms, in order.
+        context: its memory limit of loads also limits memory in addition to that of the computed arrays.
 
     Raises:
-        TransformError: names the transform that does not fit what is stored.
-        CheckpointError: if a further checkpoint cannot be opened.
+        TransformError: names the transform that does not match the stored tree.
+        CheckpointError: an additional checkpoint cannot be opened.
     """
     expect_transforms(transforms)
     if not transforms:
         return opened
-    source = _Source(opened, context)
+    source = _TransformSource(opened, context)
     made: TransformedTree = source.tree
     for number, transform in enumerate(transforms):
         try:
             made = transform.apply(made)
         except Exception as error:
             if isinstance(error, CheckpointError) and not isinstance(error, TransformError | UnsupportedLeafError):
-                raise  # about a further checkpoint, not about the transform
+                raise  # the error of an additional checkpoint, not of the transform
             raise TransformError(
                 f"{opened.location.display}, transform {number + 1} of {len(transforms)} "
-                f"({_cut(transform.describe())}): {_cut(str(error))}. Transforms are applied in order, each to what "
-                "the ones before it made; IfPresent lets one match nothing"
+                f"({_shorten(transform.describe())}): {_shorten(str(error))}. Transforms are applied in order, each to "
+                "the result of the ones before; IfPresent allows a transform to match nothing"
             ) from error
     try:
         finished = made.finish()
@@ -67,32 +67,32 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
         finished.tree,
         finished.arrays,
         values=finished.values,
-        beside=source.beside,
+        additional=source.additional,
         most_bytes=context.memory.load_bytes,
-        description=_compared(transforms, finished.arrays.values()),
+        description=_comparable_description(transforms, finished.arrays.values()),
     )
 
 
 def describe(transforms: Transforms) -> str:
-    """Return what transforms do, a line for each, before anything runs."""
+    """Describe transforms, with one line for each. Applies nothing."""
     expect_transforms(transforms)
     return "\n".join([f"{number}. {transform.describe()}" for number, transform in enumerate(transforms, 1)])
 
 
 def expect_transforms(transforms: Transforms) -> None:
-    """Refuse anything but a list of transforms.
+    """Check that an argument is a list of transforms.
 
     Raises:
         TypeError
     """
     if isinstance(transforms, str | bytes) or not isinstance(transforms, Sequence):
         raise TypeError(
-            f"transforms={transforms!r}: expected transforms in a list, as transforms=[Rename(...), Cast(...)]"
+            f"transforms={transforms!r}: expected a list of transforms, such as transforms=[Rename(...), Cast(...)]"
         )
     for transform in transforms:
         if not is_transform(transform):
             raise TypeError(
-                f"{transform!r} is no transform: expected what ckptcore.transforms has, such as Rename(...)"
+                f"{transform!r} is not a transform: expected one of ckptcore.transforms, such as Rename(...)"
             )
 
 
@@ -101,13 +101,13 @@ def is_transform(found: object) -> bool:
     return not isinstance(found, type) and all(callable(getattr(found, name, None)) for name in _METHODS)
 
 
-class _Source:
-    """The `TransformSource` of one load, which numbers the further checkpoints that transforms open."""
+class _TransformSource:
+    """The `TransformSource` of one load. Numbers the additional checkpoints that transforms open."""
 
     def __init__(self, opened: Checkpoint, context: Context) -> None:
         self._opened = opened
         self._context = context
-        self.beside: list[Checkpoint] = []
+        self.additional: list[Checkpoint] = []
         values = [number for number, record in enumerate(opened.tree.leaves) if not isinstance(record, ArrayRecord)]
         self.tree: Final = self._tree_of(opened.tree, 0, dict(zip(values, values, strict=True)))
 
@@ -121,8 +121,8 @@ class _Source:
 
     def open(self, location: str | os.PathLike[str]) -> DerivedTree:
         """See `TransformSource`."""
-        self.beside.append(open_checkpoint(location, self._context))
-        return self._tree_of(self.beside[-1].tree, len(self.beside), {})
+        self.additional.append(open_checkpoint(location, self._context))
+        return self._tree_of(self.additional[-1].tree, len(self.additional), {})
 
     def read_json(self, name: str) -> Mapping[str, JSON] | None:
         """See `TransformSource`."""
@@ -138,12 +138,12 @@ class _Source:
         return runtime_of(self._context).registry.dispatch(value).leaf
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
-def _compared(transforms: Transforms, arrays: Iterable[DerivedArray]) -> str:
-    """Return what ranks compare: the descriptions, and a digest of constant elements, which no description shows."""
+def _comparable_description(transforms: Transforms, arrays: Iterable[DerivedArray]) -> str:
+    """Return a text that ranks compare: the descriptions, and a digest of constant elements."""
     constants = {one: None for array in arrays for one in walk(array) if isinstance(one, Constant)}
     values = [one.value for one in constants if one.value.size > 1]
     if not values:

@@ -31,7 +31,7 @@ from ckptcore.loading.opening import (
     open_tree,
     present_members,
 )
-from ckptcore.loading.reading import abstract_leaves, allocate_for, check_sizes, read_leaves, unread
+from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
@@ -44,8 +44,8 @@ __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "veri
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with the bytes done and the bytes of all objects."""
 
-_REFERRED_BYTES: Final = 1 << 24
-"""Bytes of an array in a base that are read at once."""
+_BASE_READ_BYTES: Final = 1 << 24
+"""Limit of the bytes of an array in a base that are read at once."""
 
 _PIECE_BLOCKS: Final = 8
 
@@ -76,9 +76,8 @@ class VerifyReport:
         problems: all problems, in no particular order.
         objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked.
-        unverified: keys of objects without checksums: they were only read.
-        deleted: names of checkpointables that were saved and do not exist: they were deleted since, or lost. This is no
-            problem of the others.
+        unverified: keys of objects without checksums, which were only read.
+        deleted: names of checkpointables that were saved, and deleted or lost later. Not a problem of the others.
     """
 
     problems: tuple[Problem, ...]
@@ -97,7 +96,7 @@ def verify_checkpoint(location: AnyLocation, context: Context, progress: Progres
     """Check the root, its parts and every block of every object.
 
     Raises:
-        CheckpointNotFoundError: if there is no checkpoint.
+        CheckpointNotFoundError: there is no checkpoint.
     """
 
     def verify(found: Checkpoint | CompositeCheckpoint) -> VerifyReport:
@@ -115,7 +114,7 @@ def has_its_sizes(location: AnyLocation, context: Context) -> bool:
     """Return True if every object of a checkpoint exists with its recorded size. Reads roots and no array.
 
     Raises:
-        CheckpointError: if a root cannot be read.
+        CheckpointError: a root cannot be read.
     """
 
     def fits(found: Checkpoint | CompositeCheckpoint) -> bool:
@@ -145,7 +144,7 @@ def _sizes_fit(opened: Checkpoint) -> bool:
 def _open_directory(
     composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
 ) -> Checkpoint:
-    """Open the checkpoint in a directory of a composite. The caller checks that it is the member that was saved."""
+    """Open the checkpoint in a directory of a composite. The caller checks that it belongs to the composite."""
     if composite.root is None:
         return open_member(composite, name, directory, location, context)
     return open_checkpoint(SubPath(location, directory), context)
@@ -154,24 +153,24 @@ def _open_directory(
 def _verify_composite(
     composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ProgressCallback | None
 ) -> VerifyReport:
-    """Verify every checkpointable that still exists. Keys begin with its directory."""
+    """Verify every checkpointable that exists. Keys in the report begin with its directory."""
     root, present = composite.root, present_members(composite)
     problems: list[Problem] = []
     deleted: list[str] = []
     opened: list[tuple[str, Checkpoint]] = []
     for name, member in composite.members.items():
-        there = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
+        existing = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
         processes = member.processes or 1
-        if not there:
+        if not existing:
             deleted.append(name)
-        elif len(there) < processes:
-            message = f"{name!r} has a state for each of {processes} processes, and only {len(there)} are there"
+        elif len(existing) < processes:
+            message = f"{name!r} has a state for each of {processes} processes, but only {len(existing)} exist"
             problems.append(Problem(name, None, None, (), message))
-        for directory in there:
+        for directory in existing:
             try:
                 opened.append((directory, _open_directory(composite, name, directory, location, context)))
             except CorruptCheckpointError as error:
-                problems.append(_within(directory, _problem(error)))
+                problems.append(_in_directory(directory, _problem(error)))
             except CheckpointError as error:
                 key = directory if root is None else f"{directory}/{ROOT_KEY}"
                 problems.append(Problem(key, None, None, (), str(error)))
@@ -188,7 +187,7 @@ def _verify_composite(
             message = f"{directory} was replaced by another save"
             problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), message))
         report = _Verification(one, context, add_progress).run()
-        problems.extend(_within(directory, problem) for problem in report.problems)
+        problems.extend(_in_directory(directory, problem) for problem in report.problems)
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
         objects += report.objects
         done += report.nbytes
@@ -199,7 +198,7 @@ def _bytes_to_check(opened: Checkpoint) -> int:
     return sum(record.size for record in opened.objects.values()) or opened.tree.nbytes
 
 
-def _within(directory: str, problem: Problem) -> Problem:
+def _in_directory(directory: str, problem: Problem) -> Problem:
     arrays = tuple([f"{directory}: {array}" for array in problem.arrays])
     key = directory if problem.key is None else f"{directory}/{problem.key}"
     return replace(problem, key=key, arrays=arrays)
@@ -231,12 +230,12 @@ class _Verification:
         if root is None:
             unverified = self._read_files() if opened.is_files else self._read_arrays()
             return VerifyReport(tuple(self._problems), len(unverified), self._done, unverified)
-        parallelism = requests_of(opened.location.store).concurrency  # each small object is waited for
+        parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
         for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
         for_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
         if not self._problems:
             self._find_unstored(root)
-        self._read_referred(root)
+        self._read_from_bases(root)
         unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
         return VerifyReport(tuple(self._problems), len(opened.objects) + 1 + len(root.parts), self._done, unverified)
 
@@ -261,16 +260,16 @@ class _Verification:
         if found != record.size:
             self._add(
                 CorruptCheckpointError(
-                    f"{record.key} has {found} bytes, where {record.size} were written",
+                    f"{record.key} has {found} bytes instead of {record.size}",
                     key=record.key, start=min(found, record.size), stop=max(found, record.size),
                 )
             )  # fmt: skip
-        # A truncated block is reported already; and a hostile root may state any size.
+        # Skip a truncated block, which is already reported. A hostile root may state any size.
         whole = found >= record.size
         self._readable[record.key] = record.size if whole else found // BLOCK_BYTES * BLOCK_BYTES
 
     def _pieces(self) -> Sequence[tuple[str, int, int]]:
-        """Return the pieces of all objects, of a few blocks: the key, start and stop of each."""
+        """Return all objects in pieces of a few blocks: the key, start and stop of each."""
         return [
             (key, start, min(start + _PIECE_BLOCKS * BLOCK_BYTES, readable))
             for key, readable in self._readable.items()
@@ -299,12 +298,12 @@ class _Verification:
         data = self._store.get(key, start, stop)
         if len(data) != stop - start:
             raise CorruptCheckpointError(
-                f"{key} ends at byte {start + len(data)}, where {stop} are expected",
+                f"{key} ends at byte {start + len(data)} instead of {stop}",
                 key=key, start=start + len(data), stop=stop,
             )  # fmt: skip
 
     def _find_unstored(self, root: Root) -> None:
-        """Find an array that is larger than its stored bytes."""
+        """Report an array that is larger than its stored bytes."""
         opened = self._opened
         arrays = [leaf for leaf in stored_leaves(opened.tree, root.references) if leaf not in opened.tree.aliases]
         try:
@@ -312,8 +311,8 @@ class _Verification:
         except CheckpointError as error:
             self._problems.append(Problem(ROOT_KEY, None, None, (), str(error)))
 
-    def _read_referred(self, root: Root) -> None:
-        """Read the arrays that are in bases. Nothing else of the bases is checked."""
+    def _read_from_bases(self, root: Root) -> None:
+        """Read the arrays that are in bases. Does not check anything else of the bases."""
         checked, tree = self._opened, self._opened.tree
         if root.references.leaf and not self._context.io.verify:
             verifying = replace(self._context, io=replace(self._context.io, verify=True))
@@ -328,9 +327,9 @@ class _Verification:
             self._done += record.spec.nbytes
 
     def _read_arrays(self) -> tuple[str, ...]:
-        """Read every array of other software, which keeps no checksums. Returns the keys of the objects."""
+        """Read every array of a checkpoint of other software, without checksums. Returns the keys of its objects."""
         opened = self._opened
-        array, _ = abstract_leaves(runtime_of(self._context).registry)
+        array, _ = default_handlers(runtime_of(self._context).registry)
         for number, record in enumerate(opened.tree.leaves):
             if isinstance(record, ArrayRecord):
                 try:
@@ -342,7 +341,7 @@ class _Verification:
         return tuple(sorted({key for _, key, _, _ in extents_of(opened)}))
 
     def _read_files(self) -> tuple[str, ...]:
-        """Read every file that an object wrote through other software. Returns their keys."""
+        """Read every file of an object that other software saved. Returns the keys."""
         for key, record in self._opened.objects.items():
             try:
                 for piece in file_pieces(self._opened, record):
@@ -360,8 +359,8 @@ def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
     """
     check_sizes(opened, [leaf])
     assert opened.derived is not None  # it is in another checkpoint
-    for box in opened.derived.pieces(leaf, _REFERRED_BYTES) if spec.size else ():
+    for box in opened.derived.pieces(leaf, _BASE_READ_BYTES) if spec.size else ():
         plan = plan_read(opened.tree, [(leaf, (box,))])
         buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))
         if not list(opened.read(plan, [buffer])):
-            raise unread(opened, leaf)
+            raise incomplete_read(opened, leaf)

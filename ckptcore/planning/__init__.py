@@ -1,4 +1,4 @@
-"""Pure planning: which process writes and reads which boxes, whether they make a whole, and how leaves are named."""
+"""Planning of reads and writes: the boxes of each process, their coverage, and names of leaves. Pure functions."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def plan_write(
     name: str = "",
     owners: Mapping[int, Owners] | None = None,
 ) -> WritePlan:
-    """What one process writes: of every array the boxes of which it holds replica 0, or those that it owns.
+    """Plan the writes of one process: the boxes of which it has replica 0, or the cells that it owns.
 
     Args:
         tree: the tree of the whole job.
-        shards: by number of the leaf, the boxes that this process holds; aliases may be left out.
-        rank, size: which process of how many this is.
-        save_id: the save.
-        name: of the checkpointable; empty where the tree is the whole checkpoint.
-        owners: where replicas share, by leaf the rule which of them writes which cells, as `ckptcore.planning.replicas`
-            gives them.
+        shards: by leaf, the boxes of this process; aliases may be left out.
+        rank: rank of this process.
+        size: number of processes in the job.
+        save_id: id of the save.
+        name: name of the checkpointable; empty if the checkpoint is one tree.
+        owners: by leaf, the owners of its cells, from `ckptcore.planning.replicas.owners_of`; None: replica 0 writes.
     """
     items = []
     for leaf, record in enumerate(tree.leaves):
@@ -59,18 +59,18 @@ def plan_write(
 
 
 def plan_read(tree: TreeMetadata, wanted: Iterable[tuple[int, Sequence[Box]]]) -> ReadPlan:
-    """Plan what one process reads.
+    """Plan the reads of one process.
 
     Args:
-        tree: the tree that was saved.
-        wanted: numbers of leaves, each with boxes of it; the items come in this order.
+        tree: the stored tree.
+        wanted: leaves, each with the boxes to read; items have the same order.
     """
     items = [ReadItem(tree.aliases.get(leaf, leaf), box) for leaf, boxes in wanted for box in boxes]
     return ReadPlan(tree, tuple(items))
 
 
 def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
-    """Per axis the sorted inner boundaries of boxes of an array, in elements; None where nothing is cut."""
+    """Return the sorted inner boundaries of boxes along each axis, in elements; None if there are none."""
     axes: list[set[int]] = [set() for _ in shape]
     for box in boxes:
         for axis, extent in enumerate(shape):
@@ -81,19 +81,19 @@ def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ..
 def leaf_names(
     paths: Mapping[int, TreePath], *, separator: str = ".", reserved: Collection[str] = (), root: str = "array"
 ) -> dict[int, str]:
-    """A name for each leaf, as foreign readers of a flat layout expect it: its keys joined by a separator.
+    """Return a name for each leaf of a flat layout: its keys joined by a separator, as other software expects.
 
-    Leaves that would share a name, or have a reserved one, get an escaped name each: a separator within a key gets a
-    backslash before it, a str key that looks like an int is in quotes, an attribute begins with ``\\@``.
+    Leaves with equal or reserved names get escaped names: a backslash precedes each separator within a key, a str key
+    that looks like an int is quoted, and an attribute begins with ``\\@``.
 
     Args:
-        paths: by number of the leaf.
-        separator: between keys.
+        paths: by leaf, its path.
+        separator: text between keys.
         reserved: names that the layout uses itself.
-        root: the name where the tree is one leaf.
+        root: name of the leaf if the tree is a single leaf.
 
     Raises:
-        NameCollisionError: if escaping leaves two leaves with one name.
+        NameCollisionError: two leaves have the same escaped name.
     """
     names = {leaf: _printable(separator.join(map(str, path))) if path else root for leaf, path in paths.items()}
     counts = Counter(names.values())
@@ -116,7 +116,7 @@ def leaf_names(
 
 
 def _printable(name: str) -> str:
-    """A name without surrogates, which no file format holds: they are written out, as ``\\ud800``."""
+    """Return a name with surrogates escaped, as ``\\ud800``: no file format can store them."""
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

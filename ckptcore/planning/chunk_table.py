@@ -12,7 +12,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import Checksum, Chunk, ChunkPlaces, Pending
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.planning.partition import makes_up, uncovered
+from ckptcore.planning.partition import covers_exactly, uncovered
 
 __all__ = ["ChunkColumns", "ChunkTable", "natural_column"]
 
@@ -231,7 +231,7 @@ class _CutArrays:
         """Return the reason why the chunks of a leaf do not cover an array, or None if they do."""
         rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
         axes = len(spec.shape)
-        if len(rows) > 1 and axes and makes_up(spec.shape, *self._bounds(rows, axes)):
+        if len(rows) > 1 and axes and covers_exactly(spec.shape, *self._bounds(rows, axes)):
             return None
         return uncovered(spec, [chunk.box for chunk in self.chunks(leaf, spec)])
 

@@ -17,41 +17,41 @@ from ckptcore.model.transfer import ItemColumns, Receipt
 from ckptcore.model.tree import format_path
 
 __all__ = [
-    "Wanting",
+    "ReaderSet",
     "WrittenBoxes",
-    "cells_of_wants",
     "check_coverage",
+    "covers_exactly",
     "cut_box",
-    "cut_runs",
-    "makes_up",
-    "run_extent",
+    "cut_by_readers",
+    "cut_flat_ranges",
+    "flat_range",
+    "subtract",
     "uncovered",
-    "without",
 ]
 
-_MOST_RUNS: Final = 1 << 16
-"""About how many runs an array is cut into at most, however large a hostile checkpoint says that it is."""
-_FEWEST: Final = 3
-"""Fewest runs that a band is cut into. A reader that has one checksum for a band verifies it if half of the band or
-more is requested, and would read all of it for each half."""
+_MOST_RANGES: Final = 1 << 16
+"""Approximate limit of flat ranges that an array is cut into: a hostile checkpoint may state any size."""
+_LEAST_PARTS: Final = 3
+"""Minimum number of parts that a band is cut into. A reader with one checksum for a band verifies it if at least half
+of the band is requested, so two halves would each read the whole band."""
 
 
-def cut_runs(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_bytes: int) -> list[Box]:
-    """Cut an array into boxes that follow each other in C order, each of them one run of elements.
+def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_bytes: int) -> list[Box]:
+    """Cut an array into consecutive boxes in C order, each of which is one flat range of elements.
 
     Args:
         spec: the array.
-        bands: boundaries along the first axis at which it is best cut, in elements: what is between two of them is
-            stored together. In any order; those outside of the array count for nothing.
-        most_bytes: of one run, unless it is one element, or a band.
-        band_bytes: a band is not cut up to here.
+        bands: preferred boundaries along the first axis, in elements and in any order. Elements between two of them are
+            stored together. Boundaries outside of the array are ignored.
+        most_bytes: limit of one box, unless it is one element or a band.
+        band_bytes: bands up to this size are not cut.
 
     Returns:
-        One box for an array of up to `most_bytes`, also for one that is empty.
+        A single box for an array of up to `most_bytes`, also for an empty one.
     """
     if not spec.shape or spec.nbytes <= most_bytes:
         return [Box.whole(spec.shape)]
-    most_bytes = max(most_bytes, -(-spec.nbytes // _MOST_RUNS))
+    most_bytes = max(most_bytes, -(-spec.nbytes // _MOST_RANGES))
     rows, rest = spec.shape[0], spec.shape[1:]
     itemsize = spec.numpy_dtype.itemsize
     row_bytes = math.prod(rest) * itemsize
@@ -62,7 +62,7 @@ def cut_runs(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_b
         if low > first and (high - first) * row_bytes > most_bytes:
             found.extend(_rows(first, low, rest))
             first = low
-        if (high - first) * row_bytes > max(most_bytes, band_bytes):  # one band then, that is too large
+        if (high - first) * row_bytes > max(most_bytes, band_bytes):  # a single band that is too large
             found.extend(_cut((), first, high, rest, itemsize, most_bytes))
             first = high
     if first < rows:
@@ -77,11 +77,11 @@ def _rows(first: int, stop: int, rest: tuple[int, ...]) -> Iterator[Box]:
 def _cut(
     above: tuple[int, ...], first: int, stop: int, rest: tuple[int, ...], itemsize: int, most_bytes: int
 ) -> Iterator[Box]:
-    """Cut rows `first` to `stop` of the part of an array at the index `above`; they are more than `most_bytes`."""
+    """Cut rows `first` to `stop` of the subarray at the index `above`, which have more than `most_bytes`."""
     row_bytes = math.prod(rest) * itemsize
     rows = stop - first
     if row_bytes <= most_bytes or not rest:
-        count = min(rows, max(_FEWEST, -(-rows // max(1, most_bytes // row_bytes))))
+        count = min(rows, max(_LEAST_PARTS, -(-rows // max(1, most_bytes // row_bytes))))
         bounds = [first + rows * number // count for number in range(count + 1)]
         after = tuple([index + 1 for index in above])
         for low, high in itertools.pairwise(bounds):
@@ -91,14 +91,14 @@ def _cut(
         yield from _cut((*above, row), 0, rest[0], rest[1:], itemsize, most_bytes)
 
 
-def run_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
-    """Where the elements of a box begin and end among those of the array in C order; None if they are not one run.
+def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
+    """Return the half-open range of a box among the elements of an array in C order; None if it is not contiguous.
 
     Args:
-        shape: of the array.
-        box: with as many axes.
+        shape: shape of the array.
+        box: a box of the array.
     """
-    one = True  # whether the box has one index only on each axis so far
+    one = True  # the box has a single index on each axis so far
     first = 0
     inner = math.prod(shape)
     if not box.size:
@@ -112,45 +112,44 @@ def run_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
     return first, first + box.size
 
 
-Wanting: TypeAlias = frozenset[int]
-"""Who wants a box."""
+ReaderSet: TypeAlias = frozenset[int]
+"""The numbers of the readers that request a box."""
 
 
-def cells_of_wants(wants: Mapping[Box, Wanting]) -> list[tuple[Box, Wanting]]:
-    """Cut boxes at each other's boundaries, no finer than that, so that each element lies in one cell.
+def cut_by_readers(requests: Mapping[Box, ReaderSet]) -> list[tuple[Box, ReaderSet]]:
+    """Cut overlapping boxes at each other's boundaries into disjoint boxes.
 
-    Boxes that do not overlap are not cut. Takes about ``n log n`` for n boxes of a grid.
+    Boxes that do not overlap are not cut. Takes about ``n log n`` time for n boxes of a grid.
 
     Args:
-        wants: boxes of one array, each with who wants it; boxes without elements are left out.
+        requests: boxes of one array, each with its readers; empty boxes are skipped.
 
     Returns:
-        In order of their starts, disjoint boxes with who wants them: all that want a box around them.
+        Disjoint boxes in order of their starts, each with the readers of all boxes that contain it.
     """
-    boxes = [box for box in wants if box.size]
+    boxes = [box for box in requests if box.size]
     if len(boxes) <= 1:
-        return [(box, wants[box]) for box in boxes]
+        return [(box, requests[box]) for box in boxes]
     axis = _sweep_axis(boxes)
-    done: list[tuple[Box, Wanting]] = []
-    active: list[tuple[Box, Wanting]] = []
+    done: list[tuple[Box, ReaderSet]] = []
+    active: list[tuple[Box, ReaderSet]] = []
     for box in sorted(boxes, key=lambda box: (box.start[axis], box.start, box.stop)):
-        still: list[tuple[Box, Wanting]] = []
+        still: list[tuple[Box, ReaderSet]] = []
         for cell in active:
             (still if cell[0].stop[axis] > box.start[axis] else done).append(cell)
-        active = _overlay(still, box, wants[box])
+        active = _overlay(still, box, requests[box])
     return sorted([*done, *active], key=lambda cell: cell[0].start)
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """Pieces of a box in C order, each of at most so many bytes and at least one element.
+    """Cut a box into pieces of about equal size, in C order. A piece has at least one element.
 
-    They are cut along the first axis that is long enough, so that the bytes of a piece follow each other as far as they
-    do in the box, and are about equally large.
+    Cuts along the first axis that is longer than one element, so that pieces stay as contiguous as the box.
 
     Args:
-        box: what to cut.
+        box: the box to cut.
         itemsize: bytes per element.
-        most_bytes: of a piece.
+        most_bytes: limit of a piece.
     """
     nbytes = box.size * itemsize
     if nbytes <= most_bytes or box.size <= 1:
@@ -164,29 +163,29 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 
 def _sweep_axis(boxes: Sequence[Box]) -> int:
-    """The axis along which the fewest boxes lie beside each other, of several boxes: without axes there is only one."""
+    """Return the axis with the most different starts: a sweep along it has the fewest boxes active at once."""
     counts = [len({box.start[axis] for box in boxes}) for axis in range(len(boxes[0].start))]
     return counts.index(max(counts))
 
 
-def _overlay(cells: Sequence[tuple[Box, Wanting]], box: Box, wanting: Wanting) -> list[tuple[Box, Wanting]]:
-    """Disjoint cells with one more box laid over them."""
-    made: list[tuple[Box, Wanting]] = []
+def _overlay(cells: Sequence[tuple[Box, ReaderSet]], box: Box, readers: ReaderSet) -> list[tuple[Box, ReaderSet]]:
+    """Add a box to disjoint cells, and cut both where they overlap."""
+    overlaid: list[tuple[Box, ReaderSet]] = []
     rest = [box]
     for cell, before in cells:
         common = cell.intersect(box)
         if common is None:
-            made.append((cell, before))
+            overlaid.append((cell, before))
             continue
-        made.append((common, before | wanting))
-        made.extend([(part, before) for part in without(cell, box)])
-        rest = [part for piece in rest for part in without(piece, common)]
-    made.extend([(part, wanting) for part in rest])
-    return made
+        overlaid.append((common, before | readers))
+        overlaid.extend([(part, before) for part in subtract(cell, box)])
+        rest = [part for piece in rest for part in subtract(piece, common)]
+    overlaid.extend([(part, readers) for part in rest])
+    return overlaid
 
 
-def without(box: Box, other: Box) -> list[Box]:
-    """What is left of a box without another one: up to two boxes per axis."""
+def subtract(box: Box, other: Box) -> list[Box]:
+    """Subtract a box from another one. Returns the rest as up to two boxes per axis."""
     inner = box.intersect(other)
     if inner is None:
         return [box]
@@ -202,20 +201,19 @@ def without(box: Box, other: Box) -> list[Box]:
 
 
 _MOST_ELEMENTS: Final = 1 << 62
-"""Of an array of which 64 bits count the elements."""
+"""Limit of elements: larger counts could overflow 64 bits."""
 
 _SPARE_CELLS: Final = 1 << 12
 
 
-def makes_up(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
-    """Whether boxes make up an array: no gap, no overlap. False also where it would take too long to find out here.
+def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
+    """Return True if boxes cover an array without gap and overlap. May return False if the check would take too long.
 
-    Takes about ``n log n`` for n boxes, however they are cut, if the grid of all their bounds has not many more cells
-    than that.
+    Takes about ``n log n`` time for n boxes. Returns False if the grid of all bounds has many more cells than boxes.
 
     Args:
-        shape: of the array, in elements.
-        starts, stops: the boxes, a row for each and a column for each axis.
+        shape: shape of the array, in elements.
+        starts, stops: the boxes, with a row for each box and a column for each axis.
     """
     filled = (stops > starts).all(axis=1)
     starts, stops = starts[filled], stops[filled]
@@ -226,7 +224,7 @@ def makes_up(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
         return False
     if int((stops - starts).prod(axis=1, dtype=np.int64).sum()) != elements:
         return False
-    # As many elements as the array has, none of them outside: what is left is that no two boxes overlap.
+    # The boxes have as many elements as the array, and none is outside: only overlaps remain to be checked.
     low = np.zeros_like(starts)
     high = np.zeros_like(stops)
     grid: list[int] = []
@@ -244,7 +242,7 @@ def makes_up(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
 
 
 def _counts(low: HostArray, high: HostArray, grid: Sequence[int]) -> int:
-    """In how many boxes the cell of a grid is that is in most of them."""
+    """Return the largest number of boxes that have a cell of the grid in common."""
     changes = np.zeros([extent + 1 for extent in grid], np.int64)
     for corner in range(1 << len(grid)):
         upper = [bool(corner >> axis & 1) for axis in range(len(grid))]
@@ -256,10 +254,10 @@ def _counts(low: HostArray, high: HostArray, grid: Sequence[int]) -> int:
 
 
 class WrittenBoxes:
-    """The boxes that processes wrote, by array."""
+    """The boxes of each array that the processes of a job wrote."""
 
     def __init__(self, leaves: Sequence[LeafRecord], written: Sequence[ItemColumns]) -> None:
-        """Merge what each process wrote of the arrays of a tree."""
+        """Merge the columns of all processes."""
         axes: HostArray = np.array(
             [len(record.spec.shape) if isinstance(record, ArrayRecord) else 0 for record in leaves], np.int64
         )
@@ -274,40 +272,40 @@ class WrittenBoxes:
         self._places: HostArray = np.searchsorted(leaf[self._order], np.arange(len(leaves) + 1))
 
     def bounds(self, leaf: int) -> tuple[HostArray, HostArray]:
-        """The starts and the stops of the boxes of an array, a row for each."""
+        """Return the starts and the stops of the boxes of an array, with a row for each box."""
         axes = int(self._axes[leaf])
         begins = self._begins[self._places[leaf] : self._places[leaf + 1]]
         rows = self._bounds[begins[:, None] + np.arange(2 * axes)].astype(np.int64)
         return rows[:, :axes], rows[:, axes:]
 
     def boxes(self, leaf: int) -> Iterator[Box]:
-        """The boxes of an array."""
+        """Iterate over the boxes of an array."""
         starts, stops = self.bounds(leaf)
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             yield Box(tuple(start), tuple(stop))
 
 
 _COLUMNS_PAY: Final = 16
-"""Number of boxes of an array above which NumPy checks all of them at once."""
+"""From more boxes than this on, one check of all by NumPy is faster."""
 
 
 def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
-    """Return the reason why boxes do not make up an array exactly, as text for a person; None if they do.
+    """Return why boxes do not cover an array exactly, as text for a message; None if they do.
 
-    Takes about ``n log n`` time for a grid of n boxes, and longer if the boxes do not make up the array.
+    Takes about ``n log n`` time for a grid of n boxes, and longer if they do not cover the array.
     """
     whole = Box.whole(spec.shape)
     if len(boxes) == 1 and boxes[0] == whole:
         return None
     if len(boxes) > _COLUMNS_PAY and all(len(box.start) == len(spec.shape) for box in boxes):
         bounds = np.array([(*box.start, *box.stop) for box in boxes], np.int64).reshape(len(boxes), -1)
-        if makes_up(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
+        if covers_exactly(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
             return None
-    # A hostile box may end before it begins, on two axes, so that its size is positive.
+    # A hostile box may end before it begins on two axes, so that its size is positive.
     filled = [box for box in boxes if all(map(operator.lt, box.start, box.stop))]
     for box in filled:
         if len(box.start) != len(spec.shape) or not whole.contains(box):
-            return f"{_span(box)} lies outside of it"
+            return f"{_span(box)} is outside of it"
     total = sum(box.size for box in filled)
     expected = math.prod(spec.shape)
     if total < expected:
@@ -323,10 +321,10 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
 
 
 def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
-    """Check that the boxes that all processes wrote make up every array of the tree: no gap, no overlap.
+    """Check that the boxes of all processes cover every array of the tree without gap and overlap.
 
     Raises:
-        CorruptCheckpointError: an array is incomplete; the error names the first one.
+        CorruptCheckpointError: names the first array that they do not cover.
     """
     arrays = [
         (leaf, record)
@@ -336,7 +334,7 @@ def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
     if any(isinstance(receipt.items, ItemColumns) for receipt in receipts):
         columns = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
         for leaf, record in arrays:
-            if not makes_up(record.spec.shape, *columns.bounds(leaf)):
+            if not covers_exactly(record.spec.shape, *columns.bounds(leaf)):
                 _expect_whole(tree, leaf, record, list(columns.boxes(leaf)))
         return
     written: dict[int, list[Box]] = {}

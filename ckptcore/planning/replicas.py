@@ -1,4 +1,4 @@
-"""Replicas of boxes: which process writes and reads which."""
+"""Replicas of boxes: the process that writes or reads each of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 
 __all__ = [
     "READS",
+    "BoxSplit",
     "Owners",
-    "Pieces",
     "ReadGroups",
     "Reads",
     "ReplicaOptions",
-    "Shares",
+    "SplitTree",
     "cells_of",
     "cut_for_replicas",
     "group_of",
@@ -32,36 +32,36 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ReadGroups:
-    """Groups of processes that read for each other: one process of a group reads what several request, and sends it.
+    """Groups of processes that share reads: one process of a group reads data that several request, and sends it.
 
     Attributes:
-        groups: ranks, each in at most one group; who is in none reads for itself.
+        groups: ranks, each in at most one group. A rank without a group reads for itself.
     """
 
     groups: tuple[tuple[int, ...], ...]
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        """`groups` may be any sequences of ranks."""
-        made = tuple([tuple(sorted(group)) for group in groups])
-        ranks = [rank for group in made for rank in group]
+        """Accept any sequences of ranks."""
+        sorted_groups = tuple([tuple(sorted(group)) for group in groups])
+        ranks = [rank for group in sorted_groups for rank in group]
         if len(set(ranks)) != len(ranks) or any(type(rank) is not int or rank < 0 for rank in ranks):
             raise ValueError(f"ReadGroups({groups!r}): give each rank once, in one group, as an int of 0 or more")
-        object.__setattr__(self, "groups", made)
+        object.__setattr__(self, "groups", sorted_groups)
 
 
 Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
-"""Readers: each process for itself, this process without the others, one of the job, one of each host, or one of each
-given group."""
+"""The processes that read: each for itself (all), this one without the others (alone), one of the job (broadcast), one
+of each host (per_node), or one of each group."""
 
 READS: Final = ("all", "alone", "broadcast", "per_node")
 
 
 def group_of(rank: int, reads: Reads, hosts: Sequence[str]) -> tuple[int, ...]:
-    """The ranks that read for each other, of which `rank` is one.
+    """Return the ranks that share reads with a rank, including itself.
 
     Args:
-        rank: whose group.
-        reads: who reads.
+        rank: the rank.
+        reads: the processes that read.
         hosts: by rank, the name of its host.
     """
     if isinstance(reads, ReadGroups):
@@ -78,18 +78,19 @@ _Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """How processes that hold the same elements share the work of writing them, in layouts that take them from any.
+    """Options that divide the writes of replicated data among processes, for layouts in which any replica can write.
 
-    Every process of a job gives the same.
+    Every process of a job must use equal options.
 
     Attributes:
-        piece_bytes: a box is cut for its replicas into pieces of at least so many bytes.
-        most: how many replicas share one box at most; 1: none is cut. More requests at once are not always faster.
-        objects: how to save objects with a state, such as a data loader or a wrapper of a model with ``state_dict``, in
-            a tree that several processes save together. ``"refuse"``: raise an error, because the states may differ
+        piece_bytes: minimum size of the pieces into which a box is cut for its replicas, in bytes.
+        most: maximum number of replicas that share one box; 1: no box is cut. More concurrent requests are not always
+            faster.
+        objects: treatment of objects with a state, such as a data loader or a wrapper of a model with ``state_dict``,
+            in a tree that several processes save together. ``"refuse"``: raise an error, because the states may differ
             between processes. ``"lowest_rank"``: as torch.distributed.checkpoint does. The keys of all processes are
-            saved, and each process writes its shards of distributed arrays. Of any other array or value, that of the
-            lowest rank that has it is saved.
+            saved, and each process writes its shards of distributed arrays. Any other array or value is saved by the
+            lowest rank that has it.
     """
 
     piece_bytes: int = 1 << 24
@@ -105,12 +106,12 @@ class ReplicaOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """How each box of an array is cut for its replicas.
+class BoxSplit:
+    """The division of each box of an array into pieces, which its replicas write.
 
     Attributes:
-        axis: which axis is cut.
-        count: into how many pieces, each a cell.
+        axis: the axis that is cut.
+        count: the number of pieces of a box; each piece is a cell.
     """
 
     axis: int
@@ -120,37 +121,37 @@ class Pieces:
 _EMPTY: Final[Mapping[int, Any]] = {}
 
 
-class Shares(NamedTuple):
+class SplitTree(NamedTuple):
     """A tree whose large boxes are cut for their replicas.
 
     Attributes:
-        tree: with the further cuts.
-        pieces: by array that was cut, how each of its boxes is.
-        replicas: by array, how many processes hold each box, where that is known.
+        tree: the tree, with the additional cuts.
+        splits: by array, the split of each of its boxes; arrays that were not cut are left out.
+        replicas: by array, the number of processes that hold each box, if it is known.
     """
 
     tree: TreeMetadata
-    pieces: Mapping[int, Pieces] = _EMPTY
+    splits: Mapping[int, BoxSplit] = _EMPTY
     replicas: Mapping[int, int] = _EMPTY
 
 
 class Owners(NamedTuple):
-    """Which replicas write the cells of an array: a rule, so that nothing is listed that other processes hold.
+    """A rule for the replica that writes each cell of an array. Its size does not depend on the number of cells.
 
     Attributes:
         numbers: by piece of a box, the replica that writes this piece of the first box. For another box, add its
             position among the boxes, and take the sum modulo the number of replicas.
-        axis: the axis along which the pieces of a box follow each other.
+        axis: the axis along which boxes are cut into pieces.
     """
 
     numbers: tuple[int, ...]
     axis: int = 0
 
     def of(self, cell: Sequence[int]) -> int:
-        """The number of the replica that writes a cell; of an array without axes, that of the only one.
+        """Return the number of the replica that writes a cell, before taking the modulus.
 
         Args:
-            cell: the place of the cell among those of the array, along each axis.
+            cell: the index of the cell along each axis; empty for an array without axes.
         """
         if not cell:
             return self.numbers[0]
@@ -160,90 +161,88 @@ class Owners(NamedTuple):
 
 def cut_for_replicas(
     tree: TreeMetadata, options: ReplicaOptions, *, size: int, replicas: Mapping[int, int] | None = None
-) -> Shares:
-    """Cut large boxes that several processes hold, so that each can write a piece.
+) -> SplitTree:
+    """Cut large boxes that several processes hold, so that each process can write a piece.
 
-    Every process cuts alike, and so goes by what is the same on each. Of an array that does not say how many processes
-    hold its boxes, those between its cuts are taken to be held by equally many, if their number divides that of all
-    processes. Where that is not so an array has a few more chunks, and the elements that are written are the same.
+    Every process computes the same cuts. If the number of replicas of an array is not known, all of its boxes are
+    assumed to have equally many, if the number of boxes divides the number of processes. A wrong assumption costs a few
+    more chunks; the written elements are the same.
 
     Args:
-        tree: as leaf handlers describe it.
-        options: how to share.
-        size: processes of the job.
-        replicas: by array, how many processes hold each box, of those that say so.
+        tree: the tree, as leaf handlers describe it.
+        options: limits of pieces.
+        size: number of processes in the job.
+        replicas: by array, the number of processes that hold each box, if it is known.
     """
     known = replicas or {}
 
-    def cut(leaf: int, record: ArrayRecord) -> tuple[_Cuts | None, Pieces | None]:
+    def cut(leaf: int, record: ArrayRecord) -> tuple[_Cuts | None, BoxSplit | None]:
         count = known.get(leaf)
         return _cut(record, options, _replicas(_count(record), size) if count is None else count)
 
     leaves = list(tree.leaves)
-    pieces = {}
+    splits = {}
     for number, record in enumerate(tree.leaves):
         if isinstance(record, ArrayRecord) and number not in tree.aliases:
             cuts, found = cut(number, record)
             if found is not None:
-                leaves[number], pieces[number] = record._replace(cuts=cuts), found
+                leaves[number], splits[number] = record._replace(cuts=cuts), found
     for alias, target in tree.aliases.items():
         record = tree.leaves[alias]
-        if target in pieces and isinstance(record, ArrayRecord):
-            cuts, found = cut(alias, record)  # as its own, for a rank that has it without the other
+        if target in splits and isinstance(record, ArrayRecord):
+            cuts, found = cut(alias, record)  # a rank may have the alias without its target
             if found is not None:
-                leaves[alias], pieces[alias] = record._replace(cuts=cuts), found
-    return Shares(replace(tree, leaves=tuple(leaves)), pieces, known)
+                leaves[alias], splits[alias] = record._replace(cuts=cuts), found
+    return SplitTree(replace(tree, leaves=tuple(leaves)), splits, known)
 
 
-def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
-    """By array, which replica writes each of the cells between its cuts.
+def owners_of(split: SplitTree, *, rank: int, size: int) -> Mapping[int, Owners]:
+    """Return the owners of the cells of each array that this process holds.
 
-    The largest pieces come first, and each goes to the replica that has the fewest bytes so far, as if each array had
-    one box. So processes that hold one box of each of several arrays share them evenly, whichever boxes they are.
-    Arrays that are cut into equally many boxes along each axis are divided together, because a process then holds boxes
-    at one position; from position to position the replicas take turns. Every process computes the same result, in time
-    that grows with the number of arrays, not with that of cells or processes.
+    Pieces are assigned as if each array had one box: the largest first, each to the replica with the fewest bytes so
+    far. This divides the bytes evenly among processes that hold one box of each of several arrays. Arrays that are
+    cut into equally many boxes along each axis are divided together, because a process then holds boxes at one
+    position; replicas take turns from position to position. Every process computes the same result, in time that grows
+    with the number of arrays, not of cells or processes.
 
     Args:
-        shares: the tree of the job, and the pieces of the arrays that this process holds.
-        rank, size: which process of how many this is.
-
-    Returns:
-        Of what this process has.
+        split: the tree of the job, with the splits of the arrays that this process holds.
+        rank: rank of this process.
+        size: number of processes in the job.
     """
-    tree = shares.tree
+    tree = split.tree
     groups: dict[tuple[tuple[int, ...] | None, int, tuple[int, ...]], list[tuple[int, int, int]]] = {}
     numbers: dict[int, list[int]] = {}
     for leaf, record in enumerate(tree.leaves):
         held_by = tree.held_by.get(leaf)
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases or (held_by is not None and rank not in held_by):
             continue
-        pieces = shares.pieces.get(leaf, Pieces(0, 1))
-        replicas = shares.replicas.get(leaf)
+        box_split = split.splits.get(leaf, BoxSplit(0, 1))
+        replicas = split.replicas.get(leaf)
         if replicas is None:
-            replicas = _replicas(_count(record) // pieces.count, size if held_by is None else len(held_by))
+            replicas = _replicas(_count(record) // box_split.count, size if held_by is None else len(held_by))
         if replicas > 1:
-            numbers[leaf] = [0] * pieces.count
-            entries = [(-nbytes, leaf, piece) for piece, nbytes in enumerate(_first_box_bytes(record, pieces))]
-            groups.setdefault((held_by, replicas, _boxes(record, pieces)), []).extend(entries)
+            numbers[leaf] = [0] * box_split.count
+            entries = [(-nbytes, leaf, piece) for piece, nbytes in enumerate(_first_box_bytes(record, box_split))]
+            groups.setdefault((held_by, replicas, _boxes(record, box_split)), []).extend(entries)
     for (_, replicas, _), entries in groups.items():
-        loads = [(0, replica) for replica in range(min(replicas, len(entries)))]  # no others come to have any
+        loads = [(0, replica) for replica in range(min(replicas, len(entries)))]  # further replicas would get no piece
         for nbytes, leaf, piece in sorted(entries):
             load, replica = loads[0]
             numbers[leaf][piece] = replica
             heapq.heapreplace(loads, (load - nbytes, replica))
-    return {leaf: Owners(tuple(of_pieces), shares.pieces.get(leaf, Pieces(0, 1)).axis)
+    return {leaf: Owners(tuple(of_pieces), split.splits.get(leaf, BoxSplit(0, 1)).axis)
             for leaf, of_pieces in numbers.items()}  # fmt: skip
 
 
-def _first_box_bytes(record: ArrayRecord, pieces: Pieces) -> list[int]:
-    """The bytes of each piece of the first box of an array; the other boxes are about the same."""
+def _first_box_bytes(record: ArrayRecord, split: BoxSplit) -> list[int]:
+    """Return the bytes of each piece of the first box of an array. Other boxes have about the same sizes."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     rest = record.spec.numpy_dtype.itemsize
     extents = [1]
     for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
-        if axis == pieces.axis:
-            bounds = [0, *boundaries[: pieces.count], extent][: pieces.count + 1]
+        if axis == split.axis:
+            bounds = [0, *boundaries[: split.count], extent][: split.count + 1]
             extents = [stop - start for start, stop in itertools.pairwise(bounds)]
         else:
             rest *= boundaries[0] if boundaries else extent
@@ -251,7 +250,7 @@ def _first_box_bytes(record: ArrayRecord, pieces: Pieces) -> list[int]:
 
 
 def cells_of(record: ArrayRecord) -> Sequence[Box]:
-    """The boxes between the cuts of an array, in C order."""
+    """Return the boxes between the cuts of an array, in C order."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     ranges = [
         list(itertools.pairwise([0, *boundaries, extent]))
@@ -263,15 +262,15 @@ def cells_of(record: ArrayRecord) -> Sequence[Box]:
 
 
 def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
-    """The boxes that a process writes of those that it holds.
+    """Return the boxes that a process writes.
 
-    A box that nobody else holds is written whole, and so is one that the cuts go around: its handler has not said where
-    it lies. Of any other, each replica writes the cells that it owns.
+    A box without other replicas is written whole. So is a box that does not match the cuts of the array, because its
+    handler did not describe it. Each replica of any other box writes the cells that it owns.
 
     Args:
         record: the array.
         shards: the boxes that this process holds.
-        owners: of the cells of the array, as `owners_of` gives them; None where replica 0 owns all.
+        owners: the owners of the cells, from `owners_of`; None: replica 0 owns all.
     """
     if owners is None:
         return tuple([shard.box for shard in shards if shard.replica == 0])
@@ -285,11 +284,11 @@ def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners |
 
 
 def owned_cells(record: ArrayRecord, shard: Shard, owners: Owners | None) -> Iterator[tuple[Box, int]]:
-    """The pieces in which the replicas of a box write it, each with the number of the replica that does.
+    """Yield the cells of a box, each with the number of the replica that writes it.
 
     Args:
         record: the array.
-        shard: the box, as any process holds it.
+        shard: the box.
         owners: as for `written_boxes`.
     """
     ranges = None if owners is None else _cells_within(record, shard.box)
@@ -319,24 +318,24 @@ def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[i
 
 
 def _count(record: ArrayRecord) -> int:
-    """How many cells an array has between its cuts."""
+    """Return the number of cells between the cuts of an array."""
     return math.prod([len(boundaries) + 1 for boundaries in record.cuts or ()])
 
 
-def _boxes(record: ArrayRecord, pieces: Pieces) -> tuple[int, ...]:
-    """Into how many boxes an array is cut along each axis; nothing where it is not cut."""
+def _boxes(record: ArrayRecord, split: BoxSplit) -> tuple[int, ...]:
+    """Return the number of boxes along each axis of an array; empty if it is one box."""
     cells = [len(boundaries) + 1 for boundaries in record.cuts or ()]
-    boxes = [count // pieces.count if axis == pieces.axis else count for axis, count in enumerate(cells)]
+    boxes = [count // split.count if axis == split.axis else count for axis, count in enumerate(cells)]
     return tuple(boxes) if any(count > 1 for count in boxes) else ()
 
 
 def _replicas(cells: int, holders: int) -> int:
-    """How many processes hold each cell, as far as the number of cells tells."""
+    """Estimate the number of processes that hold each cell, from the number of cells."""
     return holders // cells if cells and holders % cells == 0 else 1
 
 
-def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_Cuts | None, Pieces | None]:
-    """The cuts of an array with the further ones, and how these cut each box; None if there are none."""
+def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_Cuts | None, BoxSplit | None]:
+    """Return the cuts of an array with additional ones, and the split of each box; None if boxes are not split."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     cells = _count(record)
     wanted = min(replicas, options.most, record.spec.nbytes // cells // options.piece_bytes) if cells else 1
@@ -344,17 +343,17 @@ def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_
     for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
         if wanted > 1:
             count, finer = _finer(boundaries, extent, wanted)
-            # The leading axis where others give no more: runs stay long.
+            # Prefer the leading axis if others allow no more pieces: contiguous ranges stay long.
             if count > 1 and (found is None or count > found[0]):
                 found = count, finer, axis
     if found is None:
         return record.cuts, None
     count, finer, axis = found
-    return (*axes[:axis], finer, *axes[axis + 1 :]), Pieces(axis, count)
+    return (*axes[:axis], finer, *axes[axis + 1 :]), BoxSplit(axis, count)
 
 
 def _finer(boundaries: Sequence[int], extent: int, wanted: int) -> tuple[int, tuple[int, ...]]:
-    """Cut an axis into up to `wanted` times as many pieces, equal but for the last, as regular grids need."""
+    """Cut an axis into up to `wanted` times as many pieces. All but the last are equal, as regular grids require."""
     if not boundaries:
         step = -(-extent // wanted)
         return -(-extent // step), tuple(range(step, extent, step))

@@ -14,7 +14,7 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import Pending, WriteItem, WritePlan
 from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.planning import plan_write
-from ckptcore.planning.replicas import Owners, ReplicaOptions, Shares, cut_for_replicas, owners_of
+from ckptcore.planning.replicas import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Executor,
@@ -79,7 +79,7 @@ class TreeDescription(NamedTuple):
     flat: Flat
     own: bool
     positions: Mapping[int, int] | None = None
-    shares: Shares | None = None
+    shares: SplitTree | None = None
     placeholders: Placeholders = _NO_PLACEHOLDERS
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
@@ -121,9 +121,9 @@ class TreeDescription(NamedTuple):
                 replicas[leaf] = handler.replicas(self.flat.leaves[position], count) or 1
         shares = self.shares
         if shares is not None:
-            cut = shares.pieces
-            pieces = {leaf: cut[position] for leaf, position in positions.items() if position in cut}
-            shares = Shares(union, pieces, replicas)
+            cut = shares.splits
+            splits = {leaf: cut[position] for leaf, position in positions.items() if position in cut}
+            shares = SplitTree(union, splits, replicas)
         return self._replace(
             tree=union, holders=self.holders._replace(local=shards), positions=positions, shares=shares
         )
@@ -205,7 +205,7 @@ def describe_tree(
     if not any(by_worker):
         by_worker = ()
     writers = len(by_worker) or size
-    shares: Shares | None = None
+    shares: SplitTree | None = None
     if replicas is not None and writers > 1:
         counts = {} if by_worker else _count_replicas(flat, tree, size)  # handlers do not know of workers
         for leaf in per_process_leaves(flat):

@@ -15,9 +15,10 @@ from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.composites import Abstracts, CompositeLoad, Wanted
+from ckptcore.loading.composites import Abstracts, CompositeLoad, CompositeRequest
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint
-from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
+from ckptcore.loading.load import LoadRequest
+from ckptcore.loading.load_options import EXACT, LoadReport, Matching
 from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import ExplainsAttributes, explains_arguments
@@ -223,7 +224,7 @@ class StepReader(ExplainsAttributes):
         """
 
         # A run must not resume without a part of its state, unless the caller names the step.
-        wanted = Wanted(abstract, into, absent="error" if step is None else "skip")
+        wanted = CompositeRequest(abstract, into, absent="error" if step is None else "skip")
 
         def run(place: AnyLocation, recording: Recording) -> dict[str, Any]:
             return CompositeLoad(place, wanted, self._context, recording).run()

@@ -168,7 +168,7 @@ def test_what_each_process_has_of_its_own_stays_so(tmp_path: Path) -> None:
 
 def test_what_differs_is_told_as_for_any_abstract_tree(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
-    with pytest.raises(TreeMismatchError, match=r"float64\[4\] is asked for"):
+    with pytest.raises(TreeMismatchError, match=r"float64\[4\] is requested"):
         ckptcore.load(tmp_path / "c", ckptcore.abstract({"w": np.ones(4)}))
 
 

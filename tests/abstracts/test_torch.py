@@ -196,7 +196,7 @@ def test_an_optimizer_without_a_state_asks_for_none(tmp_path: Path) -> None:
     model, optimizer = trained()
     ckptcore.save(tmp_path / "c", optimizer)
     new = optimizer_of(model)
-    with pytest.raises(TreeMismatchError, match="exp_avg.*is stored and not asked for"):
+    with pytest.raises(TreeMismatchError, match="exp_avg.*is stored and not requested"):
         ckptcore.load(tmp_path / "c", ckptcore.abstract(new))
     assert_same(ckptcore.load(tmp_path / "c", new), optimizer.state_dict())
 

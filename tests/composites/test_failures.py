@@ -135,7 +135,7 @@ def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> Non
     damaged = tmp_path / "c" / "files" / "a"
     damaged.write_bytes(b"2")
     model = Linear(0)
-    with pytest.raises(TargetUndefinedError, match="'files' failed, after model had been restored"):
+    with pytest.raises(TargetUndefinedError, match="'files' failed after model had been restored"):
         ckptcore.load_checkpointables(tmp_path / "c", into={"model": model, "files": Files()})
     damaged.write_bytes(b"1")
     path = tmp_path / "c" / "params" / "model.safetensors"

@@ -121,7 +121,7 @@ def test_the_state_of_one_process_is_gone(tmp_path: Path) -> None:
 
     _run(load)
     (problem,) = ckptcore.verify(tmp_path / "c").problems
-    assert "3 processes, and only 2" in problem.message
+    assert "3 processes, but only 2" in problem.message
     with pytest.raises(CheckpointError, match="only 2"):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
     for rank in (0, 2):

@@ -74,7 +74,7 @@ def test_nothing_is_changed_where_something_does_not_fit(location: str) -> None:
 
 
 def test_files_are_no_tree(location: str) -> None:
-    with pytest.raises(TreeMismatchError, match="no tree: give it without LoadAs"):
+    with pytest.raises(TreeMismatchError, match="request it without LoadAs"):
         ckptcore.load_checkpointables(location, into={"files": LoadAs(Files(), transforms=[Rename("a", "b")])})
     assert ckptcore.load_checkpointables(location, {"files": LoadAs(None)})["files"] == {"a": b"one"}
 

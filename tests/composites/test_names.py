@@ -22,7 +22,7 @@ from ckptcore.errors import (
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
-from ckptcore.loading.composites import CompositeLoad, Wanted
+from ckptcore.loading.composites import CompositeLoad, CompositeRequest
 from ckptcore.loading.load import recorded_load
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
@@ -77,11 +77,11 @@ def test_objects_with_a_state_are_not_built_anew(place: str) -> None:
     save_all(place + "/c")
     model = Linear(0)
     for name, wrong in (("model", model), ("files", Files()), ("data", {"in": [Counter()]})):
-        with pytest.raises(TypeError, match=f"give it as into={{'{name}'"):
+        with pytest.raises(TypeError, match=f"pass it as into={{'{name}'"):
             ckptcore.load_checkpointables(place + "/c", {name: wrong})
-    with pytest.raises(ValueError, match="in abstract and in into"):
+    with pytest.raises(ValueError, match="in both abstract and into"):
         ckptcore.load_checkpointables(place + "/c", ["model"], into={"model": model})
-    with pytest.raises(TypeError, match="give the object to restore"):
+    with pytest.raises(TypeError, match="pass the object to restore"):
         ckptcore.load_checkpointables(place + "/c", into={"model": None})
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
@@ -105,7 +105,7 @@ def test_a_placeholder_leaves_a_name_out_even_one_that_is_not_there(place: str) 
 def test_a_name_that_was_never_saved(place: str) -> None:
     save_all(place + "/c")
     model = Linear(0)
-    with pytest.raises(CheckpointNotFoundError, match=r"without 'parms'.*did you mean 'params'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"has no 'parms'.*did you mean 'params'"):
         ckptcore.load_checkpointables(place + "/c", {"parms": None}, into={"model": model})
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
@@ -120,7 +120,7 @@ def test_deleting_one_leaves_the_others(name: str, place: str, caplog: pytest.Lo
     assert name in caplog.text and "deleted" in caplog.text
     report = ckptcore.verify(place + "/c")
     assert report.ok and report.deleted == (name,)
-    with pytest.raises(CheckpointNotFoundError, match=f"'{name}', but it was deleted"):
+    with pytest.raises(CheckpointNotFoundError, match=f"'{name}' was saved and deleted"):
         ckptcore.load_checkpointables(place + "/c", [name])
     found = ckptcore.metadata(place + "/c")
     assert found.checkpointables.deleted == (name,) and name not in found.checkpointables
@@ -146,11 +146,11 @@ def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str)
     location, context = place + "/c", ckptcore.Context()
     save_all(location)
     with recorded_load(location, context) as recording:
-        whole = CompositeLoad(location, Wanted(absent="error"), context, recording).run()
+        whole = CompositeLoad(location, CompositeRequest(absent="error"), context, recording).run()
         assert list(whole) == ["params", "model", "data", "files"]
         ckptcore.delete(location + "/model")
-        with pytest.raises(CorruptCheckpointError, match="was saved with model"):
-            CompositeLoad(location, Wanted(absent="error"), context, recording).run()
+        with pytest.raises(CorruptCheckpointError, match="model was saved, and deleted or lost later"):
+            CompositeLoad(location, CompositeRequest(absent="error"), context, recording).run()
 
 
 def test_a_deletion_that_died_leaves_the_others() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, Box
-from ckptcore.planning.partition import cut_runs, run_extent
+from ckptcore.planning.partition import cut_flat_ranges, flat_range
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -25,12 +25,12 @@ def elements_of(shape: tuple[int, ...], box: Box) -> list[int]:
 def test_runs_follow_each_other_and_are_all_of_an_array(
     shape: tuple[int, ...], bands: list[int], most_bytes: int, band_bytes: int
 ) -> None:
-    boxes = cut_runs(ArraySpec(shape, "int16"), bands, most_bytes=most_bytes, band_bytes=band_bytes)
+    boxes = cut_flat_ranges(ArraySpec(shape, "int16"), bands, most_bytes=most_bytes, band_bytes=band_bytes)
     found = [elements_of(shape, box) for box in boxes]
     assert [element for part in found for element in part] == list(range(prod(shape)))
     assert len(boxes) == 1 or all(found)
     for box, part in zip(boxes, found, strict=True):
-        assert run_extent(shape, box) == ((part[0], part[-1] + 1) if part else (0, 0))
+        assert flat_range(shape, box) == ((part[0], part[-1] + 1) if part else (0, 0))
         assert 2 * len(part) <= max(most_bytes, 2) or 2 * len(part) <= band_bytes
 
 
@@ -40,27 +40,27 @@ def test_what_is_a_run(shape: tuple[int, ...], data: st.DataObject) -> None:
     stop = tuple(data.draw(st.integers(low + 1, extent)) for low, extent in zip(start, shape, strict=True))
     found = elements_of(shape, Box(start, stop))
     one_run = found == list(range(found[0], found[-1] + 1))
-    assert run_extent(shape, Box(start, stop)) == ((found[0], found[-1] + 1) if one_run else None)
+    assert flat_range(shape, Box(start, stop)) == ((found[0], found[-1] + 1) if one_run else None)
 
 
 def test_bands_are_left_whole_where_they_fit() -> None:
     spec = ArraySpec((100, 4), "uint8")
-    boxes = cut_runs(spec, (10, 20, 30, 90), most_bytes=90, band_bytes=0)
+    boxes = cut_flat_ranges(spec, (10, 20, 30, 90), most_bytes=90, band_bytes=0)
     bounds = [(box.start[0], box.stop[0]) for box in boxes]
     assert bounds == [(0, 20), (20, 30), (30, 50), (50, 70), (70, 90), (90, 100)]
 
 
 def test_larger_bands_are_left_whole_if_that_is_asked_for() -> None:
-    boxes = cut_runs(ArraySpec((100, 4), "uint8"), (10, 60), most_bytes=90, band_bytes=200)
+    boxes = cut_flat_ranges(ArraySpec((100, 4), "uint8"), (10, 60), most_bytes=90, band_bytes=200)
     assert [(box.start[0], box.stop[0]) for box in boxes] == [(0, 10), (10, 60), (60, 100)]
 
 
 def test_of_a_band_that_is_cut_no_piece_is_half() -> None:
     """Else a reader that has one checksum for all of it would read all of it for each half."""
-    boxes = cut_runs(ArraySpec((100,), "uint8"), (), most_bytes=60, band_bytes=0)
+    boxes = cut_flat_ranges(ArraySpec((100,), "uint8"), (), most_bytes=60, band_bytes=0)
     assert len(boxes) == 3 and max(box.size for box in boxes) < 50
 
 
 @pytest.mark.parametrize("shape", [(1 << 60,), (1 << 30, 1 << 30)])
 def test_a_size_that_nothing_has_makes_no_list_that_long(shape: tuple[int, ...]) -> None:
-    assert len(cut_runs(ArraySpec(shape, "uint8"), (), most_bytes=1 << 20, band_bytes=0)) <= 3 << 16
+    assert len(cut_flat_ranges(ArraySpec(shape, "uint8"), (), most_bytes=1 << 20, band_bytes=0)) <= 3 << 16

@@ -69,5 +69,5 @@ def test_files_of_torch_stay_those_of_torch(tmp_path: Path) -> None:
 )
 def test_other_files_are_no_checkpoint(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(data)
-    with pytest.raises(CheckpointNotFoundError, match="is no checkpoint that an installed layout reads"):
+    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint that an installed layout reads"):
         ckptcore.load(tmp_path / "file.bin")

@@ -109,7 +109,7 @@ def test_every_job_and_every_name_has_its_own_count() -> None:
     assert [counts.key(slots, "a"), counts.key(slots, "a"), counts.key(None, "a")] == ["a#0", "a#1", "a#0"]
     del first
     gc.collect()
-    assert counts.key(second, "a") == "a#1" and len(counts._given) == 2, "what ended is forgotten"
+    assert counts.key(second, "a") == "a#1" and len(counts._of_coordinators) == 2, "what ended is forgotten"
 
 
 def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
         def broadcast(self, key: str, payload: bytes | None) -> bytes:
             return job.coordinator(1).broadcast(key, payload)
 
-    with pytest.raises(RankFailedError, match="left behind"), Agreement(Again(), "save").stage("describe"):
+    with pytest.raises(RankFailedError, match="stale answer"), Agreement(Again(), "save").stage("describe"):
         pass
 
 

@@ -113,8 +113,12 @@ def test_the_leader_gets_all_in_order(size: int, block_ranks: int) -> None:
         gathering = Gathering(coordinator, block_ranks=block_ranks)
         gathered = gathering.gather("here", b"%d" % coordinator.rank * coordinator.rank)
         leads = coordinator.rank == 0
-        told = gathering.tell("all", b"to all" if leads else None)
-        return gathered, told, gathering.tell_blocks("block", (lambda block: b"%d" % block[-1]) if leads else None)
+        told = gathering.broadcast("all", b"to all" if leads else None)
+        return (
+            gathered,
+            told,
+            gathering.broadcast_to_blocks("block", (lambda block: b"%d" % block[-1]) if leads else None),
+        )
 
     results = ThreadJob(size, timeout_seconds=_LONG_SECONDS).run(of_rank)
     assert results[0][0] == [b"%d" % rank * rank for rank in range(size)]
@@ -249,7 +253,7 @@ def test_an_answer_to_an_earlier_operation_is_none_in_a_block() -> None:
             pass
 
     with (
-        pytest.raises(RankFailedError, match="left behind"),
+        pytest.raises(RankFailedError, match="stale answer"),
         Agreement(Again(job.coordinator(5)), "save", block_ranks=2).stage("describe"),
     ):
         pass

@@ -16,7 +16,7 @@ import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, Pending, Receipt, Shard, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
-from ckptcore.planning.replicas import ReplicaOptions, Shares, cells_of, cut_for_replicas, owners_of, written_boxes
+from ckptcore.planning.replicas import ReplicaOptions, SplitTree, cells_of, cut_for_replicas, owners_of, written_boxes
 from ckptcore.protocols import Coordinator
 
 _Cuts = tuple[tuple[int, ...], ...] | None
@@ -28,12 +28,12 @@ def _tree(arrays: Sequence[tuple[tuple[int, ...], _Cuts]], aliases: dict[int, in
     return TreeMetadata(Node("dict", keys, (LEAF,) * len(keys)), records, aliases or {})
 
 
-def _receipts(shares: Shares, held: Sequence[Any], size: int) -> list[Receipt]:
+def _receipts(split: SplitTree, held: Sequence[Any], size: int) -> list[Receipt]:
     """Return the receipts of each rank; `held` gives the shards of a rank by leaf."""
     receipts = []
     for rank in range(size):
-        owners = owners_of(shares, rank=rank, size=size)
-        plan = plan_write(shares.tree, held[rank], rank=rank, size=size, save_id="0" * 16, owners=owners)
+        owners = owners_of(split, rank=rank, size=size)
+        plan = plan_write(split.tree, held[rank], rank=rank, size=size, save_id="0" * 16, owners=owners)
         receipts.append(Receipt(rank, plan.items, None, ()))
     return receipts
 
@@ -48,11 +48,11 @@ _SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 @given(st.lists(_SHAPES, max_size=6), st.integers(2, 5), st.integers(1, 64), st.integers(1, 4))
 def test_what_all_hold_is_written_once(shapes: list[tuple[int, ...]], size: int, piece: int, most: int) -> None:
     tree = _tree([(shape, None) for shape in shapes])
-    shares = cut_for_replicas(tree, ReplicaOptions(piece_bytes=piece, most=most), size=size)
+    split = cut_for_replicas(tree, ReplicaOptions(piece_bytes=piece, most=most), size=size)
     held = [{leaf: (Shard(Box.whole(shape), rank, size),) for leaf, shape in enumerate(shapes)} for rank in range(size)]
-    check_coverage(shares.tree, _receipts(shares, held, size))
-    for leaf, pieces in shares.pieces.items():
-        record = shares.tree.leaves[leaf]
+    check_coverage(split.tree, _receipts(split, held, size))
+    for leaf, pieces in split.splits.items():
+        record = split.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord) and 1 < pieces.count == len(cells_of(record)) <= min(size, most)
 
 
@@ -62,37 +62,37 @@ def test_shards_that_are_replicated(rows: int, shards: int, replicas: int) -> No
     """A mesh of replicas and shards, as in hybrid sharding; rows that do not divide leave the last shard shorter."""
     size, each = shards * replicas, -(-rows // shards)
     cuts = (tuple(range(each, rows, each)), ())
-    shares = cut_for_replicas(_tree([((rows, 6), cuts)] * 3), ReplicaOptions(piece_bytes=1), size=size)
+    split = cut_for_replicas(_tree([((rows, 6), cuts)] * 3), ReplicaOptions(piece_bytes=1), size=size)
     held = []
     for rank in range(size):
         first = each * (rank % shards)
         box = Box((first, 0), (max(first, min(rows, first + each)), 6))
         held.append({leaf: (Shard(box, rank // shards, replicas),) for leaf in range(3)})
-    check_coverage(shares.tree, _receipts(shares, held, size))
+    check_coverage(split.tree, _receipts(split, held, size))
 
 
 def test_what_handlers_do_not_say_costs_no_element() -> None:
     """The cuts say that four hold it, and one does; or a box that no cuts are around."""
-    shares = cut_for_replicas(_tree([((8,), None), ((8,), None)]), ReplicaOptions(piece_bytes=1), size=4)
+    split = cut_for_replicas(_tree([((8,), None), ((8,), None)]), ReplicaOptions(piece_bytes=1), size=4)
     halves = [Box((0,), (3,)), Box((3,), (8,))]
     held: list[dict[int, Sequence[Shard]]] = [
         {1: (Shard(halves[rank % 2], rank // 2, 2),), **({0: (Shard(Box((0,), (8,))),)} if rank == 3 else {})}
         for rank in range(4)
     ]
-    check_coverage(shares.tree, _receipts(shares, held, 4))
+    check_coverage(split.tree, _receipts(split, held, 4))
 
 
 def test_leaves_that_some_ranks_hold_are_shared_by_these() -> None:
     cut = cut_for_replicas(_tree([((64,), None)] * 6), ReplicaOptions(piece_bytes=4), size=4)
     held_by = {2: (1, 3), 3: (1, 3), 4: (0, 1, 2), 5: (2,)}
-    shares = Shares(TreeMetadata(cut.tree.skeleton, cut.tree.leaves, {}, held_by), cut.pieces)
+    split = SplitTree(TreeMetadata(cut.tree.skeleton, cut.tree.leaves, {}, held_by), cut.splits)
     held: list[dict[int, Sequence[Shard]]] = [{} for _ in range(4)]
     for leaf in range(6):
         holders = held_by.get(leaf, (0, 1, 2, 3))
         for position, rank in enumerate(holders):
             held[rank][leaf] = (Shard(Box((0,), (64,)), position, len(holders)),)
-    receipts = _receipts(shares, held, 4)
-    check_coverage(shares.tree, receipts)
+    receipts = _receipts(split, held, 4)
+    check_coverage(split.tree, receipts)
     assert all(_bytes(receipt) for receipt in receipts)
 
 
@@ -103,10 +103,10 @@ def test_every_process_writes_about_the_same(size: int) -> None:
     for _ in range(24):
         shapes += [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024), (1024,), (1024,), (4096,), (3072,)]
     tree = _tree([(shape, None) for shape in shapes])
-    shares = cut_for_replicas(tree, ReplicaOptions(piece_bytes=1 << 18, most=64), size=size)
+    split = cut_for_replicas(tree, ReplicaOptions(piece_bytes=1 << 18, most=64), size=size)
     held = [{leaf: (Shard(Box.whole(shape), rank, size),) for leaf, shape in enumerate(shapes)} for rank in range(size)]
-    receipts = _receipts(shares, held, size)
-    check_coverage(shares.tree, receipts)
+    receipts = _receipts(split, held, size)
+    check_coverage(split.tree, receipts)
     written = [_bytes(receipt) for receipt in receipts]
     assert max(written) <= 1.1 * sum(written) / size and min(written) >= 0.9 * sum(written) / size
 
@@ -116,15 +116,15 @@ def test_replicas_of_small_shards_write_about_the_same(shards: int, replicas: in
     """Boxes too small to be cut are written by one of their holders, not all by the same one."""
     size, rows, arrays = shards * replicas, 8 * shards, 12 * replicas
     cuts = (tuple(range(8, rows, 8)), ())
-    shares = cut_for_replicas(_tree([((rows, 6), cuts)] * arrays), ReplicaOptions(), size=size)
-    assert not shares.pieces
+    split = cut_for_replicas(_tree([((rows, 6), cuts)] * arrays), ReplicaOptions(), size=size)
+    assert not split.splits
     held = []
     for rank in range(size):
         first = 8 * (rank % shards)
         shard = Shard(Box((first, 0), (first + 8, 6)), rank // shards, replicas)
         held.append({leaf: (shard,) for leaf in range(arrays)})
-    receipts = _receipts(shares, held, size)
-    check_coverage(shares.tree, receipts)
+    receipts = _receipts(split, held, size)
+    check_coverage(split.tree, receipts)
     assert {_bytes(receipt) for receipt in receipts} == {12 * 48}
 
 
@@ -133,8 +133,8 @@ def test_owners_do_not_grow_with_cells() -> None:
     found = []
     for size in (64, 1 << 20):
         arrays: list[tuple[tuple[int, ...], _Cuts]] = [((1 << 24,), (tuple(range(64, 1 << 12, 64)),))] * 3
-        shares = cut_for_replicas(_tree(arrays), ReplicaOptions(), size=size)
-        found.append(owners_of(shares, rank=5, size=size))
+        split = cut_for_replicas(_tree(arrays), ReplicaOptions(), size=size)
+        found.append(owners_of(split, rank=5, size=size))
     assert [len(owners) for owners in found] == [0, 3]
     assert all(len(rule.numbers) == 1 for rule in found[1].values())
 
@@ -147,18 +147,18 @@ def test_boxes_on_several_devices_of_each_process_are_shared_where_their_replica
     held = [{leaf: tuple([Shard(box, rank, 2) for box in boxes]) for leaf in range(3)} for rank in range(2)]
     options = ReplicaOptions(piece_bytes=piece)
     for known, expected in ({}, [3 * 512, 0]), ({0: 2, 1: 2, 2: 2}, [3 * 256, 3 * 256]):
-        shares = cut_for_replicas(tree, options, size=2, replicas=known)
-        receipts = _receipts(shares, held, 2)
-        check_coverage(shares.tree, receipts)
+        split = cut_for_replicas(tree, options, size=2, replicas=known)
+        receipts = _receipts(split, held, 2)
+        check_coverage(split.tree, receipts)
         assert [_bytes(receipt) for receipt in receipts] == expected
 
 
 def test_cuts_are_those_of_a_regular_grid() -> None:
     def cuts_of(shape: tuple[int, ...], cuts: _Cuts, size: int = 4, **options: Any) -> tuple[_Cuts, int]:
-        shares = cut_for_replicas(_tree([(shape, cuts)]), ReplicaOptions(**{"piece_bytes": 1, **options}), size=size)
-        record = shares.tree.leaves[0]
+        split = cut_for_replicas(_tree([(shape, cuts)]), ReplicaOptions(**{"piece_bytes": 1, **options}), size=size)
+        record = split.tree.leaves[0]
         assert isinstance(record, ArrayRecord)
-        return record.cuts, shares.pieces[0].count if shares.pieces else 1
+        return record.cuts, split.splits[0].count if split.splits else 1
 
     assert cuts_of((10, 3), None) == (((3, 6, 9), ()), 4)
     assert cuts_of((2, 30), None) == (((), (8, 16, 24)), 4), "the axis that gives more"

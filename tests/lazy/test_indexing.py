@@ -87,12 +87,12 @@ def test_integers_of_other_libraries_are_integers() -> None:
         ((0, -6), "out of bounds for axis 1 with size 5"),
         ((0, 0, 0), "the array has 2 axes, but 3 were indexed"),
         ((..., ...), "single ellipsis"),
-        ([0, 1], "found a list"),
-        (np.array([0, 1]), "found a ndarray"),
-        (True, "found a bool"),
-        (np.bool_(True), "found a bool"),
-        ("w", "found a str"),
-        (1.0, "found a float"),
+        ([0, 1], "not with a list"),
+        (np.array([0, 1]), "not with a ndarray"),
+        (True, "not with a bool"),
+        (np.bool_(True), "not with a bool"),
+        ("w", "not with a str"),
+        (1.0, "not with a float"),
     ],
 )
 def test_what_is_no_basic_index_is_refused(index: object, words: str) -> None:

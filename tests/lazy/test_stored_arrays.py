@@ -100,7 +100,7 @@ def test_conversions_of_numpy(stored: Path) -> None:
         with pytest.raises(ValueError, match="copy=False"):
             np.array(array, copy=False)
         assert [row.shape for row in array] == [(5, 3)] * 7 and len(array) == 7
-        with pytest.raises(TypeError, match="without axes"):
+        with pytest.raises(TypeError, match="at least one axis"):
             len(opened["params/scalar"])
         assert repr(array) == "<StoredArray params/a: float32[7, 5, 3]>"
 
@@ -475,7 +475,7 @@ def test_an_array_in_slices_is_one_array(tmp_path: Path) -> None:
     ThreadJob(2).run(save)
     with ckptcore.open(tmp_path / "c", context=FAST) as opened:
         np.testing.assert_array_equal(opened["w"][15:25, ::7], array[15:25, ::7])
-        with pytest.raises(NotMappableError, match="compressed, or in pieces"):
+        with pytest.raises(NotMappableError, match="compressed or in several pieces"):
             opened["w"].memory_map()
 
 
@@ -504,7 +504,7 @@ def test_a_compressed_array_is_not_mapped(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.arange(5)}, layout=Zarr3Layout(compression="zstd"), context=FAST)
     with ckptcore.open(tmp_path / "c", context=FAST) as opened:
         assert opened["w"][1:3].tolist() == [1, 2]
-        with pytest.raises(NotMappableError, match="the layout zarr3 has it compressed"):
+        with pytest.raises(NotMappableError, match="in several pieces in the layout zarr3"):
             opened["w"].memory_map()
 
 

@@ -30,7 +30,7 @@ SAFE, NARROWING = Matching(cast="safe"), Matching(cast="narrowing")
 def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str) -> None:
     assert not is_narrowing(asked, stored)
     ckptcore.save(tmp_path / "c", {"w": np.zeros(2, dtype_from_name(stored))})
-    with pytest.raises(TreeMismatchError, match="the one is not cast to the other"):
+    with pytest.raises(TreeMismatchError, match="no cast from"):
         ckptcore.load(tmp_path / "c", {"w": AbstractArray((2,), asked)}, matching=NARROWING)
 
 
@@ -129,7 +129,7 @@ def test_arrays_are_changed_only_as_they_are_allowed_to(
     loaded = np.asarray(loaded)
     assert loaded.dtype == expected.dtype and np.array_equal(loaded, expected)
     (change,) = report.changed.values()
-    assert (change.made.shape, change.made.dtype, change.cast) == (shape, dtype, needed.get("cast", "error"))
+    assert (change.loaded.shape, change.loaded.dtype, change.cast) == (shape, dtype, needed.get("cast", "error"))
     assert change.shapes == set(needed.get("shapes", ())) and list(report.changed) == ["w"] and not report.restored
 
 
@@ -143,8 +143,8 @@ def test_a_safe_cast_is_not_a_narrowing_one(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", asked, matching=SAFE)
     assert caught.value.differences == (
-        "w: dtype: bfloat16[4] is asked for, float16[4] is stored; not every value of float16 is one of bfloat16",
-        "n: dtype: int8[2] is asked for, uint8[2] is stored; not every value of uint8 is one of int8",
+        "w: dtype: bfloat16[4] is requested, float16[4] is stored; bfloat16 cannot represent every value of float16",
+        "n: dtype: int8[2] is requested, uint8[2] is stored; int8 cannot represent every value of uint8",
     )
     assert 'Matching(cast="narrowing")' in str(caught.value)
 
@@ -152,15 +152,15 @@ def test_a_safe_cast_is_not_a_narrowing_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "asked", "said"),
     [
-        (np.array([1, 128], np.int64), "int8", "128 is none of int8, which has -128 to 127"),
-        (np.array([-1], np.int8), "uint64", "-1 is none of uint64"),
-        (np.array([2**63], np.uint64), "int64", "is none of int64"),
-        (np.array([1e6, np.nan, np.inf]), "float16", "float16 has nothing near 1000000.0: its largest value is 65504"),
-        (np.array([500.0], np.float32), "float8_e4m3fn", "nothing near 500.0"),
-        (np.array([np.inf], np.float32), "float8_e4m3fn", "nothing near inf"),
-        (np.array([np.nan], np.float32), "float4_e2m1fn", "nothing near nan"),
-        (np.array([9.0], np.float32), "float6_e2m3fn", "nothing near 9.0"),
-        (np.array([1e300 + 0j]), "complex64", "nothing near"),
+        (np.array([1, 128], np.int64), "int8", "128 is out of range for int8 (-128 to 127)"),
+        (np.array([-1], np.int8), "uint64", "-1 is out of range for uint64"),
+        (np.array([2**63], np.uint64), "int64", "is out of range for int64"),
+        (np.array([1e6, np.nan, np.inf]), "float16", "1000000.0 is out of range for float16, whose largest"),
+        (np.array([500.0], np.float32), "float8_e4m3fn", "500.0 is out of range"),
+        (np.array([np.inf], np.float32), "float8_e4m3fn", "inf is out of range"),
+        (np.array([np.nan], np.float32), "float4_e2m1fn", "nan is out of range"),
+        (np.array([9.0], np.float32), "float6_e2m3fn", "9.0 is out of range"),
+        (np.array([1e300 + 0j]), "complex64", "out of range"),
     ],
 )  # fmt: skip
 def test_what_a_dtype_has_no_place_for_is_not_wrapped_nor_made_infinite(
@@ -194,7 +194,7 @@ def test_padding_is_a_value_of_the_dtype(tmp_path: Path, dtype: str, pad_value: 
     matching = Matching(shapes={"pad"}, pad_value=pad_value)
     asked = {"w": AbstractArray((3,), dtype)}
     if padded is None:
-        with pytest.raises(TreeMismatchError, match="cannot have the value|cannot be those of|nothing near"):
+        with pytest.raises(TreeMismatchError, match="cannot represent|cannot be those of|out of range"):
             ckptcore.load(tmp_path / "c", asked, matching=matching)
         return
     loaded = ckptcore.load(tmp_path / "c", asked, matching=matching)["w"]

@@ -55,8 +55,8 @@ def test_what_is_stored_and_not_asked_for_is_left_only_by_name(tmp_path: Path, l
     ckptcore.save(tmp_path / "c", {"w": ONES, "b": ONES, "step": 3})
     error = refused(tmp_path / "c", wanted("w"), loading)
     assert error.differences == (
-        "unexpected: b is stored and not asked for",
-        "unexpected: step is stored and not asked for",
+        "unexpected: b is stored and not requested",
+        "unexpected: step is stored and not requested",
     )
     assert 'Matching(unexpected="ignore")' in str(error)
     report = LoadReport()
@@ -115,11 +115,11 @@ def test_lists_and_tuples_are_told_apart_unless_either_will_do(tmp_path: Path) -
     other = {"a": [leaf, (0, 0)], "b": {"c": (leaf,)}, "d": Pair(0, [0]), "e": []}
     error = refused(tmp_path / "c", other)
     assert error.differences == (
-        "a: sequence: a list is asked for, a tuple is stored",
-        "a[1]: sequence: a tuple is asked for, a list is stored",
-        "b/c: sequence: a tuple is asked for, a list is stored",
-        "d.b: sequence: a list is asked for, a tuple is stored",
-        "e: sequence: a list is asked for, a tuple is stored",
+        "a: sequence: a list is requested, a tuple is stored",
+        "a[1]: sequence: a tuple is requested, a list is stored",
+        "b/c: sequence: a tuple is requested, a list is stored",
+        "d.b: sequence: a list is requested, a tuple is stored",
+        "e: sequence: a list is requested, a tuple is stored",
     )
     assert 'sequences="either"' in str(error)
     loaded = ckptcore.load(tmp_path / "c", other, matching=Matching(sequences="either"))

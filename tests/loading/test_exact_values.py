@@ -141,7 +141,7 @@ def test_an_empty_container_comes_back_as_what_it_was(stored: Any, asked: Any, w
     if {type(stored), type(asked)} == {list, tuple}:
         assert ckptcore.load(tmp_path / "c", within(asked), matching=Matching(sequences="either")) == within(asked)
     elif stored is not None and asked is not None:
-        with pytest.raises(TreeMismatchError, match="an empty .* is asked for, an empty .* is stored"):
+        with pytest.raises(TreeMismatchError, match="an empty .* is requested, an empty .* is stored"):
             ckptcore.load(tmp_path / "c", within(asked), matching=Matching(sequences="either"))
 
 

@@ -80,10 +80,10 @@ def test_every_difference_is_listed_at_once(location: Path) -> None:
         ckptcore.load(location, asked)
     assert caught.value.differences == (
         "missing: steps is not stored",
-        "a: shape: float64[3, 2] is asked for, float64[2, 3] is stored",
-        "b[0]: dtype: int64[4] is asked for, int32[4] is stored; nothing is cast unless asked",
-        "b[1]: kind: float is asked for, int is stored",
-        "s.pair.nu: kind: int is asked for, array float64[2] is stored",
+        "a: shape: float64[3, 2] is requested, float64[2, 3] is stored",
+        "b[0]: dtype: int64[4] is requested, int32[4] is stored; casts are not allowed by default",
+        "b[1]: kind: float is requested, int is stored",
+        "s.pair.nu: kind: int is requested, array float64[2] is stored",
     )
     assert str(location) in str(caught.value)
 
@@ -157,7 +157,7 @@ def test_a_load_into_that_fails_half_way_says_so(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    with pytest.raises(TargetUndefinedError, match="mix of what it held") as caught:
+    with pytest.raises(TargetUndefinedError, match="mix of old and loaded") as caught:
         ckptcore.load_into(tmp_path / "c", {"a": np.zeros(1 << 18), "b": np.zeros(1 << 18)})
     assert isinstance(caught.value.__cause__, CorruptCheckpointError)
 
@@ -345,7 +345,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
             ckptcore.load(location)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint that an installed layout reads"):
+    with pytest.raises(CheckpointNotFoundError, match="not a checkpoint that an installed layout reads"):
         ckptcore.load(tmp_path / "other")
 
 

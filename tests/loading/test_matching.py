@@ -85,17 +85,17 @@ def test_of_two_that_have_one_text_none_is_guessed() -> None:
     assert differences({"a": {1: ONE, "1": ONE}}, {"a.1": ONE}) == [
         "missing: a['1'] is not stored; did you mean ['a.1']?",
         "missing: a[1] is not stored",
-        "unexpected: ['a.1'] is stored and not asked for",
+        "unexpected: ['a.1'] is stored and not requested",
     ]
     # A number that is written in another way is another key.
     assert differences({1: ONE}, {"01": ONE}) == [
         "missing: [1] is not stored; did you mean ['01']?",
-        "unexpected: ['01'] is stored and not asked for",
+        "unexpected: ['01'] is stored and not requested",
     ]
 
 
 def test_what_matches_is_compared_as_ever() -> None:
-    assert differences({1: ONE}, {"1": TWO}) == ["[1]: shape: float64[1] is asked for, float64[2] is stored"]
+    assert differences({1: ONE}, {"1": TWO}) == ["[1]: shape: float64[1] is requested, float64[2] is stored"]
 
 
 @pytest.mark.parametrize("empty", [(), [], {}, Empty(), {"a": Empty()}])
@@ -103,7 +103,7 @@ def test_a_stored_none_stands_for_an_empty_container(empty: Any) -> None:
     assert matched({0: empty, "w": ONE}, {"0": None, "w": ONE}) == {"w": "w"}
     assert matched(empty, None) == {}
     assert differences({0: empty, "w": ONE}, {0: None, "w": ONE}, foreign=False) == [
-        "unexpected: [0] is stored and not asked for"
+        "unexpected: [0] is stored and not requested"
     ]
 
 
@@ -112,9 +112,9 @@ def test_an_empty_container_in_one_that_is_empty_too() -> None:
 
 
 def test_only_none_stands_for_an_empty_container() -> None:
-    assert differences({"a": Empty()}, {"a": 0}) == ["unexpected: a is stored and not asked for"]
-    assert differences({"a": Empty()}, {"a": None, "b": None}) == ["unexpected: b is stored and not asked for"]
-    assert differences({"a": ()}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not asked for"]
+    assert differences({"a": Empty()}, {"a": 0}) == ["unexpected: a is stored and not requested"]
+    assert differences({"a": Empty()}, {"a": None, "b": None}) == ["unexpected: b is stored and not requested"]
+    assert differences({"a": ()}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not requested"]
 
 
 @pytest.mark.parametrize("stored", [{"w": ONE}, {"w": ONE, "a": {}}, {"w": ONE, "a": [[], ()]}])
@@ -137,9 +137,9 @@ def test_none_comes_back_where_nothing_is_stored(tmp_path: Path) -> None:
 
 
 def test_none_is_not_something_else() -> None:
-    assert differences({"a": None}, {"a": ONE}) == ["a: kind: none is asked for, array float64[1] is stored"]
-    assert differences({"a": None}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not asked for"]
-    assert differences({"a": ONE}, {"a": None}) == ["a: kind: array float64[1] is asked for, none is stored"]
+    assert differences({"a": None}, {"a": ONE}) == ["a: kind: none is requested, array float64[1] is stored"]
+    assert differences({"a": None}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not requested"]
+    assert differences({"a": ONE}, {"a": None}) == ["a: kind: array float64[1] is requested, none is stored"]
 
 
 def test_placeholders_stand_for_what_has_their_text() -> None:
@@ -201,16 +201,16 @@ def test_a_stored_number_is_an_array_without_axes_that_holds_it(stored: Any, dty
 def test_no_number_loses_anything_as_an_array(stored: Any, dtypes: list[str]) -> None:
     for dtype in dtypes:
         (told,) = differences({"n": zero_d(dtype)}, {"n": stored})
-        assert f"{dtype}[] is asked for" in told and len(told) < 150
+        assert f"{dtype}[] is requested" in told and len(told) < 150
 
 
 def test_it_is_told_what_would_be_lost() -> None:
     asked = {name: zero_d(dtype) for name, dtype in (("a", "int32"), ("b", "float32"), ("c", "int32"), ("d", "int8"))}
     assert differences(asked, {"a": 2**40, "b": 0.1, "c": 5.0, "d": 1 << 200}) == [
-        "a: value: int32[] is asked for, and cannot hold exactly the int that is stored: 1099511627776",
-        "b: value: float32[] is asked for, and cannot hold exactly the float that is stored: 0.1",
-        "c: kind: array int32[] is asked for, float is stored",
-        "d: value: int8[] is asked for, and cannot hold exactly the int that is stored: of 201 bits",
+        "a: value: int32[] is requested, and cannot represent the stored int exactly: 1099511627776",
+        "b: value: float32[] is requested, and cannot represent the stored float exactly: 0.1",
+        "c: kind: array int32[] is requested, float is stored",
+        "d: value: int8[] is requested, and cannot represent the stored int exactly: of 201 bits",
     ]
 
 
@@ -242,22 +242,22 @@ def test_no_array_loses_anything_as_a_number(asked: Any, dtypes: list[str]) -> N
     for dtype in dtypes:
         stored = np.zeros((), zero_d(dtype).dtype)
         assert differences({"n": asked}, {"n": stored}) == [
-            f"n: kind: {type(asked).__name__} is asked for, array {dtype}[] is stored"
+            f"n: kind: {type(asked).__name__} is requested, array {dtype}[] is stored"
         ]
 
 
 def test_only_an_array_without_axes_is_a_number() -> None:
     assert differences({"n": 0}, {"n": np.zeros(1, np.int32)}) == [
-        "n: kind: int is asked for, array int32[1] is stored"
+        "n: kind: int is requested, array int32[1] is stored"
     ]
     assert differences({"n": np.zeros(1, np.int32)}, {"n": 0}) == [
-        "n: kind: array int32[1] is asked for, int is stored"
+        "n: kind: array int32[1] is requested, int is stored"
     ]
 
 
 @pytest.mark.parametrize("asked", [np.zeros((), np.float32), np.float32(0), AbstractArray((), "float32")])
 def test_arrays_of_other_dtypes_are_not_cast(asked: Any) -> None:
-    told = ["n: dtype: float32[] is asked for, float64[] is stored; nothing is cast unless asked"]
+    told = ["n: dtype: float32[] is requested, float64[] is stored; casts are not allowed by default"]
     assert differences({"n": asked}, {"n": np.zeros(())}) == told
 
 

@@ -17,14 +17,14 @@ from ckptcore.loading.collective.shares import (
     ChunksOf,
     Message,
     MessageSizes,
-    Request,
+    RequestedBoxes,
     SharedPlan,
     message_offsets,
     plan_shares,
 )
 from ckptcore.model import Chunk, ReadItem
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.planning.partition import cells_of_wants, cut_box
+from ckptcore.planning.partition import cut_box, cut_by_readers
 
 SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
 SPECS = {
@@ -33,7 +33,7 @@ SPECS = {
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> list[Request]:
+def requests(draw: st.DrawFn) -> list[RequestedBoxes]:
     """Requests of some ranks: boxes of some arrays, often shared."""
     known = {
         leaf: draw(st.lists(strategies.boxes(spec.shape, allow_empty=True), min_size=1, max_size=4))
@@ -45,8 +45,12 @@ def requests(draw: st.DrawFn) -> list[Request]:
     return draw(st.lists(wanted, min_size=1, max_size=4))
 
 
+def _unknown(leaf: int) -> Sequence[Chunk]:
+    return ()
+
+
 def _plans(
-    wanted: Sequence[Request], of: Sequence[int], sizes: MessageSizes, chunks: ChunksOf = lambda _: ()
+    wanted: Sequence[RequestedBoxes], of: Sequence[int], sizes: MessageSizes, chunks: ChunksOf = _unknown
 ) -> list[SharedPlan]:
     request_of = dict(enumerate(of))
     return [plan_shares(SPECS, wanted, request_of, rank, sizes, chunks) for rank in request_of]
@@ -54,7 +58,7 @@ def _plans(
 
 @given(requests(), st.data(), st.sampled_from([1, 8, 64, 1 << 20]), st.sampled_from([None, 30, 200]))
 def test_each_element_comes_once_to_who_wants_it_and_is_read_once(
-    wanted: list[Request], data: st.DataObject, message: int, round_bytes: int | None
+    wanted: list[RequestedBoxes], data: st.DataObject, message: int, round_bytes: int | None
 ) -> None:
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=6))
     plans = _plans(wanted, of, MessageSizes(message=message, round=round_bytes))
@@ -84,7 +88,7 @@ def test_each_element_comes_once_to_who_wants_it_and_is_read_once(
 
 @given(requests(), st.data(), st.sampled_from([8, 1 << 20]))
 def test_members_find_the_same_messages_in_the_same_order(
-    wanted: list[Request], data: st.DataObject, message: int
+    wanted: list[RequestedBoxes], data: st.DataObject, message: int
 ) -> None:
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=2, max_size=5))
     plans = _plans(wanted, of, MessageSizes(message=message, round=60))
@@ -112,7 +116,7 @@ def test_what_all_want_is_read_in_equal_shares() -> None:
     specs = {leaf: ArraySpec((64 + leaf, 100), "float32") for leaf in range(40)}
     request = {leaf: (Box.whole(spec.shape),) for leaf, spec in specs.items()}
     sizes = MessageSizes(message=1 << 14)
-    plans = [plan_shares(specs, [request], dict.fromkeys(range(8), 0), rank, sizes) for rank in range(8)]
+    plans = [plan_shares(specs, [request], dict.fromkeys(range(8), 0), rank, sizes, _unknown) for rank in range(8)]
     reads = [_read_bytes(plan, rank, specs) for rank, plan in enumerate(plans)]
     total = sum(spec.nbytes for spec in specs.values())
     assert sum(reads) == total
@@ -125,7 +129,7 @@ def test_who_reads_much_alone_reads_less_for_others() -> None:
     specs = {0: ArraySpec((1280,), "int8"), **{leaf: ArraySpec((128,), "int8") for leaf in range(1, 11)}}
     shared = {leaf: (Box.whole((128,)),) for leaf in range(1, 11)}
     wanted = [{0: (Box.whole((1280,)),), **shared}, shared]
-    plans = [plan_shares(specs, wanted, {0: 0, 1: 1}, rank, MessageSizes(message=128)) for rank in (0, 1)]
+    plans = [plan_shares(specs, wanted, {0: 0, 1: 1}, rank, MessageSizes(message=128), _unknown) for rank in (0, 1)]
     assert _read_bytes(plans[0], 0, specs) == 1280 and _read_bytes(plans[1], 1, specs) == 1280
 
 
@@ -140,9 +144,9 @@ def _read_bytes(plan: SharedPlan, rank: int, specs: Mapping[int, ArraySpec]) -> 
 def test_what_nobody_else_wants_is_read_in_place_and_not_sent() -> None:
     """As in a load of sharded arrays: no message at all."""
     specs = {0: ArraySpec((8, 8), "float32")}
-    wanted: list[Request] = [{0: (Box((2 * rank, 0), (2 * rank + 2, 8)),)} for rank in range(4)]
+    wanted: list[RequestedBoxes] = [{0: (Box((2 * rank, 0), (2 * rank + 2, 8)),)} for rank in range(4)]
     for rank in range(4):
-        plan = plan_shares(specs, wanted, {rank: rank for rank in range(4)}, rank, MessageSizes())
+        plan = plan_shares(specs, wanted, {rank: rank for rank in range(4)}, rank, MessageSizes(), _unknown)
         ((part,), groups) = plan.rounds, plan.groups
         assert not groups and not part.messages
         assert [item.box for item in part.direct] == list(wanted[rank][0])
@@ -151,8 +155,11 @@ def test_what_nobody_else_wants_is_read_in_place_and_not_sent() -> None:
 def test_replicas_of_shards_get_them_from_each_other_only() -> None:
     """2 x 2: ranks 0 and 2 have the first half, 1 and 3 the second."""
     specs = {0: ArraySpec((8, 8), "float32")}
-    halves: list[Request] = [{0: (Box((0, 0), (4, 8)),)}, {0: (Box((4, 0), (8, 8)),)}]
-    plans = [plan_shares(specs, halves, {0: 0, 1: 1, 2: 0, 3: 1}, rank, MessageSizes(message=64)) for rank in range(4)]
+    halves: list[RequestedBoxes] = [{0: (Box((0, 0), (4, 8)),)}, {0: (Box((4, 0), (8, 8)),)}]
+    plans = [
+        plan_shares(specs, halves, {0: 0, 1: 1, 2: 0, 3: 1}, rank, MessageSizes(message=64), _unknown)
+        for rank in range(4)
+    ]
     assert [plan.groups for plan in plans] == [((0, 2),), ((1, 3),), ((0, 2),), ((1, 3),)]
     readers = Counter(message.reader for message in plans[0].rounds[0].messages)
     assert readers == {0: 1, 2: 1}
@@ -161,7 +168,7 @@ def test_replicas_of_shards_get_them_from_each_other_only() -> None:
 def test_a_round_has_no_more_than_it_may() -> None:
     specs = {leaf: ArraySpec((10,), "int8") for leaf in range(7)}
     request = {leaf: (Box.whole((10,)),) for leaf in specs}
-    plan = plan_shares(specs, [request], {0: 0, 1: 0}, 0, MessageSizes(round=25))
+    plan = plan_shares(specs, [request], {0: 0, 1: 0}, 0, MessageSizes(round=25), _unknown)
     assert [sorted(part.leaves) for part in plan.rounds] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
@@ -169,7 +176,7 @@ def test_a_round_has_no_more_than_it_may() -> None:
 def test_boxes_that_do_not_overlap_are_not_cut(data: st.DataObject) -> None:
     parts = data.draw(strategies.partitions((9, 8)))
     wants = {box: frozenset([number]) for number, box in enumerate(parts)}
-    assert sorted(cells_of_wants(wants), key=str) == sorted(
+    assert sorted(cut_by_readers(wants), key=str) == sorted(
         [(box, number) for box, number in wants.items() if box.size], key=str
     )
 
@@ -185,7 +192,7 @@ def test_many_shards_are_planned_quickly() -> None:
             compared += 1
             return self
 
-    cells = cells_of_wants({box: Counting(wanting) for box, wanting in boxes.items()})
+    cells = cut_by_readers({box: Counting(wanting) for box, wanting in boxes.items()})
     assert len(cells) == 4000 and compared == 0
 
 
@@ -215,7 +222,7 @@ def stored(draw: st.DrawFn, is_plain: bool) -> dict[int, list[Chunk]]:
 
 @given(requests(), st.data(), st.sampled_from([1, 8, 200]), st.booleans())
 def test_where_arrays_lie_changes_only_who_reads_and_sends(
-    wanted: list[Request], data: st.DataObject, message: int, is_plain: bool
+    wanted: list[RequestedBoxes], data: st.DataObject, message: int, is_plain: bool
 ) -> None:
     """Each wanted element still comes once to who wants it, and is read once by one."""
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=5))
@@ -247,7 +254,7 @@ def test_where_arrays_lie_changes_only_who_reads_and_sends(
 
 
 @given(requests(), st.data())
-def test_what_is_only_read_whole_is_read_by_one(wanted: list[Request], data: st.DataObject) -> None:
+def test_what_is_only_read_whole_is_read_by_one(wanted: list[RequestedBoxes], data: st.DataObject) -> None:
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=5))
     tiles = data.draw(stored(is_plain=False))
     plans = _plans(wanted, of, MessageSizes(), lambda leaf: tiles[leaf])
@@ -268,10 +275,26 @@ def test_what_is_only_read_whole_is_read_by_one(wanted: list[Request], data: st.
     assert all(len(reader) == 1 for reader in readers.values())
 
 
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        (Box((0,), (1,)), Box((0,), (2,))),
+        (Box((0,), (1,)), Box((0,), (2,)), Box((3,), (10,)), Box((10,), (12,))),  # the third is in both chunks
+    ],
+)
+def test_a_chunk_is_read_once_for_overlapping_boxes_of_one_rank(boxes: tuple[Box, ...]) -> None:
+    chunks = [Chunk("file", 9 * number, Box((6 * number,), (6 * number + 6,)), False) for number in range(2)]
+    specs, sizes = {0: ArraySpec((12,), "int8")}, MessageSizes()
+    (part,) = plan_shares(specs, [{0: boxes}], {0: 0}, 0, sizes, lambda _: chunks).rounds
+    reads = [part.direct, *[message.pieces for message in part.messages]]
+    for chunk in chunks:
+        assert sum(any(chunk.box.intersect(item.box) for item in items) for items in reads) <= 1
+
+
 def test_who_wants_a_part_of_what_is_only_read_whole_is_sent_all_that_anybody_wants_of_it() -> None:
     """Two ranks want halves of three tiles: that in the middle is read by one, and the others into place or alone."""
     specs = {0: ArraySpec((12,), "int8")}
-    wanted: list[Request] = [{0: (Box((0,), (6,)),)}, {0: (Box((6,), (12,)),)}]
+    wanted: list[RequestedBoxes] = [{0: (Box((0,), (6,)),)}, {0: (Box((6,), (12,)),)}]
     tiles = [Chunk("file", 9 * number, Box((4 * number,), (4 * number + 4,)), False) for number in range(3)]
     plans = [plan_shares(specs, wanted, {0: 0, 1: 1}, rank, MessageSizes(), lambda _: tiles) for rank in (0, 1)]
     (sent,) = [message for message in plans[0].rounds[0].messages if len(message.members) > 1]
@@ -284,9 +307,9 @@ def test_who_wants_a_part_of_what_is_only_read_whole_is_sent_all_that_anybody_wa
 def test_pieces_of_a_message_are_aligned(dtype: str) -> None:
     spec = ArraySpec((5, 3), dtype)
     request = {0: (Box.whole(spec.shape),), 1: (Box.whole(spec.shape),)}
-    plan = plan_shares({0: spec, 1: spec}, [request], {0: 0, 1: 0}, 0, MessageSizes(message=1 << 10))
+    plan = plan_shares({0: spec, 1: spec}, [request], {0: 0, 1: 0}, 0, MessageSizes(message=1 << 10), _unknown)
     itemsize = spec.numpy_dtype.itemsize
     for message in plan.rounds[0].messages:
-        offsets, end = message_offsets(message.pieces, lambda leaf: itemsize)
+        offsets, end = message_offsets(message.pieces, [itemsize] * len(message.pieces))
         assert end == message.nbytes and all(offset % 64 == 0 for offset in offsets)
         assert end >= sum(math.prod(item.box.shape) * itemsize for item in message.pieces)

@@ -70,5 +70,5 @@ def test_an_asynchronous_save_holds_what_the_buffer_had(tmp_path: Path) -> None:
 def test_bytes_load_as_a_buffer_and_numbers_do_not(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "x", {"bytes": b"abc", "number": 3})
     assert ckptcore.load(tmp_path / "x", {"bytes": io.BytesIO(), "number": 0})["bytes"].read() == b"abc"
-    with pytest.raises(TreeMismatchError, match="number: kind: bytes is asked for, int is stored"):
+    with pytest.raises(TreeMismatchError, match="number: kind: bytes is requested, int is stored"):
         ckptcore.load(tmp_path / "x", {"bytes": b"", "number": io.BytesIO()})

@@ -30,7 +30,7 @@ def _let_the_next_lists_be_empty(patch: pytest.MonkeyPatch, count: int = 1) -> N
 
 
 def _expect_nothing(location: str) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="there is nothing at"):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist or is empty"):
         ckptcore.load(location)
     ckptcore.save(location, {"w": np.ones(3)})
     assert ckptcore.verify(location).ok

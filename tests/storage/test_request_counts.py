@@ -109,7 +109,7 @@ def test_a_small_object_that_is_cut_off_or_gone_is_told_with_the_arrays_in_it(
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=[far]), io=ckptcore.context.IOOptions(verify=verify)
     )
-    with pytest.raises(CorruptCheckpointError, match="lacks an object" if left is None else r"w000\d"):
+    with pytest.raises(CorruptCheckpointError, match="a data file is missing" if left is None else r"w000\d"):
         ckptcore.load(LOCATION, context=context)
     target = {name: np.zeros_like(array) for name, array in state.items()}
     with pytest.raises(CheckpointError):

@@ -145,8 +145,8 @@ def test_what_a_host_writes_and_copies_is_what_it_holds(data: st.DataObject) -> 
     step = rows // boxes
     record = ArrayRecord(ArraySpec((rows, 2), "int8"), cuts=(tuple(range(step, rows, step)), ()))
     tree = TreeMetadata(Node("list", (0,), (LEAF,)), (record,))
-    shares = cut_for_replicas(tree, ReplicaOptions(piece_bytes=data.draw(st.sampled_from([1, 8, 1000]))), size=size)
-    (cut,) = shares.tree.leaves
+    split = cut_for_replicas(tree, ReplicaOptions(piece_bytes=data.draw(st.sampled_from([1, 8, 1000]))), size=size)
+    (cut,) = split.tree.leaves
     assert isinstance(cut, ArrayRecord)
     shards: dict[int, Mapping[int, Sequence[Shard]]] = {}
     for number, rank in enumerate(holder):
@@ -157,9 +157,9 @@ def test_what_a_host_writes_and_copies_is_what_it_holds(data: st.DataObject) -> 
         counts = np.zeros((rows, 2), int)
         held = np.zeros((rows, 2), bool)
         for rank in ranks:
-            owners = owners_of(shares, rank=rank, size=size)
+            owners = owners_of(split, rank=rank, size=size)
             of_host = {other: shards[other] for other in ranks}
-            copied = [box for _, box in copied_boxes(shares.tree, of_host, owners, rank)]
+            copied = [box for _, box in copied_boxes(split.tree, of_host, owners, rank)]
             for box in (*written_boxes(cut, shards[rank][0], owners.get(0)), *copied):
                 counts[box.slices] += 1
             held[shards[rank][0][0].box.slices] = True

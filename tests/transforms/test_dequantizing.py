@@ -425,7 +425,7 @@ def test_who_asks_for_numbers_is_told_how_to_get_them(tmp_path: Path) -> None:
         ({"a.weight": AbstractArray((4, 4), "bfloat16")}, tmp_path / "fp8", "a.weight_scale_inv"),
         ({"e.up": AbstractArray((4, 96, 192), "bfloat16")}, tmp_path / "mxfp4", "e.up_scales"),
     ):
-        with pytest.raises(TreeMismatchError, match=rf"'{beside}' stand beside it\): load them .*\[Dequant"):
+        with pytest.raises(TreeMismatchError, match=rf"its scales are '{beside}'\): to load them .*\[Dequant"):
             ckptcore.load(location, wanted)
     ckptcore.save("memory://dequantizing/plain", {"a.weight": np.ones(3, np.int8)})
     with pytest.raises(TreeMismatchError) as caught:
@@ -438,7 +438,7 @@ def test_a_cast_does_not_leave_scales_out(tmp_path: Path) -> None:
     publish(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": values}, FP8)
     matching = ckptcore.Matching(cast="safe", unexpected="ignore")
     wanted = {"a.weight": AbstractArray((4, 4), "bfloat16")}
-    with pytest.raises(TreeMismatchError, match=r"(?s)is quantised: a cast would leave out its scales.*Dequantize"):
+    with pytest.raises(TreeMismatchError, match=r"(?s)is quantised: a cast would ignore its scales.*Dequantize"):
         ckptcore.load(tmp_path, wanted, matching=matching)
     both = {**wanted, "a.weight_scale_inv": AbstractArray((1, 1), "float32")}
     assert (ckptcore.load(tmp_path, both, matching=matching)["a.weight"] == 448).all(), "who asks for both has both"

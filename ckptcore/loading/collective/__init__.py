@@ -1,1 +1,1 @@
-"""Loads that the processes of a job make together: each reads for itself, or one reads and sends to others."""
+"""Collective loads of all processes of a job: each process reads for itself, or one reads and sends to others."""

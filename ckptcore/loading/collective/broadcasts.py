@@ -1,4 +1,4 @@
-"""Broadcasts: read the share of this process, and send it to others while the next part is read."""
+"""Broadcasts of shared reads: sends the data that this process read to others, while it reads the next part."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from ckptcore.io.elements import copy_elements
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.collective.joint import PeerFailure
 from ckptcore.loading.collective.shares import Message, Round, SharedPlan, message_offsets
-from ckptcore.loading.reading import LeafRead, Reading, check_sizes, unread
+from ckptcore.loading.reading import LeafRead, TreeRead, check_sizes, incomplete_read
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending, ReadItem, ReadPlan, Ready
 from ckptcore.protocols import Channels
 
-__all__ = ["AHEAD", "Broadcasts"]
+__all__ = ["READ_AHEAD", "Broadcasts"]
 
-AHEAD: Final = 4
+READ_AHEAD: Final = 4
 """Messages that are read ahead of sending."""
 
 _HEAD_BYTES: Final = 64
-"""Bytes before the elements of a message, which keep them aligned. The first one is `_FAILED` if the sender failed."""
+"""Bytes before the elements of a message, which stay aligned. The first byte is `_FAILED` if the sender failed."""
 
 _FAILED: Final = 1
 
 
 class Broadcasts:
-    """Carries out a `SharedPlan`. One thread; others read for it meanwhile.
+    """Runs a `SharedPlan`. Used by one thread; other threads read for it.
 
-    Every message is sent, even after a failure: then it carries no data but the failure, and no other process hangs.
+    Every message is sent, also after a failure: it then reports the failure instead of data, so that no process hangs.
     """
 
-    def __init__(self, reading: Reading, plan: SharedPlan, channels: Channels, rank: int) -> None:
-        """Take memory for messages, and read nothing yet.
+    def __init__(self, reading: TreeRead, plan: SharedPlan, channels: Channels, rank: int) -> None:
+        """Allocate memory for messages. Reads nothing yet.
 
         Args:
-            reading: the planned reading of this process.
-            plan: of this process.
-            channels: that connect the groups of the plan.
-            rank: of this process.
+            reading: the planned reads of this process.
+            plan: the plan of this process.
+            channels: connect the groups of the plan.
+            rank: rank of this process.
 
         Raises:
             MemoryError
@@ -54,13 +54,12 @@ class Broadcasts:
         self._plan = plan
         self._rank = rank
         self._channels = channels
-        self._itemsize = _itemsizes(reading.opened)
         self._error: Exception | None = None
         self._peer_failed = False
         messages = [message for part in plan.rounds for message in part.messages]
-        self._depth = max(1, min(channels.depth, AHEAD))
+        self._depth = max(1, min(channels.depth, READ_AHEAD))
         longest = max([message.nbytes for message in messages], default=0)
-        count = min(len(messages), self._depth + AHEAD)
+        count = min(len(messages), self._depth + READ_AHEAD)
         self._free = [channels.memory(_HEAD_BYTES + longest) for _ in range(count)]
         self._groups = {group: number for number, group in enumerate(plan.groups)}
 
@@ -73,13 +72,13 @@ class Broadcasts:
             Errors of reading and building, after everything was sent.
         """
         reading = self._reading
-        self._guard(lambda: check_sizes(reading.opened, {unit.leaf for unit in reading.units}))
+        self._guard(lambda: check_sizes(reading.opened, {leaf_read.leaf for leaf_read in reading.leaf_reads}))
         by_leaf: dict[int, list[LeafRead]] = {}
-        for unit in reading.units:
-            if unit.array is None and any(box.size for box in unit.boxes):
-                by_leaf.setdefault(unit.leaf, []).append(unit)
+        for leaf_read in reading.leaf_reads:
+            if leaf_read.array is None and any(box.size for box in leaf_read.boxes):
+                by_leaf.setdefault(leaf_read.leaf, []).append(leaf_read)
             else:
-                self._guard(functools.partial(self._place_empty, unit))
+                self._guard(functools.partial(self._place_empty, leaf_read))
         readers = BackgroundThreads(2, "ckptcore-read")
         try:
             for part in self._plan.rounds:
@@ -96,7 +95,7 @@ class Broadcasts:
         return self._error is not None or self._peer_failed
 
     def _guard(self, work: Callable[[], object]) -> None:
-        """Do some work unless something failed. Its error is raised once everything was sent."""
+        """Run a function unless a failure occurred before. Its error is raised once all messages were sent."""
         if self._failed:
             return
         try:
@@ -104,39 +103,45 @@ class Broadcasts:
         except Exception as error:  # noqa: BLE001  # raised once every message was sent
             self._error = error
 
-    def _place_empty(self, unit: LeafRead) -> None:
-        self._reading.place(unit, self._reading.buffers_of(unit))
+    def _place_empty(self, leaf_read: LeafRead) -> None:
+        self._reading.place(leaf_read, self._reading.buffers_of(leaf_read))
 
     def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[LeafRead]], readers: BackgroundThreads) -> None:
-        places = _Places(self._reading)
-        self._guard(lambda: places.add([unit for leaf in sorted(part.leaves) for unit in by_leaf.get(leaf, ())]))
+        places = _RoundBuffers(self._reading)
+        self._guard(
+            lambda: places.add([leaf_read for leaf in sorted(part.leaves) for leaf_read in by_leaf.get(leaf, ())])
+        )
         if self._failed or not part.direct:
             self._send_all(part.messages, places, None, readers)
         else:
-            direct = _Direct(self._reading.opened, part.direct, places)
+            direct = _DirectReads(self._reading.opened, part.direct, places)
             reader = readers.submit(direct.read)
             try:
                 self._send_all(part.messages, places, direct, readers)
                 self._guard(lambda: self._finish_direct(direct, reader, places))
             finally:
-                direct.stop()  # it must not read into released memory
+                direct.stop()  # before its memory is released
                 wait([reader])
         self._guard(places.expect_complete)
 
-    def _finish_direct(self, direct: _Direct, reader: Future[None], places: _Places) -> None:
-        places.have(direct.all_landed())
+    def _finish_direct(self, direct: _DirectReads, reader: Future[None], places: _RoundBuffers) -> None:
+        places.mark_complete(direct.all_completed())
         reader.result()
 
     def _send_all(
-        self, messages: Sequence[Message], places: _Places, direct: _Direct | None, readers: BackgroundThreads
+        self,
+        messages: Sequence[Message],
+        places: _RoundBuffers,
+        direct: _DirectReads | None,
+        readers: BackgroundThreads,
     ) -> None:
         """Send and receive the messages of a round in order, as many at once as the channels allow."""
         to_read = deque(message for message in messages if message.reader == self._rank)
         being_read: deque[tuple[HostArray, Future[None] | None]] = deque()
-        under_way: deque[tuple[Message, HostArray, Pending[None]]] = deque()
+        in_flight: deque[tuple[Message, HostArray, Pending[None]]] = deque()
         for message in messages:
-            # One buffer is kept for the next message; the others are filled ahead.
-            while to_read and len(being_read) < AHEAD and self._free:
+            # One buffer is reserved for the next message; the others are filled ahead.
+            while to_read and len(being_read) < READ_AHEAD and self._free:
                 memory = self._free.pop()
                 being_read.append((memory, self._start_reading(to_read.popleft(), memory, readers)))
             if message.reader == self._rank:
@@ -146,13 +151,13 @@ class Broadcasts:
                 memory[0] = _FAILED if self._failed else 0
             else:
                 memory = self._free.pop()
-            under_way.append((message, memory, self._start_sending(message, memory)))
-            while len(under_way) >= self._depth:
-                self._land(*under_way.popleft(), places)
+            in_flight.append((message, memory, self._start_sending(message, memory)))
+            while len(in_flight) >= self._depth:
+                self._finish_message(*in_flight.popleft(), places)
             if direct is not None:
-                self._guard(lambda: places.have(direct.landed()))
-        while under_way:
-            self._land(*under_way.popleft(), places)
+                self._guard(lambda: places.mark_complete(direct.completed()))
+        while in_flight:
+            self._finish_message(*in_flight.popleft(), places)
 
     def _start_reading(self, message: Message, memory: HostArray, readers: BackgroundThreads) -> Future[None] | None:
         if self._failed:
@@ -166,8 +171,10 @@ class Broadcasts:
         data = memory[: _HEAD_BYTES + message.nbytes]
         return self._channels.broadcast(self._groups[message.members], message.reader, data)
 
-    def _land(self, message: Message, memory: HostArray, pending: Pending[None], places: _Places) -> None:
-        """Wait for a message, and take its elements."""
+    def _finish_message(
+        self, message: Message, memory: HostArray, pending: Pending[None], places: _RoundBuffers
+    ) -> None:
+        """Wait for a message, and copy its elements to their destinations."""
         pending.result()
         if message.reader != self._rank and memory[0] == _FAILED:
             self._peer_failed = True
@@ -177,13 +184,12 @@ class Broadcasts:
 
     def _views(self, message: Message, memory: HostArray) -> Sequence[HostArray]:
         """Return the pieces of a message as arrays in its memory."""
-        offsets, _ = message_offsets(message.pieces, self._itemsize)
         leaves = self._reading.opened.tree.leaves
+        records = [leaves[item.leaf] for item in message.pieces]
+        dtypes = [record.spec.numpy_dtype for record in records if isinstance(record, ArrayRecord)]
+        offsets, _ = message_offsets(message.pieces, [dtype.itemsize for dtype in dtypes])
         views = []
-        for item, offset in zip(message.pieces, offsets, strict=True):
-            record = leaves[item.leaf]
-            assert isinstance(record, ArrayRecord)  # who wants a box wants an array
-            dtype = record.spec.numpy_dtype
+        for item, offset, dtype in zip(message.pieces, offsets, dtypes, strict=True):
             start = _HEAD_BYTES + offset
             raw = memory[start : start + item.box.size * dtype.itemsize]
             views.append(raw.view(dtype).reshape(item.box.shape))
@@ -191,82 +197,84 @@ class Broadcasts:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _LeafBuffers:
     """The destination of one array.
 
     Attributes:
-        unit: the planned read.
+        leaf_read: the planned read.
         buffers: the memory of its boxes.
-        missing: elements that are not there yet.
+        missing: number of elements that were not received yet.
     """
 
-    unit: LeafRead
+    leaf_read: LeafRead
     buffers: Sequence[HostArray]
     missing: int
 
 
-class _Places:
+class _RoundBuffers:
     """Destinations of the elements of a round, by leaf."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: TreeRead) -> None:
         self._reading = reading
-        self._places: dict[int, list[_Place]] = {}
+        self._places: dict[int, list[_LeafBuffers]] = {}
 
-    def add(self, units: Sequence[LeafRead]) -> None:
-        """Take memory for units."""
-        for unit in units:
-            place = _Place(unit, self._reading.buffers_of(unit), sum([box.size for box in unit.boxes]))
-            self._places.setdefault(unit.leaf, []).append(place)
+    def add(self, leaf_reads: Sequence[LeafRead]) -> None:
+        """Allocate memory for arrays."""
+        for leaf_read in leaf_reads:
+            place = _LeafBuffers(
+                leaf_read, self._reading.buffers_of(leaf_read), sum([box.size for box in leaf_read.boxes])
+            )
+            self._places.setdefault(leaf_read.leaf, []).append(place)
 
     def memory_of(self, item: ReadItem) -> HostArray:
-        """Return the memory of a box that is requested whole."""
+        """Return the memory of a requested box."""
         return next(
             buffer
             for place in self._places[item.leaf]
-            for box, buffer in zip(place.unit.boxes, place.buffers, strict=True)
+            for box, buffer in zip(place.leaf_read.boxes, place.buffers, strict=True)
             if box == item.box
         )
 
-    def have(self, items: Iterable[ReadItem]) -> None:
-        """Count boxes that were read into the memory that `memory_of` returned."""
+    def mark_complete(self, items: Iterable[ReadItem]) -> None:
+        """Mark boxes as complete that were read into the memory that `memory_of` returned."""
         self.put((item, self.memory_of(item)) for item in items)
 
     def put(self, pieces: Iterable[tuple[ReadItem, HostArray]]) -> None:
-        """Copy elements to all destinations, and place the leaves that are complete."""
+        """Copy elements to all destinations, and build the leaves that are complete."""
         for item, elements in pieces:
             places = self._places[item.leaf]
             for place in places:
-                for box, buffer in zip(place.unit.boxes, place.buffers, strict=True):
+                for box, buffer in zip(place.leaf_read.boxes, place.buffers, strict=True):
                     if box.contains(item.box):
                         if buffer is not elements:
                             part: HostArray = buffer[item.box.within(box)] if box.start else buffer
                             copy_elements(part, elements)
                         place.missing -= item.box.size
-            # All copies come first: a leaf that is built owns its memory.
+            # Copy to all destinations before building: a built leaf owns its memory.
             self._places[item.leaf] = [place for place in places if place.missing]
             for place in places:
                 if not place.missing:
-                    self._reading.place(place.unit, place.buffers)
+                    self._reading.place(place.leaf_read, place.buffers)
 
     def expect_complete(self) -> None:
-        """Check that nothing is missing.
+        """Check that all arrays are complete.
 
         Raises:
             CorruptCheckpointError
         """
         for leaf, places in self._places.items():
             if places:
-                raise unread(self._reading.opened, leaf)
+                raise incomplete_read(self._reading.opened, leaf)
 
 
-class _Direct:
+class _DirectReads:
     """Boxes that are read directly into their destination, on a separate thread."""
 
-    def __init__(self, opened: Checkpoint, items: Sequence[ReadItem], places: _Places) -> None:
+    def __init__(self, opened: Checkpoint, items: Sequence[ReadItem], places: _RoundBuffers) -> None:
         self._opened = opened
         self._items = items
         self._buffers = [places.memory_of(item) for item in items]
-        self._landed: queue.SimpleQueue[ReadItem | None] = queue.SimpleQueue()
+        self._completed: queue.SimpleQueue[ReadItem | None] = queue.SimpleQueue()
         self._is_stopped = False
 
     def read(self) -> None:
@@ -277,45 +285,30 @@ class _Direct:
             for number in opened.read(plan, self._buffers):
                 if self._is_stopped:
                     break
-                self._landed.put(self._items[number])
+                self._completed.put(self._items[number])
         finally:
-            self._landed.put(None)
+            self._completed.put(None)
 
     def stop(self) -> None:
         """Read no further boxes."""
         self._is_stopped = True
 
-    def landed(self) -> Iterator[ReadItem]:
+    def completed(self) -> Iterator[ReadItem]:
         """Iterate over the boxes that were read since the last call."""
         while True:
             try:
-                item = self._landed.get_nowait()
+                item = self._completed.get_nowait()
             except queue.Empty:
                 return
             if item is None:
-                self._landed.put(None)
+                self._completed.put(None)
                 return
             yield item
 
-    def all_landed(self) -> Iterator[ReadItem]:
+    def all_completed(self) -> Iterator[ReadItem]:
         """Wait for the remaining boxes, and iterate over them."""
-        while (item := self._landed.get()) is not None:
+        while (item := self._completed.get()) is not None:
             yield item
-
-
-def _itemsizes(opened: Checkpoint) -> Callable[[int], int]:
-    """Return a function that returns the bytes per element of an array, by number of its leaf."""
-    known: dict[int, int] = {}
-
-    def find(leaf: int) -> int:
-        size = known.get(leaf)
-        if size is None:
-            record = opened.tree.leaves[leaf]
-            assert isinstance(record, ArrayRecord)  # who wants a box wants an array
-            size = known[leaf] = record.spec.numpy_dtype.itemsize
-        return size
-
-    return find
 
 
 def _read_all(opened: Checkpoint, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
@@ -324,4 +317,4 @@ def _read_all(opened: Checkpoint, items: Sequence[ReadItem], buffers: Sequence[H
     plan = ReadPlan(opened.tree, tuple(items))
     missing.difference_update(opened.read(plan, buffers))
     if missing:
-        raise unread(opened, items[min(missing)].leaf)
+        raise incomplete_read(opened, items[min(missing)].leaf)

@@ -1,4 +1,4 @@
-"""Loads in which all processes of a job take each step together."""
+"""Collective loads: all processes of a job take each step together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
-from ckptcore.loading.reading import Reading
+from ckptcore.loading.reading import TreeRead
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.composites import CompositeLoad, Request
+    from ckptcore.loading.composites import CompositeLoad, MemberRequest
     from ckptcore.loading.load import Load
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "CollectiveRead",
     "PeerFailure",
     "Replaced",
-    "agreed_name",
-    "load_composite_jointly",
+    "exchange_name",
+    "load_composite_collectively",
     "take_step",
 ]
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class PeerFailure(Exception):
-    """Another process sent that it failed. It reports its error at the end of the step."""
+    """Another process reported a failure in its message. It sends its error at the end of the step."""
 
 
 class Replaced(Exception):
@@ -45,14 +45,15 @@ class Replaced(Exception):
 def take_step(
     agreement: Agreement, name: str, work: Callable[[], JSON], *, is_current: Callable[[], bool]
 ) -> Sequence[JSON] | None:
-    """Run a step on all ranks, and wait for all.
+    """Run a step on all ranks, and wait for all of them.
 
-    An error of a rank fails the step on all of them, as in a stage of an `Agreement`. Damage that one rank finds is an
-    error of the checkpoint on all ranks, because it may have read for them; unless the checkpoint was replaced.
+    An error of one rank fails the step on all ranks, as in a stage of an `Agreement`. If one rank finds damage, all
+    ranks raise its error, because it may have read data for them. If the checkpoint was replaced, the attempt is
+    repeated.
 
     Args:
-        agreement: of the load.
-        name: of the step; unique in the agreement.
+        agreement: the agreement of the load.
+        name: the name of the step; unique in the agreement.
         work: the work of this rank; returns its message to the leader. May raise `PeerFailure` and `Replaced`.
         is_current: returns True if the checkpoint was not replaced; called if `work` fails.
 
@@ -61,9 +62,9 @@ def take_step(
         checkpoint was replaced: the attempt must be repeated.
 
     Raises:
-        CorruptCheckpointError, CheckpointNotFoundError: if another rank raised it. A rank's own error is raised
+        CorruptCheckpointError, CheckpointNotFoundError: another rank raised it. An error of this rank is raised
             unchanged.
-        RankFailedError: if another rank failed otherwise.
+        RankFailedError: another rank failed with any other error.
     """
     own: Exception | None = None
     with agreement.stage(name) as stage:
@@ -96,7 +97,7 @@ def take_step(
         kind = CheckpointNotFoundError if is_gone else CorruptCheckpointError
         raise kind(f"rank {rank}: {reason}")
     if own is not None:
-        raise RankFailedError("another rank sent that it failed to read, without a reason; see the logs of all ranks")
+        raise RankFailedError("another rank failed to read without giving a reason: see the logs of all ranks")
     return [payload for _, _, payload in messages]
 
 
@@ -105,20 +106,20 @@ def _outcome(messages: Sequence[Any]) -> JSON:
     return {"again": any(again for again, _, _ in messages), "found": found}
 
 
-def agreed_name(location: object, recording: Recording) -> str:
-    """Return a name for the exchanges of a load, equal on every rank: directories of a step may differ by host."""
+def exchange_name(location: object, recording: Recording) -> str:
+    """Return a name for the exchanges of a load, equal on every rank: hosts may have different directories."""
     return str(location) if recording.step is None else f"step {recording.step}"
 
 
 class CollectiveRead:
-    """Loads on all ranks of a job, which take each step together.
+    """Strategy that loads on all ranks of a job, which take each step together.
 
-    A rank calls methods of objects, which may be collective, only if the others do. No rank returns while another one
-    reads. If the checkpoint is replaced during the load, all ranks start again.
+    A rank calls methods of objects only if all others do, because they may be collective. No rank returns while another
+    one reads. If the checkpoint is replaced during the load, all ranks start again.
     """
 
     def __init__(self, job: Coordinator, attempt: type[CollectiveAttempt[Any]]) -> None:
-        """Load on the processes of `job`, of which there are several, by attempts of this type."""
+        """Load on the processes of `job`, of which there are several, with attempts of a type."""
         self.job = job
         self._attempt = attempt
 
@@ -126,23 +127,23 @@ class CollectiveRead:
         """Load. Every rank must call this, for the same checkpoint.
 
         Raises:
-            RankFailedError: if another rank failed.
-            What the stages of the load do.
+            RankFailedError: another rank failed.
+            Errors of the stages of the load.
         """
-        key = runtime_of(load.context).exchange_key(f"{agreed_name(load.location, load.recording)}/load")
+        key = runtime_of(load.context).exchange_key(f"{exchange_name(load.location, load.recording)}/load")
         agreement = Agreement(self.job, key, load.recording)
         for number in itertools.count():  # `load` limits the attempts
             attempt: CollectiveAttempt[T] = self._attempt(load, self.job, agreement, number)
             reading = attempt.plan()
             if reading is not None and attempt.read(reading):
                 with agreement.stage(f"finish-{number}"):
-                    made = load.build(reading)
-                return made
-        raise AssertionError("counting ends only by an error")
+                    result = load.build(reading)
+                return result
+        raise AssertionError("unreachable")
 
 
 class CollectiveAttempt(Generic[T]):
-    """One attempt to load, in which every process reads for itself. Each method must be called on every rank."""
+    """One attempt to load, in which every process reads for itself. Call each method on every rank."""
 
     def __init__(self, load: Load[T], job: Coordinator, agreement: Agreement, number: int) -> None:
         self._load = load
@@ -150,10 +151,10 @@ class CollectiveAttempt(Generic[T]):
         self._agreement = agreement
         self._number = number
 
-    def plan(self) -> Reading | None:
+    def plan(self) -> TreeRead | None:
         """Open the checkpoint and plan; None if it was replaced meanwhile."""
         opened: list[Checkpoint] = []
-        planned: list[Reading] = []
+        planned: list[TreeRead] = []
 
         def open_it() -> JSON:
             opened.append(self._load.open())
@@ -169,7 +170,7 @@ class CollectiveAttempt(Generic[T]):
         messages = self._take_step("plan", plan_it)
         return planned[0] if messages is not None and self._agree(messages, planned[0]) else None
 
-    def read(self, reading: Reading) -> bool:
+    def read(self, reading: TreeRead) -> bool:
         """Read what was planned; False if the checkpoint was replaced meanwhile."""
 
         def read() -> JSON:
@@ -180,11 +181,11 @@ class CollectiveAttempt(Generic[T]):
 
         return self._take_step("read", read) is not None
 
-    def _message(self, checkpoint: Checkpoint, reading: Reading) -> JSON:
-        """Return the message of this rank to the leader about its plan."""
+    def _message(self, checkpoint: Checkpoint, reading: TreeRead) -> JSON:
+        """Return the plan of this rank as a message to the leader."""
         return None
 
-    def _agree(self, messages: Sequence[JSON], reading: Reading) -> bool:
+    def _agree(self, messages: Sequence[JSON], reading: TreeRead) -> bool:
         """Agree on how to read; False if the ranks opened different saves."""
         return True
 
@@ -197,12 +198,12 @@ class CollectiveAttempt(Generic[T]):
         return take_step(self._agreement, f"{name}-{self._number}", work, is_current=is_current)
 
 
-def load_composite_jointly(load: CompositeLoad, job: Coordinator) -> dict[str, object]:
-    """Load several checkpointables on all ranks of a job, name by name.
+def load_composite_collectively(load: CompositeLoad, job: Coordinator) -> dict[str, object]:
+    """Load several checkpointables on all ranks of a job, one name after the other.
 
-    A rank that does not want one of them takes part in its load without requesting data.
+    A rank that does not request a name takes part in its load without requesting data.
     """
-    name = agreed_name(load.location, load.recording)
+    name = exchange_name(load.location, load.recording)
     agreement = Agreement(job, runtime_of(load.context).exchange_key(f"{name}/names"), load.recording)
     for number in itertools.count():  # `load` limits the attempts
         attempt = _CompositeAttempt(load)
@@ -216,11 +217,11 @@ def load_composite_jointly(load: CompositeLoad, job: Coordinator) -> dict[str, o
         steps.append((f"end-{number}", attempt.end))
         if all(attempt.take_step(agreement, name, work) is not None for name, work in steps):
             return attempt.loaded()
-    raise AssertionError("counting ends only by an error")
+    raise AssertionError("unreachable")
 
 
 def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
-    """Return the names that any rank wants, first those that no rank restores in place."""
+    """Return the names that any rank requests. Names that no rank restores in place come first."""
     in_place: dict[str, bool] = {}
     for requests in of_ranks:
         for name, is_in_place in requests:
@@ -234,7 +235,7 @@ class _CompositeAttempt:
     def __init__(self, load: CompositeLoad) -> None:
         self._load = load
         self._composite: CompositeCheckpoint | None = None
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, MemberRequest] = {}
         self._loaded: dict[str, object] = {}
 
     def take_step(self, agreement: Agreement, name: str, work: Callable[[], JSON]) -> Sequence[JSON] | None:
@@ -242,19 +243,19 @@ class _CompositeAttempt:
         return take_step(agreement, name, work, is_current=self._load.attempts.is_current)
 
     def begin(self) -> JSON:
-        """Open the composite, and check that it has what this rank wants."""
+        """Open the composite, and check the requests of this rank."""
         self._composite = self._load.attempts.open()
         self._requests = {request.name: request for request in self._load.plan(self._composite)}
         return [[request.name, request.in_place] for request in self._requests.values()]
 
     def load(self, name: str) -> JSON:
-        """Load a checkpointable, or take part in its load."""
+        """Load a checkpointable, or take part in its collective load."""
         composite, request, context = self._composite, self._requests.get(name), self._load.context
-        assert composite is not None  # the first step has opened it
+        assert composite is not None  # opened by the first step
         member = composite.members[name]
         is_shared = member.processes is None and member.kind == "tree"
         if request is not None:
-            if not is_shared:  # a process reads its own state by itself
+            if not is_shared:  # every process has a separate state
                 context = replace(context, job=replace(context.job, reads="alone"))
             self._loaded[name] = self._load.load(request, context)
         elif is_shared:
@@ -262,12 +263,12 @@ class _CompositeAttempt:
         return None
 
     def end(self) -> JSON:
-        """Check that all of it was read from one save."""
+        """Check that all data was read from one save."""
         if not self._load.attempts.is_unchanged():
             raise Replaced
         return None
 
     def loaded(self) -> dict[str, object]:
         """Return what this rank loaded, by name."""
-        assert self._composite is not None  # the first step has opened it
+        assert self._composite is not None  # opened by the first step
         return self._load.in_order(self._composite, self._loaded)

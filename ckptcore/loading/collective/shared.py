@@ -1,4 +1,4 @@
-"""Shared loads: one process reads an array that several request, and sends it to the others."""
+"""Shared loads: one process reads data that several processes request, and sends it to the others."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import xxhash
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
-from ckptcore.loading.collective.broadcasts import AHEAD, Broadcasts
+from ckptcore.loading.collective.broadcasts import READ_AHEAD, Broadcasts
 from ckptcore.loading.collective.joint import CollectiveAttempt
-from ckptcore.loading.collective.shares import Message, MessageSizes, Request, Round, SharedPlan, plan_shares
-from ckptcore.loading.reading import Reading
+from ckptcore.loading.collective.shares import Message, MessageSizes, RequestedBoxes, Round, SharedPlan, plan_shares
+from ckptcore.loading.reading import TreeRead
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
@@ -33,7 +33,7 @@ __all__ = [
     "SharedArray",
     "SharedAttempt",
     "renumbered",
-    "stored_below",
+    "stored_checkpoint",
 ]
 
 
@@ -45,8 +45,7 @@ class SharedArray:
         leaf: its number in the tree that all ranks have: the stored one, or the one that transforms make of it.
         change: a description of its change by matching, which may differ by rank; empty without a change.
         spec: its shape and dtype after the change.
-        axis, step: bands of `step` elements along an axis that read disjoint bytes; 0 if only runs of elements in C
-            order do.
+        axis, step: bands of `step` elements along an axis that read disjoint bytes; 0 if there are no such bands.
         is_stored: True for a stored array without any change.
     """
 
@@ -59,11 +58,11 @@ class SharedArray:
 
     @classmethod
     def of(cls, opened: Checkpoint, leaf: int) -> SharedArray:
-        """Return the name of an array of a checkpoint that is no alias.
+        """Return the identity of an array that is not an alias.
 
         Args:
-            opened: the checkpoint as this rank reads it.
-            leaf: its number there.
+            opened: the checkpoint, as this rank reads it.
+            leaf: the number of the array in it.
         """
         record = opened.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # who wants a box wants an array
@@ -78,18 +77,18 @@ class SharedArray:
 
     @property
     def order(self) -> tuple[int, str, str]:
-        """The order in which all ranks number arrays."""
+        """Sort key with which all ranks number arrays."""
         return self.leaf, self.change, str(self.spec)
 
     def to_json(self) -> JSON:
-        """Return it as part of a message."""
+        """Encode it for a message."""
         if self.is_stored:
             return self.leaf
         return [self.leaf, self.change, list(self.spec.shape), self.spec.dtype, self.axis, self.step]
 
     @classmethod
     def from_json(cls, message: Any, stored: Checkpoint) -> SharedArray:
-        """Return it from a message; `stored` is the checkpoint as it is stored."""
+        """Decode it from a message; `stored` is the stored checkpoint."""
         if isinstance(message, int):
             record = stored.tree.leaves[message]
             assert isinstance(record, ArrayRecord)  # as at the sender
@@ -98,7 +97,7 @@ class SharedArray:
         return cls(leaf, change, ArraySpec(tuple(shape), dtype), axis, step)
 
     def chunks(self) -> Iterable[Chunk]:
-        """Return its bands as if they were stored in order, each from a block on, so that messages end at blocks."""
+        """Return its bands as chunks that start at block boundaries, so that messages end there."""
         if not self.step:
             return ()
         bands = Box.whole(self.spec.shape).bands(self.axis, self.step)
@@ -107,18 +106,18 @@ class SharedArray:
         return [Chunk(key, number * stride, band, is_plain=True) for number, band in enumerate(bands)]
 
 
-def stored_below(opened: Checkpoint) -> Checkpoint:
-    """Return the stored checkpoint that a checkpoint may be derived from."""
+def stored_checkpoint(opened: Checkpoint) -> Checkpoint:
+    """Return the stored checkpoint from which a checkpoint may be derived."""
     while opened.derived is not None:
         opened = opened.derived.sources[0]
     return opened
 
 
 def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
-    """Return a plan in which arrays have the leaf numbers of one rank.
+    """Return a plan with the leaf numbers of one rank.
 
     Args:
-        plan: of that rank.
+        plan: the plan of that rank.
         own: by number in the plan, the leaf of each array that the rank requests.
     """
     if all(number == leaf for number, leaf in own.items()):
@@ -142,19 +141,19 @@ def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
 T = TypeVar("T")
 
 _SHOWN: Final = 300
-"""Characters of a description of transforms in a message; a digest replaces the rest."""
+"""Limit of a description of transforms in a message, in characters; a digest replaces the rest."""
 
 _MESSAGE_BYTES: Final = 32 << 20
-_MOST_AT_ONCE: Final = 2 * AHEAD
-"""Messages in memory, at most."""
+_MOST_AT_ONCE: Final = 2 * READ_AHEAD
+"""Limit of messages in memory."""
 
 
 class SharedAttempt(CollectiveAttempt[T]):
-    """One attempt to load, in which one process reads what several want and sends it to the others.
+    """One attempt to load, in which one process reads data that several request, and sends it to the others.
 
     Raises:
-        ValueError: if the ranks have different options.
-        PluginError: if there are no collectives to send over.
+        ValueError: the ranks have different options.
+        PluginError: there are no collectives for the transfer.
     """
 
     _requests: list[Mapping[SharedArray, Sequence[Box]]]
@@ -162,8 +161,8 @@ class SharedAttempt(CollectiveAttempt[T]):
     _own_request: Sequence[JSON]
     _decided: Any
 
-    def _message(self, opened: Checkpoint, reading: Reading) -> JSON:
-        """Return a digest of the boxes that this rank wants, the save that it opened, its options and its host."""
+    def _message(self, opened: Checkpoint, reading: TreeRead) -> JSON:
+        """Return a digest of the boxes that this rank requests, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
         self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
         self._own_request = [[self._own[leaf].to_json(), _boxes_to_json(boxes)] for leaf, boxes in wanted.items()]
@@ -172,27 +171,26 @@ class SharedAttempt(CollectiveAttempt[T]):
             str(self._load.context.job.reads),
             memory.load_bytes,
             memory.exchange_bytes,
-            _made_of(reading.opened),
+            _transforms_of(reading.opened),
         ]
         return [_digest(self._own_request), self._version(opened), options, socket.gethostname()]
 
-    def _agree(self, messages: Sequence[JSON], reading: Reading) -> bool:
+    def _agree(self, messages: Sequence[JSON], reading: TreeRead) -> bool:
         decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(messages))
         if decided["differ"]:
             raise ValueError(
                 f"the ranks load {self._load.location} with different options, or open different checkpoints there: "
-                f"{decided['differ']}; give all the same Context(job=JobOptions(reads=...), memory=...), a location "
-                "that is the same for all, and abstract "
-                'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
+                f"{decided['differ']}. Pass the same Context(job=JobOptions(reads=...), memory=...), transforms and "
+                'matching on all ranks, and use a location that all ranks share; or load with reads="all"'
             )
         if decided["again"]:
             return False
         self._decided = decided
-        self._requests = self._exchange_requests(self._own_request, stored_below(reading.opened))
+        self._requests = self._exchange_requests(self._own_request, stored_checkpoint(reading.opened))
         return True
 
     def _version(self, opened: Checkpoint) -> str:
-        """Equal on ranks that opened the same save."""
+        """Return a text that is equal on ranks that opened the same save."""
         root = opened.version.root
         return (
             xxhash.xxh3_128_hexdigest(root)
@@ -201,19 +199,19 @@ class SharedAttempt(CollectiveAttempt[T]):
         )
 
     def _exchange_requests(self, own: Sequence[JSON], stored: Checkpoint) -> list[Mapping[SharedArray, Sequence[Box]]]:
-        """Return the distinct requests; the first rank that has one sends it."""
+        """Return the distinct requests. The first rank with a request sends it to all."""
         first = self._decided["first"]
         if len(first) == 1:
-            return [_request(own, stored)]
+            return [_request_from_json(own, stored)]
         with self._agreement.stage(f"requests-{self._number}") as stage:
             stage.payload = own if self._agreement.rank in first else None
         requests: Any = self._agreement.lead(
             f"all-requests-{self._number}", lambda: [stage.payloads[rank] for rank in first]
         )
-        return [_request(request, stored) for request in requests]
+        return [_request_from_json(request, stored) for request in requests]
 
-    def read(self, reading: Reading) -> bool:
-        """Read what was planned, together; False if the checkpoint was replaced meanwhile."""
+    def read(self, reading: TreeRead) -> bool:
+        """Read what was planned collectively; False if the checkpoint was replaced meanwhile."""
         with ExitStack() as open_channels:
             made: list[Broadcasts] = []
 
@@ -223,12 +221,12 @@ class SharedAttempt(CollectiveAttempt[T]):
                 made.append(Broadcasts(reading, shares, channels, self._agreement.rank))
                 return None
 
-            def exchange(reading: Reading, context: Context) -> None:
+            def exchange(reading: TreeRead, context: Context) -> None:
                 try:
                     made[0].run()
                 except RankFailedError as error:
-                    open_channels.close()  # processes that wait for this one notice now, and not at a deadline
-                    raise RankFailedError(f"loading {self._load.location} together: {error}") from error
+                    open_channels.close()  # processes that wait for this one fail now, not at a deadline
+                    raise RankFailedError(f"collective load of {self._load.location}: {error}") from error
 
             def read() -> JSON:
                 with naming_arrays(reading.opened):
@@ -239,19 +237,19 @@ class SharedAttempt(CollectiveAttempt[T]):
             steps = (("connect", connect), ("read", read))
             return all(self._take_step(name, work) is not None for name, work in steps)
 
-    def _shares(self, reading: Reading) -> SharedPlan:
+    def _shares(self, reading: TreeRead) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank
         group = group_of(rank, self._load.context.job.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
         arrays = sorted(wanted, key=lambda array: array.order)
         number_of = {array: number for number, array in enumerate(arrays)}
-        requests: list[Request] = [
+        requests: list[RequestedBoxes] = [
             {number_of[array]: boxes for array, boxes in request.items() if array in number_of}
             for request in self._requests
         ]
         specs = {number: array.spec for number, array in enumerate(arrays)}
-        memory, stored = self._load.context.memory, stored_below(opened)
+        memory, stored = self._load.context.memory, stored_checkpoint(opened)
         sizes = MessageSizes(
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
@@ -267,10 +265,10 @@ class SharedAttempt(CollectiveAttempt[T]):
         return renumbered(plan, {number_of[array]: leaf for leaf, array in self._own.items() if array in number_of})
 
     def _channels(self, shares: SharedPlan) -> Channels:
-        """Return channels to the processes that this one exchanges data with.
+        """Return channels to the processes with which this one exchanges data.
 
         Raises:
-            PluginError: if there is none.
+            PluginError: there are no collectives for this job.
         """
         if not shares.groups:
             return _NoChannels()
@@ -278,17 +276,15 @@ class SharedAttempt(CollectiveAttempt[T]):
         collectives = context.job.collectives or runtime_of(context).registry.collectives()
         if collectives is None:
             raise PluginError(
-                f"Context(job=JobOptions(reads={self._load.context.job.reads!r})) sends what one process reads of "
-                f"{self._load.location} to others, and no plugin knows how: expected a framework whose collectives "
-                "connect the job (ckptcore-torch after torch.distributed.init_process_group, ckptcore-jax after "
-                "jax.distributed.initialize), or Context(job=JobOptions(collectives=...)). Else give "
-                'reads="all"'
+                f"{self._load.location}: JobOptions(reads={self._load.context.job.reads!r}) sends data between "
+                "processes, but no installed plugin has collectives for this job. Initialize torch.distributed or "
+                "jax.distributed before the load and install the plugin of the framework, or pass "
+                'JobOptions(collectives=...), or use reads="all"'
             )
         if (collectives.rank, collectives.size) != (job.rank, job.size):
             raise PluginError(
-                f"{collectives.name} is a job of {collectives.size} processes of which this is {collectives.rank}; "
-                f"the coordinator says {job.size} and {job.rank}: give a Context a coordinator and collectives of "
-                "one job"
+                f"{collectives.name} has rank {collectives.rank} of {collectives.size} processes, but the coordinator "
+                f"has rank {job.rank} of {job.size}: use a coordinator and collectives of the same job"
             )
         return collectives.connect(f"ckptcore/{self._decided['key']}", shares.groups)
 
@@ -299,7 +295,7 @@ class _NoChannels:
     depth = 1
 
     def memory(self, nbytes: int) -> HostArray:
-        """Return any memory."""
+        """Return new memory."""
         return np.empty(nbytes, np.uint8)
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
@@ -310,19 +306,19 @@ class _NoChannels:
         """Do nothing."""
 
 
-def _made_of(opened: Checkpoint) -> str:
-    """Return a description of the transforms: arrays are named by their numbers in the tree that these make."""
+def _transforms_of(opened: Checkpoint) -> str:
+    """Return a description of the transforms, which must be equal on all ranks: they determine leaf numbers."""
     text = "" if opened.derived is None else opened.derived.description
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({_digest(text)})"
 
 
 def _decide(messages: Sequence[Any]) -> JSON:
-    """Return what ranks must know of each other, from the digest, version, options and host of each."""
+    """Return the data that all ranks need, from the digest, version, options and host of each rank."""
     options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(messages)))}
     versions = {version: rank for rank, (_, version, _, _) in reversed(list(enumerate(messages)))}
     differ = options if len(options) > 1 else {}
     if len(versions) > 1 and any(version.startswith("tree ") for version in versions):
-        differ = versions  # without a root, nothing shows that a checkpoint was replaced
+        differ = versions  # without a root, a replacement cannot be detected
     first: dict[str, int] = {}
     for rank, (digest, _, _, _) in enumerate(messages):
         first.setdefault(digest, rank)
@@ -337,12 +333,12 @@ def _decide(messages: Sequence[Any]) -> JSON:
     }
 
 
-def _request_of(reading: Reading) -> Request:
+def _request_of(reading: TreeRead) -> RequestedBoxes:
     """Return the boxes that are read of a checkpoint, by array."""
     wanted: dict[int, dict[Box, None]] = {}
-    for unit in reading.units:
-        if unit.array is None:
-            wanted.setdefault(unit.leaf, {}).update(dict.fromkeys([box for box in unit.boxes if box.size]))
+    for leaf_read in reading.leaf_reads:
+        if leaf_read.array is None:
+            wanted.setdefault(leaf_read.leaf, {}).update(dict.fromkeys([box for box in leaf_read.boxes if box.size]))
     return {leaf: tuple(boxes) for leaf, boxes in sorted(wanted.items()) if boxes}
 
 
@@ -350,7 +346,7 @@ def _boxes_to_json(boxes: Sequence[Box]) -> JSON:
     return [[list(box.start), list(box.stop)] for box in boxes]
 
 
-def _request(message: Any, stored: Checkpoint) -> Mapping[SharedArray, Sequence[Box]]:
+def _request_from_json(message: Any, stored: Checkpoint) -> Mapping[SharedArray, Sequence[Box]]:
     return {
         SharedArray.from_json(array, stored): tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])
         for array, boxes in message

@@ -1,4 +1,4 @@
-"""Shares of a read: the process that reads each requested box, and the order of messages. Pure."""
+"""Shares of a collective read: the process that reads each requested box, and the order of messages. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ from ckptcore.loading.stored_pieces import ALIGNMENT, BatchSizes, ChunkLookup, O
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.transfer import Chunk, ReadItem
-from ckptcore.planning.partition import Wanting, cells_of_wants
+from ckptcore.planning.partition import ReaderSet, cut_by_readers
 
-__all__ = ["ChunksOf", "Message", "MessageSizes", "Request", "Round", "SharedPlan", "message_offsets", "plan_shares"]
+__all__ = [
+    "ChunksOf",
+    "Message",
+    "MessageSizes",
+    "RequestedBoxes",
+    "Round",
+    "SharedPlan",
+    "message_offsets",
+    "plan_shares",
+]
 
-Request: TypeAlias = Mapping[int, Sequence[Box]]
+RequestedBoxes: TypeAlias = Mapping[int, Sequence[Box]]
 """The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""
 
 ChunksOf: TypeAlias = Callable[[int], Iterable[Chunk]]
-"""Returns the chunks in which an array is stored, by number of its leaf: all plain or none. Empty if unknown."""
+"""Returns the chunks of an array by number of its leaf: all of them plain, or none. Empty if they are unknown."""
 
 _LEAST_BYTES: Final = 4 << 20
-"""Minimum size of messages, except the last: each costs a request, and ends at a block."""
+"""Minimum size of messages except the last one: each costs a request, and ends at a block."""
 
 _TURNS: Final = 4
 """Minimum number of messages that each member reads, if they are larger than `_LEAST_BYTES`."""
@@ -34,9 +43,9 @@ class MessageSizes:
     """Limits of messages and of memory, in bytes.
 
     Attributes:
-        message: elements of a message; a message has at least one element.
-        round: bytes that a process requests in one round; a single array may exceed it. None: one round.
-        block: messages end at multiples of it in an object, because a block is read whole.
+        message: limit of a message, which has at least one element.
+        round: limit of the data that a process requests in one round; a single array may exceed it. None: one round.
+        block: messages end at multiples of this offset in an object, because a block is read whole.
     """
 
     message: int = 32 << 20
@@ -50,11 +59,11 @@ class Message:
 
     Attributes:
         reader: the rank that reads it.
-        members: the ranks that request it, sorted, with the reader; a single one sends nothing.
-        pieces: its boxes, in the order in which they are stored. A member may request only some of them, if several
-            request parts of a chunk that is read whole.
+        members: the ranks that request it, sorted, including the reader. A single member sends nothing.
+        pieces: its boxes, in storage order. If several members request parts of a chunk that is read whole, a member
+            may request only some of the boxes.
         nbytes: its length, with the padding between pieces.
-        place: the position of its first piece in the order in which all are stored.
+        place: the sort key of its first piece in storage order.
     """
 
     reader: int
@@ -69,9 +78,9 @@ class Round:
     """A part of an exchange that ends before the next one begins.
 
     Attributes:
-        leaves: the arrays that the round exchanges completely.
-        direct: boxes that only this process requests, and whole; it reads them into their destination.
-        messages: the messages of this process, in the same order as on all their members.
+        leaves: the arrays of the round, which are complete after it.
+        direct: requested boxes that no other process requests; read directly into their destination.
+        messages: the messages of this process, in the same order on all members.
     """
 
     leaves: frozenset[int]
@@ -92,18 +101,13 @@ class SharedPlan:
     groups: tuple[tuple[int, ...], ...]
 
 
-def _nowhere(leaf: int) -> Iterable[Chunk]:
-    """Return no chunks: the location of the array is unknown."""
-    return ()
-
-
 def plan_shares(
     specs: Mapping[int, ArraySpec],
-    requests: Sequence[Request],
+    requests: Sequence[RequestedBoxes],
     request_of: Mapping[int, int],
     rank: int,
     sizes: MessageSizes,
-    chunks: ChunksOf = _nowhere,
+    chunks: ChunksOf,
 ) -> SharedPlan:
     """Plan the part of one process in an exchange, in which each requested element is read once.
 
@@ -116,12 +120,12 @@ def plan_shares(
         request_of: the number of its request, by rank, for all ranks of the exchange.
         rank: the rank to plan for.
         sizes: limits of messages and rounds.
-        chunks: where arrays are stored: no block, and no chunk that is read whole, is cut by messages.
+        chunks: the chunks of arrays: messages do not split blocks, or chunks that can only be read whole.
     """
     ranks_of: dict[int, list[int]] = {}
     for member, number in sorted(request_of.items()):
         ranks_of.setdefault(number, []).append(member)
-    planning = _Planning(ranks_of)
+    planning = _ReaderAssignment(ranks_of)
     rounds = []
     groups: dict[tuple[int, ...], None] = {}
     for leaves in _rounds(specs, {number: requests[number] for number in ranks_of}, sizes.round):
@@ -131,52 +135,52 @@ def plan_shares(
             itemsize = specs[leaf].numpy_dtype.itemsize
             cells = [
                 _Cell(box, planning.members(wanting), is_whole)
-                for box, wanting, is_whole in _cells(leaf, requests, ranks_of)
+                for box, wanting, is_whole in _requested_cells(leaf, requests, ranks_of)
             ]
-            index = _index(cells, chunks(leaf))
-            for cell in cells if index.is_plain else _joined(cells, index):
+            index = _chunk_lookup(cells, chunks(leaf))
+            for cell in cells if index.is_plain else _extend_to_chunks(cells, index):
                 if cell.is_sent:
                     shared.setdefault(cell.members, []).extend(pieces_of(leaf, cell.box, itemsize, index))
                     continue
                 planning.add(cell.members[0], cell.box.size * itemsize)
                 if cell.members[0] == rank:
                     direct.append(ReadItem(leaf, cell.box))
-        given: list[Message] = []
+        messages_of_round: list[Message] = []
         for members in sorted(shared, key=lambda members: (len(members), members)):
             pieces = shared[members]
             batches = batches_of(pieces, _batch_sizes(pieces, len(members), sizes))
-            given.extend(planning.assign(members, list(batches)))
-        messages = _in_turns(given)
+            messages_of_round.extend(planning.assign(members, list(batches)))
+        messages = _in_turns(messages_of_round)
         groups.update(dict.fromkeys([message.members for message in messages if len(message.members) > 1]))
         own = tuple([message for message in messages if rank in message.members])
         rounds.append(Round(frozenset(leaves), tuple(direct), own))
     return SharedPlan(tuple(rounds), tuple([group for group in groups if rank in group]))
 
 
-def message_offsets(pieces: Sequence[ReadItem], itemsize_of: Callable[[int], int]) -> tuple[Sequence[int], int]:
+def message_offsets(pieces: Sequence[ReadItem], itemsizes: Sequence[int]) -> tuple[Sequence[int], int]:
     """Return the offsets of the pieces of a message and its length, in bytes.
 
     Args:
-        pieces: of the message.
-        itemsize_of: returns the bytes per element of a leaf.
+        pieces: the pieces.
+        itemsizes: bytes per element of each piece.
     """
     offsets, end = [], 0
-    for piece in pieces:
+    for piece, itemsize in zip(pieces, itemsizes, strict=True):
         offsets.append(end)
-        end += -(-piece.box.size * itemsize_of(piece.leaf) // ALIGNMENT) * ALIGNMENT
+        end += -(-piece.box.size * itemsize // ALIGNMENT) * ALIGNMENT
     return offsets, end
 
 
-class _Planning:
+class _ReaderAssignment:
     """The distribution of reads among ranks."""
 
     def __init__(self, ranks_of: Mapping[int, Sequence[int]]) -> None:
         self._ranks_of = ranks_of
         self._load = dict.fromkeys([rank for ranks in ranks_of.values() for rank in ranks], 0)
-        self._members: dict[Wanting, tuple[int, ...]] = {}
+        self._members: dict[ReaderSet, tuple[int, ...]] = {}
 
-    def members(self, wanting: Wanting) -> tuple[int, ...]:
-        """Return the ranks that have one of these requests."""
+    def members(self, wanting: ReaderSet) -> tuple[int, ...]:
+        """Return the ranks with one of these requests."""
         found = self._members.get(wanting)
         if found is None:
             found = tuple(sorted([rank for number in wanting for rank in self._ranks_of[number]]))
@@ -206,7 +210,7 @@ class _Planning:
         return messages
 
     def _level(self, members: tuple[int, ...], nbytes: int) -> float:
-        """Return the total bytes of each member that does not already read more."""
+        """Return the number of bytes that each member reads in total, unless it already reads more."""
         loads = sorted([self._load[rank] for rank in members])
         held = 0
         for count, load in enumerate(loads, 1):
@@ -217,8 +221,10 @@ class _Planning:
         raise AssertionError("a group has members")
 
 
-def _rounds(specs: Mapping[int, ArraySpec], requests: Mapping[int, Request], most: int | None) -> list[list[int]]:
-    """Cut the ordered arrays into rounds, in each of which no process requests more than `most` bytes."""
+def _rounds(
+    specs: Mapping[int, ArraySpec], requests: Mapping[int, RequestedBoxes], most: int | None
+) -> list[list[int]]:
+    """Divide arrays into rounds in which no process requests more than `most` bytes."""
     leaves = sorted({leaf for request in requests.values() for leaf in request})
     if most is None:
         return [leaves] if leaves else []
@@ -236,15 +242,15 @@ def _rounds(specs: Mapping[int, ArraySpec], requests: Mapping[int, Request], mos
     return rounds
 
 
-def _cells(
-    leaf: int, requests: Sequence[Request], ranks_of: Mapping[int, Sequence[int]]
-) -> list[tuple[Box, Wanting, bool]]:
-    """Return the cells of an array, the requests of each, and True for a cell that is a requested box."""
+def _requested_cells(
+    leaf: int, requests: Sequence[RequestedBoxes], ranks_of: Mapping[int, Sequence[int]]
+) -> list[tuple[Box, ReaderSet, bool]]:
+    """Cut the requested boxes of an array. Returns disjoint boxes, the requests of each, and True for uncut boxes."""
     wants: dict[Box, set[int]] = {}
     for number in ranks_of:
         for box in requests[number].get(leaf, ()):
             wants.setdefault(box, set()).add(number)
-    cells = cells_of_wants({box: frozenset(numbers) for box, numbers in wants.items()})
+    cells = cut_by_readers({box: frozenset(numbers) for box, numbers in wants.items()})
     return [(box, wanting, box in wants) for box, wanting in cells]
 
 
@@ -254,7 +260,7 @@ class _Cell:
 
     Attributes:
         members: the ranks that request it.
-        is_whole: True for a requested box.
+        is_whole: True if it is a requested box, not a part of one.
     """
 
     box: Box
@@ -263,12 +269,12 @@ class _Cell:
 
     @property
     def is_sent(self) -> bool:
-        """True if it is sent as a message, not read directly."""
+        """True if it is a part of a message, False if it is read directly."""
         return len(self.members) > 1 or not self.is_whole
 
 
-def _index(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLookup:
-    """The chunks of an array, if its cells are to be cut at them."""
+def _chunk_lookup(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLookup:
+    """Return the chunks of an array if its cells must be cut at them; otherwise no chunks."""
     if len(cells) == 1 and not cells[0].is_sent:
         return ChunkLookup(())
     found = iter(chunks)
@@ -278,26 +284,40 @@ def _index(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLookup:
     return ChunkLookup(itertools.chain([first], found))
 
 
-def _joined(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]:
-    """Split cells so that cells with parts of one chunk have the same members, who are sent the whole chunk."""
+def _extend_to_chunks(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]:
+    """Split cells at chunks, so that all cells of a chunk have the same members, which receive all of them."""
     parts = [list(index.parts(cell.box)) for cell in cells]
     members: dict[Box, set[int]] = {}
     for cell, of_cell in zip(cells, parts, strict=True):
         if sum([part.size for part, _ in of_cell]) != cell.box.size:
-            return list(cells)  # the chunks are not those of the array
+            return list(cells)  # the chunks do not cover the array
         for _, chunk in of_cell:
             members.setdefault(chunk.box, set()).update(cell.members)
-    made: list[_Cell] = []
+    sent = _sent_chunks(cells, [{chunk.box for _, chunk in of_cell} for of_cell in parts], members)
+    extended: list[_Cell] = []
     for cell, of_cell in zip(cells, parts, strict=True):
-        if all(len(members[chunk.box]) == len(cell.members) for _, chunk in of_cell):
-            made.append(cell)
+        has_its_members = all(len(members[chunk.box]) == len(cell.members) for _, chunk in of_cell)
+        if has_its_members and (cell.is_sent or not any(chunk.box in sent for _, chunk in of_cell)):
+            extended.append(cell)
         else:
-            made.extend([_Cell(part, tuple(sorted(members[chunk.box])), False) for part, chunk in of_cell])
-    return made
+            extended.extend([_Cell(part, tuple(sorted(members[chunk.box])), False) for part, chunk in of_cell])
+    return extended
+
+
+def _sent_chunks(cells: Sequence[_Cell], chunks_of: Sequence[set[Box]], members: Mapping[Box, set[int]]) -> set[Box]:
+    """Return the chunks of which a part is sent. All parts of such a chunk are sent, so that it is read only once."""
+    sent: set[Box] = set()
+    count = -1
+    while count < len(sent):  # a cell that is sent because of one of its chunks also sends its parts of the others
+        count = len(sent)
+        for cell, chunks in zip(cells, chunks_of, strict=True):
+            if cell.is_sent or not chunks.isdisjoint(sent) or any(len(members[chunk]) > 1 for chunk in chunks):
+                sent |= chunks
+    return sent
 
 
 def _batch_sizes(pieces: Sequence[StoredPiece], members: int, sizes: MessageSizes) -> BatchSizes:
-    """Return the sizes of messages. Each member reads the same number of them."""
+    """Return the sizes of messages, so that each member reads the same number of messages."""
     total = sum([piece.nbytes for piece in pieces])
     most = min(sizes.message, max(_LEAST_BYTES, -(-total // (_TURNS * members))))
     count = -(-total // most)
@@ -307,7 +327,7 @@ def _batch_sizes(pieces: Sequence[StoredPiece], members: int, sizes: MessageSize
 
 
 def _in_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in the order of sending: one of each reader in turn, so that all read at the same time."""
+    """Return messages in sending order: readers take turns, so that all of them read at the same time."""
     of_reader: dict[int, list[Message]] = {}
     for message in messages:
         of_reader.setdefault(message.reader, []).append(message)

@@ -85,7 +85,7 @@ def test_a_directory_of_steps_is_told_with_the_way_to_load_one(titan_run: Path) 
     with pytest.raises(CheckpointNotFoundError) as raised:
         ckptcore.load(titan_run)
     said = str(raised.value)
-    assert "is no checkpoint but, by the names in it, a directory of steps (step-5, step-10)" in said
+    assert "is not a checkpoint. Its names look like a directory of steps (step-5, step-10)" in said
     assert f"{titan_run}/step-10, or the newest with CheckpointReader('{titan_run}').load()" in said
     with pytest.raises(CheckpointNotFoundError, match="directory of steps"):
         ckptcore.load_checkpointables(titan_run)

@@ -132,7 +132,7 @@ def test_a_step_that_was_saved_as_an_int_is_an_array_where_one_is_asked_for(writ
 def test_a_step_that_was_saved_as_an_array_is_an_int_where_one_is_asked_for(write: str, tmp_path: Path) -> None:
     WRITERS[write](tmp_path / "c", train_state(jnp.int32(7)))
     assert_same(ckptcore.load(tmp_path / "c", train_state(0)), train_state(7))
-    told = "step: kind: bool is asked for, array int32[] is stored"
+    told = "step: kind: bool is requested, array int32[] is stored"
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", train_state(step=False))
     assert [text.removeprefix("/") for text in caught.value.differences] == [told]
@@ -158,8 +158,8 @@ def test_numbers_that_no_array_of_the_dtype_holds_are_told(tmp_path: Path) -> No
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", asked)
     assert caught.value.differences == (
-        "step: value: int32[] is asked for, and cannot hold exactly the int that is stored: 1099511627776",
-        "rate: value: float32[] is asked for, and cannot hold exactly the float that is stored: 0.1",
+        "step: value: int32[] is requested, and cannot represent the stored int exactly: 1099511627776",
+        "rate: value: float32[] is requested, and cannot represent the stored float exactly: 0.1",
     )
 
 

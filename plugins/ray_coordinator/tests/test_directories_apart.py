@@ -50,6 +50,6 @@ def test_actors_with_other_working_directories(
     assert kind is RankFailedError and f"the ranks [1, 2]: NotSharedError: {tmp_path}/host 1/run" in message
     for kind, message, notes in blind:
         assert kind is NotSharedError and "the URL of an object store" in message
-        assert f"what rank 0 has in {tmp_path}/host 0/run" in message and "NotSharedError" in notes[0]
+        assert f"that rank 0 created in {tmp_path}/host 0/run" in message and "NotSharedError" in notes[0]
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert all("owner" in path.parts for path in left), left  # the lock of the run was released, and its record remains

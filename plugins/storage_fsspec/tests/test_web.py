@@ -56,7 +56,7 @@ def test_checkpointables_load(server: tuple[str, Requests], tmp_path: Path) -> N
     ckptcore.save_checkpointables(tmp_path / "both", {"model": STATE, "data": {"position": 7}})
     assert ckptcore.load_checkpointables(f"{server[0]}/both", ["data"]) == {"data": {"position": 7}}
     ckptcore.delete(tmp_path / "both" / "model")
-    with pytest.raises(CheckpointNotFoundError, match="deleted since"):
+    with pytest.raises(CheckpointNotFoundError, match="deleted later"):
         ckptcore.load_checkpointables(f"{server[0]}/both", ["model"])
 
 

@@ -243,7 +243,7 @@ def test_a_module_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> 
     ckptcore.save(tmp_path / "c", torch.nn.Linear(3, 2), context=QUICK)
     target = torch.nn.Linear(4, 2)
     before = state_bits(target)
-    with pytest.raises(TreeMismatchError, match=r"weight: shape: float32\[2, 4\] is asked for, float32\[2, 3\]"):
+    with pytest.raises(TreeMismatchError, match=r"weight: shape: float32\[2, 4\] is requested, float32\[2, 3\]"):
         ckptcore.load_into(tmp_path / "c", target)
     assert state_bits(target) == before
 

@@ -20,7 +20,7 @@ from ckptcore.context import Context, MemoryOptions
 from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, pieces, reshape
 from ckptcore.errors import TransformError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import Derived, Place, derive
+from ckptcore.loading.derived import BoxDestination, Derived, derive
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
@@ -141,7 +141,7 @@ def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
     assert isinstance(derived.derived, Derived)
     buffer = np.empty((3, 10), np.float32)
     plan = plan_read(derived.tree, [(0, (Box.whole((3, 10)),))])
-    (fill,) = derived.derived._fills(one, [Place(0, Box.whole((3, 10)), buffer)])
+    (fill,) = derived.derived._fills(one, [BoxDestination(0, Box.whole((3, 10)), buffer)])
     assert fill.held_bytes == 0 and fill.steps == []
     assert list(derived.read(plan, [buffer])) == [0]
     assert (buffer == STORED[0][[5, 2, 9]]).all() and counted.elements == 30
@@ -166,7 +166,7 @@ def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> N
     derived = derive(opened, _tree([one]), {0: one}, most_bytes=16 << 20, values={})
     assert isinstance(derived.derived, Derived)
     out = np.empty(array.shape, np.float32)
-    fills = derived.derived._fills(one, [Place(0, Box.whole(array.shape), out)])
+    fills = derived.derived._fills(one, [BoxDestination(0, Box.whole(array.shape), out)])
     assert len(fills) == 2 and max(fill.held_bytes for fill in fills) == 16 << 20
     assert (_read(derived, [(0, Box.whole(array.shape))])[0] == array).all()
     assert opened.store.bytes_read <= 1.1 * array.nbytes
@@ -185,7 +185,7 @@ def test_a_layer_of_a_stack_that_is_too_large_is_cut_itself() -> None:
     derived = derive(opened, _tree([one]), {0: one}, most_bytes=20 << 20, values={}).derived
     assert isinstance(derived, Derived)
     out = np.empty(one.spec.shape, np.int16)
-    fills = derived._fills(one, [Place(0, Box.whole(out.shape), out)])
+    fills = derived._fills(one, [BoxDestination(0, Box.whole(out.shape), out)])
     assert len(fills) == 8 and max(fill.held_bytes for fill in fills) <= 20 << 20
 
 
@@ -267,7 +267,7 @@ def test_arrays_of_several_checkpoints_are_put_together() -> None:
     opened, other = open_checkpoint(first, Context()), open_checkpoint(second, Context())
     spec = ArraySpec((24, 10), "float32")
     one = weighted_sum([Stored(spec, 0), Stored(spec, 0, 1)], [0.5, 0.5])
-    derived = derive(opened, _tree([one]), {0: one}, beside=[other], values={})
+    derived = derive(opened, _tree([one]), {0: one}, additional=[other], values={})
     assert (_read(derived, [(0, Box.whole(spec.shape))])[0] == STORED[0] + 0.5).all()
 
 
@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused(make: object) -> None:
 
 def test_a_function_that_fails_is_named_by_its_array(location: str) -> None:
     of = Stored(ArraySpec((24, 10), "float32"), 0)
-    with pytest.raises(TransformError, match=r"\[0\] could not be made.*ZeroDivisionError"):
+    with pytest.raises(TransformError, match=r"\[0\] could not be computed.*ZeroDivisionError"):
         _made(location, computed([of], lambda array: 1 // 0, of.spec))
     with pytest.raises(TransformError, match=r"the function returned float32\[10, 24\]"):
         _made(location, computed([of], lambda array: array.T, of.spec))
@@ -324,5 +324,5 @@ def test_a_function_that_fails_is_named_by_its_array(location: str) -> None:
 def test_a_tree_that_is_not_what_is_made_is_refused() -> None:
     opened = open_checkpoint(_saved("memory://derivations/refused"), Context())
     of = Stored(ArraySpec((24, 10), "float32"), 0)
-    with pytest.raises(TransformError, match="is said to be"):
+    with pytest.raises(TransformError, match="is declared as"):
         derive(opened, _tree([of]), {0: cast(of, "int8")}, values={})

@@ -90,7 +90,7 @@ def test_it_may_stand_between_those_of_this_package(tmp_path: Path) -> None:
 
 def test_a_tree_without_its_arrays_is_refused(tmp_path: Path) -> None:
     _saved(tmp_path / "c")
-    with pytest.raises(TransformError, match="nothing is made"):
+    with pytest.raises(TransformError, match="its derivation is missing"):
         ckptcore.load(tmp_path / "c", transforms=[Loses()])
 
 

@@ -25,7 +25,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ItemColumns, Receipt, WritePlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.planning.partition import WrittenBoxes, makes_up
+from ckptcore.planning.partition import WrittenBoxes, covers_exactly
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
@@ -178,7 +178,7 @@ def _expect_complete_arrays(tree: TreeMetadata, receipts: Sequence[Receipt]) -> 
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
             continue
         starts, stops = written.bounds(leaf)
-        if makes_up(record.spec.shape, starts, stops):
+        if covers_exactly(record.spec.shape, starts, stops):
             continue
         written_elements = int((stops - starts).prod(axis=1).sum())
         if written_elements < record.spec.size:  # otherwise boxes overlap: the check before the commit reports it

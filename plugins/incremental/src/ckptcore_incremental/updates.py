@@ -25,7 +25,7 @@ from ckptcore.loading.bases import base_location, base_path, read_base
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.planning.replicas import Shares
+from ckptcore.planning.replicas import SplitTree
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.requests import Save, SaveDraft
 from ckptcore.saving.tree_descriptions import BoxHolders, TreeDescription
@@ -230,8 +230,8 @@ def _renumber_leaves(description: TreeDescription, tree: TreeMetadata) -> TreeDe
     )
     shares = description.shares
     if shares is not None:
-        pieces = {stored[leaf]: of for leaf, of in shares.pieces.items()}
-        shares = Shares(tree, pieces, {stored[leaf]: count for leaf, count in shares.replicas.items()})
+        splits = {stored[leaf]: of for leaf, of in shares.splits.items()}
+        shares = SplitTree(tree, splits, {stored[leaf]: count for leaf, count in shares.replicas.items()})
     return description._replace(
         tree=tree,
         holders=holders,

@@ -24,7 +24,7 @@ from ckptcore.job.visibility import expect_claim
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.opening import open_tree
-from ckptcore.loading.reading import unread
+from ckptcore.loading.reading import incomplete_read
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, HostArray, Receipt, TreeMetadata, WritePlan
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray, Layout
@@ -202,7 +202,7 @@ class DerivationRecipe:
         """
         further = [open_further(address) for address in self.further]
         return derive(
-            opened, self.tree, self.derivations, values=self.values, beside=further, most_bytes=self.most_bytes
+            opened, self.tree, self.derivations, values=self.values, additional=further, most_bytes=self.most_bytes
         )
 
     @classmethod
@@ -269,7 +269,7 @@ class ReadBoxes:
         filled = set(opened.read(plan, buffers))
         missing = next((leaf for number, leaf in enumerate(owners) if number not in filled), None)
         if missing is not None:
-            raise unread(opened, missing)
+            raise incomplete_read(opened, missing)
         return arrays
 
     def _open(self, address: LocationAddress) -> Checkpoint:

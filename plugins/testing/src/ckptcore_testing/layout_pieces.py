@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Node, ValueRecord, WriteItem, WritePlan
-from ckptcore.planning.partition import cut_runs
+from ckptcore.planning.partition import cut_flat_ranges
 from ckptcore.protocols import Layout
 from ckptcore_testing.layout_stores import local_directory, objects_below
 from ckptcore_testing.layout_trials import SAVE_ID, Trial, tree_trial, write_trial
@@ -48,7 +48,7 @@ class _CutTrial(Trial):
         for leaf in (leaf for leaves in self.objects[rank :: self.size] for leaf in leaves):
             record = self.tree.leaves[leaf]
             assert isinstance(record, ArrayRecord)
-            boxes = cut_runs(record.spec, (), most_bytes=self.most_bytes, band_bytes=0)
+            boxes = cut_flat_ranges(record.spec, (), most_bytes=self.most_bytes, band_bytes=0)
             items.extend(WriteItem(leaf, record.spec, (box,)) for box in boxes)
         return WritePlan(self.tree, tuple(items), rank, self.size, SAVE_ID, self.name)
 

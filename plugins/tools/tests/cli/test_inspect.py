@@ -122,7 +122,7 @@ def test_nothing_there(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     result = run("inspect", tmp_path / "nothing")
     assert result.exit_code == 3
     assert result.stdout == ""
-    assert result.stderr.startswith("ckptcore: error: there is nothing at ")
+    assert "does not exist or is empty" in result.stderr
     assert result.stderr.count("\n") == 1
     code, document = run_json(ErrorDocument, "inspect", tmp_path / "nothing")
     assert code == document["exit_code"] == 3

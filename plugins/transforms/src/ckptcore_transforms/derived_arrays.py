@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.derivations import (
-    Piece,
+    PieceIndex,
     WholeArray,
     concatenate,
+    copy_parts,
     copy_rounded,
     is_complex,
-    is_whole,
+    is_int_or_bool,
     pieces,
-    place,
     reshape,
 )
 from ckptcore.model import ArraySpec, Box, HostArray
@@ -75,7 +75,7 @@ class Permuted:
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Copy the elements."""
-        place(self.views(box, out), parts)
+        copy_parts(self.views(box, out), parts)
 
     @property
     def _back(self) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class LowRankMerge:
         for piece in pieces(out.shape, _PRODUCT_ELEMENTS):
             _round(out[piece], self._merged(base[piece], thin, piece, dtype), [base[piece], *thin])
 
-    def _merged(self, base: HostArray, thin: Sequence[HostArray], piece: Piece, dtype: np.dtype[Any]) -> HostArray:
+    def _merged(self, base: HostArray, thin: Sequence[HostArray], piece: PieceIndex, dtype: np.dtype[Any]) -> HostArray:
         """Return a piece of the base plus the product of its rows and columns of the thin matrices."""
         if not thin:
             return base.astype(dtype)
@@ -291,7 +291,7 @@ def merge_low_rank(base: DerivedArray, up: DerivedArray, down: DerivedArray, sca
         raise ValueError(f"{base.spec} + {up.spec} @ {down.spec} does not fit: expected (n, m), (n, r) and (r, m)")
     for one in (base, up, down):
         _expect_real(one.spec)
-    if is_whole(base.spec.numpy_dtype):
+    if is_int_or_bool(base.spec.numpy_dtype):
         raise ValueError(f"cannot add fractions to the integers of {base.spec}")
     return LowRankMerge(base, up, down, float(scale))
 
@@ -321,4 +321,4 @@ def _round(out: HostArray, values: HostArray, parts: Sequence[HostArray]) -> Non
     if not np.isfinite(values).all() and all(bool(np.isfinite(part).all()) for part in parts):
         first = values[~np.isfinite(values)].flat[0]
         raise ValueError(f"the result {first} is out of the range of {values.dtype}, in which it is computed")
-    copy_rounded(out, np.rint(values) if is_whole(out.dtype) else values)
+    copy_rounded(out, np.rint(values) if is_int_or_bool(out.dtype) else values)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.derivations import may_become, place, reshape
+from ckptcore.derivations import accepts_kind_of, copy_parts, reshape
 from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
 from ckptcore.protocols import DerivedArray, Part
@@ -89,7 +89,7 @@ class Reinterpreted:
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Copy the bytes."""
-        place(self.views(box, out), parts)
+        copy_parts(self.views(box, out), parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +350,7 @@ def block_scaled(
         UnsupportedLeafError: for an unknown dtype.
     """
     spec, of_scales = values.spec, scales.spec
-    if not _is_real(spec.dtype) or not (_is_real(dtype) and may_become(dtype, "float32")):
+    if not _is_real(spec.dtype) or not (_is_real(dtype) and accepts_kind_of(dtype, "float32")):
         raise ValueError(f"cannot scale {spec} to {dtype}: expected real numbers, and a float dtype")
     if of_scales.dtype not in _SCALES:
         raise ValueError(f"the scales are {of_scales}; expected one of {', '.join(_SCALES)}")
@@ -378,7 +378,7 @@ def block_scaled(
 
 
 def _is_real(dtype: str) -> bool:
-    return dtype != "bool" and may_become("float32", dtype)
+    return dtype != "bool" and accepts_kind_of("float32", dtype)
 
 
 def mxfp4(blocks: DerivedArray, scales: DerivedArray, dtype: str = "float32") -> DerivedArray:

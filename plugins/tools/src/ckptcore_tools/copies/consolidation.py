@@ -33,7 +33,7 @@ from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.loading.foreign import foreign_checkpoints
-from ckptcore.loading.opening import ConsistentRead, open_either, tree_read
+from ckptcore.loading.opening import ConsistentRead, open_either, tree_attempts
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
@@ -213,11 +213,11 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
         if isinstance(found, Checkpoint):
             return open_below(found, keys)
         member = SubPath(source, str(keys[0]))
-        return tree_read(member, reading).retry_if_replaced(functools.partial(open_below, below=keys[1:]))
+        return tree_attempts(member, reading).retry_if_replaced(functools.partial(open_below, below=keys[1:]))
 
     if keys and isinstance(keys[0], str):
         return ConsistentRead(source, reading, open_either).retry_if_replaced(open_found)
-    return tree_read(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
+    return tree_attempts(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
 
 
 def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:

@@ -21,7 +21,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_file
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
@@ -254,10 +254,8 @@ class _Conversion:
 
     def _check(self, source: Checkpoint | CompositeCheckpoint) -> None:
         """Check before the commit that bases and other sources were not replaced."""
-        if isinstance(source, Checkpoint) and source.derived is not None:
-            from ckptcore.loading.derived import check_beside  # needed only for derived arrays
-
-            check_beside(source)
+        if isinstance(source, Checkpoint):
+            check_additional(source)
         self._before_commit()
 
     def _remove_previous_attempt(self) -> None:

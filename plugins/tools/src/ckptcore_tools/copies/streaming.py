@@ -17,7 +17,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
-from ckptcore.planning.partition import cut_runs
+from ckptcore.planning.partition import cut_flat_ranges
 from ckptcore.protocols import Layout
 
 __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]
@@ -140,7 +140,7 @@ def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSiz
     if rows is not None and record.spec.shape:
         step = rows * max(1, slice_bytes // (rows * (nbytes // record.spec.shape[0])))
         bands = range(step, record.spec.shape[0], step)
-    return cut_runs(record.spec, bands, most_bytes=slice_bytes, band_bytes=undivided)
+    return cut_flat_ranges(record.spec, bands, most_bytes=slice_bytes, band_bytes=undivided)
 
 
 class StreamedSnapshot:

@@ -1,0 +1,169 @@
+"""Options of loads: the differences that `Matching` allows, and the `LoadReport` that a load fills."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, SupportsComplex, SupportsFloat, get_args
+
+from ckptcore.model.arrays import ArraySpec
+
+__all__ = [
+    "EXACT",
+    "Casting",
+    "LeafChange",
+    "LoadReport",
+    "Matching",
+    "Missing",
+    "Sequences",
+    "ShapeChange",
+    "Unexpected",
+]
+
+Unexpected = Literal["error", "ignore"]
+"""Treatment of stored leaves that the abstract tree does not request."""
+
+Missing = Literal["error", "placeholder", "keep"]
+"""Treatment of requested leaves that are not stored."""
+
+Casting = Literal["error", "safe", "narrowing"]
+"""Casts of arrays whose requested dtype is not the stored one."""
+
+ShapeChange = Literal["reshape", "truncate", "pad"]
+"""Changes of arrays whose requested shape is not the stored one."""
+
+Sequences = Literal["exact", "either"]
+"""Exchange of lists and tuples: whether a stored tuple matches a requested list, and vice versa."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """Differences between an abstract tree and the stored one that a load allows. None by default.
+
+    A `ckptcore.results.LoadReport` lists the allowed differences. All others are listed in one error.
+
+    Attributes:
+        unexpected: stored leaves that the abstract tree does not request: ``"error"``, or ``"ignore"`` to skip them.
+        missing: requested leaves that are not stored: ``"error"``; ``"placeholder"``: load `ckptcore.PLACEHOLDER`
+            instead; ``"keep"``: keep the values of the abstract tree, or of the target of ``load_into``. An abstract
+            leaf without elements (`ckptcore.AbstractArray`, ``jax.ShapeDtypeStruct``, a tensor on the meta device) has
+            no value to keep, and is an error.
+        cast: arrays of another dtype: ``"error"``; ``"safe"``: cast if the requested dtype can represent every value of
+            the stored one, including infinities, NaN and negative zero; ``"narrowing"``: also round to the nearest
+            value. A number outside of the range of the dtype is an error when it is read. Floats are never cast to
+            ints, complex numbers never to real ones, and numbers never to bool.
+        shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if the number of
+            elements is equal; ``"truncate"``: keep the first elements along an axis; ``"pad"``: append elements along
+            an axis. If the number of elements is equal, an array is reshaped rather than truncated and padded.
+        pad_value: the value to pad with; the dtype of the array must be able to represent it.
+        sequences: ``"exact"``: lists match stored lists, and tuples stored tuples; ``"either"``: each also matches the
+            other, and the requested type is built. Does not apply to formats of other software that store both alike.
+    """
+
+    unexpected: Unexpected = "error"
+    missing: Missing = "error"
+    cast: Casting = "error"
+    shapes: Collection[ShapeChange] = ()
+    pad_value: bool | int | float | complex = 0
+    sequences: Sequences = "exact"
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError, TypeError: names the option and its allowed values.
+        """
+        for name, allowed in _CHOICES.items():
+            given = getattr(self, name)
+            if given not in allowed:
+                raise ValueError(f"Matching({name}={given!r}): expected one of {', '.join(map(repr, allowed))}")
+        known = get_args(ShapeChange)
+        several = isinstance(self.shapes, Collection) and not isinstance(self.shapes, str)
+        if not several or not all(change in known for change in self.shapes):
+            raise ValueError(f"Matching(shapes={self.shapes!r}): expected a set of {', '.join(map(repr, known))}")
+        object.__setattr__(self, "shapes", frozenset(self.shapes))
+        axes: tuple[int, ...] = getattr(self.pad_value, "shape", ())
+        if not isinstance(self.pad_value, SupportsComplex | SupportsFloat) or axes:
+            raise TypeError(f"Matching(pad_value={self.pad_value!r}): expected a number, True or False")
+
+
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "unexpected": get_args(Unexpected),
+    "missing": get_args(Missing),
+    "cast": get_args(Casting),
+    "sequences": get_args(Sequences),
+}
+
+EXACT: Final = Matching()
+"""No difference is allowed."""
+
+
+_SHOWN: Final = 10
+"""Limit of paths of each kind in the text of a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafChange:
+    """A change of an array from its stored to its requested form.
+
+    Attributes:
+        stored: the stored shape and dtype.
+        loaded: the shape and dtype after the change.
+        cast: ``"safe"`` or ``"narrowing"``; ``"error"`` if it was not cast.
+        shapes: the changes of its shape.
+        pad_value: the value that it was padded with; None if it was not padded.
+    """
+
+    stored: ArraySpec
+    loaded: ArraySpec
+    cast: Casting = "error"
+    shapes: frozenset[ShapeChange] = frozenset()
+    pad_value: bool | int | float | complex | None = None
+
+    def __str__(self) -> str:
+        done: list[str] = [*([f"{self.cast} cast"] if self.cast != "error" else []), *sorted(self.shapes)]
+        if self.pad_value is not None:
+            done[done.index("pad")] = f"pad with {self.pad_value!r}"
+        return f"{self.stored} -> {self.loaded} ({', '.join(done)})"
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadReport:
+    """A report of a load. The caller creates one and passes it to the load, which fills it when it succeeds.
+
+    Paths are formatted as in errors, ``params/layers[0].w``. Each requested leaf is in one of `restored`, `changed`,
+    `defaulted` and `skipped`.
+
+    Attributes:
+        restored: paths, in the result, of leaves that were loaded without a change.
+        changed: by path, arrays that were cast, reshaped, truncated or padded.
+        defaulted: paths of leaves that are not stored, and were set by ``Matching(missing=...)``.
+        skipped: paths of placeholders in the abstract tree.
+        ignored: paths of stored leaves that were not requested, after transforms. Leaves that transforms drop are not
+            listed.
+        bytes_read: bytes that this process requested from the storage after opening the checkpoint. Includes whole
+            blocks, compressed chunks and their indexes.
+    """
+
+    restored: Sequence[str] = ()
+    changed: Mapping[str, LeafChange] = field(default_factory=dict)
+    defaulted: Sequence[str] = ()
+    skipped: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    bytes_read: int = 0
+
+    def __str__(self) -> str:
+        """Return a line for each kind, with the first few paths."""
+        lines = [f"{len(self.restored)} leaves restored, {self.bytes_read} bytes read"]
+        changed = [f"{path}: {change}" for path, change in self.changed.items()]
+        if changed:
+            lines.append(f"changed: {_some(changed)}")
+        for kind in ("defaulted", "skipped", "ignored"):
+            paths: Sequence[str] = getattr(self, kind)
+            if paths:
+                lines.append(f"{kind}: {_some(paths)}")
+        return "\n".join(lines)
+
+
+def _some(lines: Sequence[str]) -> str:
+    return ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
