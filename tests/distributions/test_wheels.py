@@ -16,6 +16,7 @@ from ckptcore.distributions import DISTRIBUTIONS, Distribution
 from tests.architecture.sources import ROOT
 from tests.distributions import alone
 from tests.distributions.wheels import Environment, Wheel, build_wheels
+from tests.docs.pages import code_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -145,3 +146,15 @@ def test_all_wheels_install_together(wheels: Mapping[str, Wheel], tmp_path: Path
     described = environment.run("-m", "ckptcore", "plugins")
     assert "failed" not in described
     assert all(name in described for name in ("dcp", "fsspec", "gcs", "jax", "orbax", "ray", "s3", "torch"))
+
+
+@pytest.mark.parametrize(("page", "runs"), [("README.md", 2), ("PACKAGE.md", 1)])
+def test_the_quick_starts_work_from_wheels(page: str, runs: int, wheels: Mapping[str, Wheel], tmp_path: Path) -> None:
+    """They run without the repository. Those of the README run twice: the second time they resume."""
+    environment = Environment(tmp_path / "env", wheels, ["ckptcore[torch]", "ckptcore[jax]"])
+    blocks = code_blocks((ROOT / page).read_text(encoding="utf-8"))
+    program = "\n".join(block.code for block in blocks if block.language == "python")
+    (tmp_path / "work").mkdir()
+    for _ in range(runs):
+        environment.run("-c", f"import os\nos.chdir({str(tmp_path / 'work')!r})\n{program}")
+    assert (tmp_path / "work" / "runs").is_dir()
