@@ -111,31 +111,30 @@ if TYPE_CHECKING:
     from ckptcore.tree.flattening import PerProcess as PerProcess
 
     __version__: str
-else:
+else:  # type checkers do not see `__getattr__`: with it, they would accept any name
     __all__ = list(_HOMES)
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            found: object = getattr(importlib.import_module(_HOMES[name]), name)
+            globals()[name] = found
+            return found
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name == "__version__":
+            from ckptcore.installed import version_of  # rarely used
+
+            return version_of(__name__)
+        if not name.startswith("_"):
+            from ckptcore.distributions import import_name, lazy_names  # only names of other distributions need it
+
+            if name in lazy_names():
+                return import_name(name)
+        raise _unknown_name(name)
 
 
 # A library is silent unless the program configures logging; without this, Python prints its warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        found: object = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = found
-        return found
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name == "__version__":
-        from ckptcore.installed import version_of  # rarely used
-
-        return version_of(__name__)
-    if not name.startswith("_"):
-        from ckptcore.distributions import import_name, lazy_names  # only names of other distributions need it
-
-        if name in lazy_names():
-            return import_name(name)
-    raise _unknown_name(name)
 
 
 def _unknown_name(name: str) -> Exception:

@@ -122,9 +122,9 @@ def test_other_type_errors_are_as_they_were(tmp_path: Path) -> None:
 
 def test_an_attribute_of_the_module_names_ours() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'CheckpointManager'; use ckptcore\.Checkpointer\("):
-        ckptcore.CheckpointManager  # noqa: B018
+        ckptcore.CheckpointManager  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match=r"use ckptcore\.load\(path, abstract\)"):
-        ckptcore.restore  # noqa: B018
+        ckptcore.restore  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(ckptcore, "restore")
     assert getattr(ckptcore, "wait_until_finished", None) is None
     with pytest.raises(ImportError, match=r"cannot import name 'restore' from 'ckptcore'; use ckptcore\.load\("):
