@@ -322,6 +322,10 @@ class ConditionalPutMethod(CommitMethod):
     replaces_atomically = False
     claims_by_root = True
 
+    def __init__(self, directory: StorageBackend) -> None:
+        """Create the method of a directory; `directory` is the storage, opened at the directory."""
+        self._directory = directory
+
     def begin(
         self,
         location: Location,

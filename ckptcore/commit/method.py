@@ -69,10 +69,6 @@ class CommitMethod(ABC):
     replaces_atomically: ClassVar[bool]
     claims_by_root: ClassVar[bool]
 
-    def __init__(self, directory: StorageBackend) -> None:
-        """Create the method of a directory; `directory` is its storage, opened at it."""
-        self._directory = directory
-
     @abstractmethod
     def begin(
         self,

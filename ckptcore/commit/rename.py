@@ -270,8 +270,8 @@ class RenameMethod(CommitMethod):
     claims_by_root = False
 
     def __init__(self, directory: StorageBackend) -> None:
-        """See `CommitMethod`."""
-        super().__init__(directory)
+        """Create the method of a directory; `directory` is the storage, opened at the directory."""
+        self._directory = directory
         self._directories = cast(AtomicDirectories, directory)
 
     def begin(

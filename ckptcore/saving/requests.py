@@ -291,7 +291,7 @@ def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
         return {}
     try:
         decoded: dict[str, JSON] = json.loads(json.dumps(dict(custom), allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"metadata= must be JSON, with str keys and finite numbers: {error}. Nothing was written"
         ) from error

@@ -243,16 +243,15 @@ class StepDeleter:
             StorageError, SaveLostError
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
-            self._clean()
+            with self._lock:
+                self._owned.check()
+                self._commits.sweep_names(self._steps.leftovers)
+                self._locks.sweep()
+            if self._commits.claims_by_root:
+                self._remove_claims()
 
-    def _clean(self) -> None:
-        with self._lock:
-            self._owned.check()
-            self._commits.sweep_names(self._steps.leftovers)
-            self._locks.sweep()
-        if not self._commits.claims_by_root:
-            return
-        # Claims of failed saves and deletions.
+    def _remove_claims(self) -> None:
+        """Remove the claims of failed saves and deletions, with their objects."""
         candidates = self._steps.candidates()
         for step, is_claimed in zip(candidates, self._steps.map_ordered(candidates, self._is_claimed), strict=True):
             if not is_claimed:

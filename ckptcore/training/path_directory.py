@@ -20,6 +20,7 @@ from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
+from ckptcore.saving.requests import check_custom
 from ckptcore.step_names import StepNames
 from ckptcore.training.garbage import BegunDeletion, DeletionQueue, StepDeleter, policy_infos
 from ckptcore.training.run_directory import Ownership, RunDirectory, SavedStep, StepTarget
@@ -269,12 +270,7 @@ def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]
     Raises:
         ValueError: it is no JSON, or longer than 16 MiB.
     """
-    try:
-        data = json.dumps(dict(metadata), allow_nan=False).encode("ascii")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata= must be JSON, with str keys and finite numbers: {error}") from error
-    if not _has_str_keys(metadata):
-        raise ValueError("metadata= must be JSON, with str keys; other keys would be loaded as str")
+    data = json.dumps(check_custom(metadata)).encode("ascii")
     if len(data) > _MAX_BYTES:
         raise ValueError(f"metadata= has {len(data)} bytes as JSON; the maximum for a directory is {_MAX_BYTES}")
     try:
@@ -283,9 +279,3 @@ def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]
         is_stored = False  # damaged metadata is written again
     if not is_stored:
         store.put(_KEY, data)
-
-
-def _has_str_keys(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _has_str_keys(child) for key, child in value.items())
-    return all(map(_has_str_keys, value)) if isinstance(value, list | tuple) else True
