@@ -19,8 +19,7 @@ the thread where it ends. Phases may contain other phases, overlap on several th
     load                 the call of a load          the value is returned     caller's    waits      all below
       open               the root is looked up       the tree is matched       caller's    waits
       read               the first read begins       all leaves are built      caller's    waits
-      restore            the state of an object      the object has taken it   caller's    waits
-                         is loaded
+      restore            an object's state is read   the object has taken it   caller's    waits
     delete               the deletion begins         its files are removed     background  continues
       clean              the steps are examined      the clean-up has ended    background  continues  deletes
     upload               the upload begins           the far tier has it       background  continues

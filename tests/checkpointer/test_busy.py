@@ -273,7 +273,7 @@ def test_nothing_grows_over_a_thousand_saves(near: str) -> None:
             if step % 50 == 0:
                 run.wait()
         run.wait()
-        assert len(run._saves) + len(run._run._cleaner) == 0  # type: ignore[attr-defined]
+        assert len(run._saves) + len(run._run._deletions) == 0  # type: ignore[attr-defined]
         assert len(runtime_of(run._context).saves._handles) <= 2
         assert len(run._steps.directories[0]._changes) <= 7
         assert run.steps == tuple(range(7))
