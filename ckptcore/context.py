@@ -41,7 +41,7 @@ class IOOptions:
         without_conditions: behaviour of saves on storage that has neither real directories nor conditional puts.
             ``"refuse"``: raise AtomicityError. ``"marker"``: read before and after each put instead, which is safe as
             long as only one process at a time saves to a location.
-        bases: checkpoints that an update may refer to, in saves and loads. ``"beside"``: checkpoints in the same
+        bases: checkpoints that an update may refer to, in saves and loads. ``"siblings"``: checkpoints in the same
             directory. ``"anywhere"``: checkpoints in the same storage. With ``"anywhere"``, a checkpoint from an
             untrusted source can make a load read other objects of that storage, but cannot run code.
     """
@@ -50,11 +50,11 @@ class IOOptions:
     verify: bool = True
     threads: int | None = None
     without_conditions: WithoutConditions = "refuse"
-    bases: Literal["beside", "anywhere"] = "beside"
+    bases: Literal["siblings", "anywhere"] = "siblings"
 
     def __post_init__(self) -> None:
         _expect("IOOptions", "without_conditions", self.without_conditions, get_args(WithoutConditions))
-        _expect("IOOptions", "bases", self.bases, ("beside", "anywhere"))
+        _expect("IOOptions", "bases", self.bases, ("siblings", "anywhere"))
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"IOOptions(threads={self.threads}): give at least 1, or None")
 

@@ -66,7 +66,7 @@ Purpose: TypeAlias = Literal["pins", "deleting"]
 """Why a step is locked: a reader has pinned it, or its deletion is announced. Also the directory of these locks."""
 
 IfInUse: TypeAlias = Literal["error", "take over"]
-"""What to do if another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
+"""Behaviour if another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
 
 
 class Lock:

@@ -173,7 +173,7 @@ class Base:
             )
 
     @property
-    def is_beside(self) -> bool:
+    def is_sibling(self) -> bool:
         """True if it is in the same directory as the referring checkpoint."""
         return "/" not in self.path
 

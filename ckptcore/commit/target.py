@@ -59,7 +59,7 @@ IsForeign: TypeAlias = "Callable[[Location], bool]"
 """Returns whether the directory at a location is a checkpoint that other software wrote."""
 
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
-"""What exists at a location: nothing, the claim of a save, or a checkpoint."""
+"""The content of a location: nothing, the claim of a save, or a checkpoint."""
 
 _MOST_MEMBERS: Final = 1000
 """Maximum number of subdirectories whose roots are read. Composites have few members."""

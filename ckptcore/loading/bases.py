@@ -36,7 +36,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     """
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
     found = location.address
-    if base.is_beside:
+    if base.is_sibling:
         return Location(display, location.parent, base.path, f"{found.scheme}:{found.parent}/{base.path}")
     if context.io.bases != "anywhere":
         raise InvalidLocationError(

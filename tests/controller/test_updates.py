@@ -19,11 +19,11 @@ from tests.controller.worker_processes import WorkerProcesses
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])
-@pytest.mark.parametrize("bases", ["beside", "anywhere"])
+@pytest.mark.parametrize("bases", ["siblings", "anywhere"])
 def test_workers_save_and_load_updates(
     bases: str, layout: str, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
-    first, second = tmp_path / "run" / "1", tmp_path / ("run" if bases == "beside" else "other") / "2"
+    first, second = tmp_path / "run" / "1", tmp_path / ("run" if bases == "siblings" else "other") / "2"
     if bases == "anywhere":
         context = replace(context, io=replace(context.io, bases="anywhere"))
     ckptcore.save(first, {"kept": make_rows(workers), "given": np.ones(3), "n": 1}, layout=layout, context=context)
