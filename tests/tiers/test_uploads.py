@@ -321,7 +321,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_the_directories_are_checked(far: str) -> None:
-    with pytest.raises(InvalidLocationError, match="neither"):
+    with pytest.raises(InvalidLocationError, match="expected a path or a URL"):
         Checkpointer(TieredDirectory(3, far), context=Context())  # type: ignore[arg-type]
 
 

@@ -424,5 +424,5 @@ def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) ->
 def test_an_update_has_no_exports(run: str) -> None:
     ckptcore.save(f"{run}/1", {"a": np.ones(3)})
     export = ckptcore.Export(location=f"{run}/3")
-    with pytest.raises(ValueError, match="no exports"):
+    with pytest.raises(ValueError, match="do not support exports"):
         ckptcore.save(f"{run}/2", {}, strategy=ckptcore.WithExports([export], ckptcore.Update(f"{run}/1")))
