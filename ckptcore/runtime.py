@@ -17,7 +17,7 @@ from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import Coordinator, Executor, Rejoinable
 
 if TYPE_CHECKING:
-    from ckptcore.commit.root import KnownRoots
+    from ckptcore.commit.root import ParsedRoots
     from ckptcore.io.chunk_reads import StoredFormat
 
 __all__ = ["Runtime", "runtime_of", "with_registry"]
@@ -73,11 +73,11 @@ class Runtime:
         return StagingPool()
 
     @cached_property
-    def known_roots(self) -> KnownRoots[StoredFormat]:
+    def parsed_roots(self) -> ParsedRoots[StoredFormat]:
         """The parsed roots of the checkpoints that were opened last, with their layouts and caches of their indexes."""
-        from ckptcore.commit.root import KnownRoots  # only `ckptcore.open` needs it
+        from ckptcore.commit.root import ParsedRoots  # only `ckptcore.open` needs it
 
-        return KnownRoots()
+        return ParsedRoots()
 
     def exchange_key(self, location: object, *, job: Coordinator | None = None) -> str:
         """Return a key for the exchanges of an operation.

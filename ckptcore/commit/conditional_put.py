@@ -36,12 +36,12 @@ from ckptcore.commit.target import (
     IsForeign,
     Overwrite,
     expect_no_nested,
-    find_debris,
     find_existing,
     is_claimed_by,
     none_is_foreign,
     parse_root,
-    remove_debris,
+    remove_unneeded,
+    unneeded_keys,
 )
 from ckptcore.errors import (
     AtomicityError,
@@ -262,9 +262,9 @@ class ConditionalPutTransaction:
         with suppress(SaveLostError):  # the objects belong to another session now
             self.store.expect_claim()  # without the claim, the uploads belong to another session
             self.store.abort_uploads()
-            debris = find_debris({*self.store.list(), *self.store.written}, {*kept, ROOT_KEY})
-            if debris:
-                self.store.delete(debris)
+            unneeded = unneeded_keys({*self.store.list(), *self.store.written}, {*kept, ROOT_KEY})
+            if unneeded:
+                self.store.delete(unneeded)
             self.replace(table)
 
     def give_up(self) -> None:
@@ -373,7 +373,7 @@ class ConditionalPutMethod(CommitMethod):
             transaction.clear()
         elif planned.before is not None and planned.before.owner is not None:
             transaction.store.abort_uploads()
-            remove_debris(transaction.store, planned.kept)
+            remove_unneeded(transaction.store, planned.kept)
         return transaction
 
     def resume_sessions(

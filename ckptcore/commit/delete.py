@@ -18,7 +18,7 @@ from ckptcore.commit.method import find_partial
 from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import ADMINISTRATION, LocationVersion, is_hidden_name, read_root, read_version
+from ckptcore.commit.target import INTERNAL_DIRECTORY, LocationVersion, is_hidden_name, read_root, read_version
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -176,7 +176,7 @@ def find_bases(
         without: a name to leave out.
     """
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
-    names = [name for name in directories if name not in (without, ADMINISTRATION) and not is_hidden_name(name)]
+    names = [name for name in directories if name not in (without, INTERNAL_DIRECTORY) and not is_hidden_name(name)]
     parallelism = requests_of(directory).concurrency
     bases = map_ordered(threads, names, lambda name: bases_of(directory, name), parallelism=parallelism)
     return dict(zip(names, bases, strict=True))

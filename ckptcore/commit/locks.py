@@ -46,7 +46,7 @@ from ckptcore.commit.leases import (
     read_lease,
     take_lease,
 )
-from ckptcore.commit.target import ADMINISTRATION
+from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.errors import (
     AtomicityError,
     CheckpointNotFoundError,
@@ -226,7 +226,7 @@ class Locks(ABC):
 
     def _keys(self, purpose: Purpose) -> Mapping[str, str]:
         """List the locks of steps. Return the name of the step, by key of the lock."""
-        directory = f"{ADMINISTRATION}/{purpose}"
+        directory = f"{INTERNAL_DIRECTORY}/{purpose}"
         matches = [matched for entry in self._store.list_names(directory) if (matched := self._entry.fullmatch(entry))]
         return {f"{directory}/{matched[0].removesuffix('/')}": matched[1] for matched in matches}
 
@@ -317,7 +317,7 @@ def _check_name(name: str) -> None:
         raise ValueError(f"{name!r} is not the name of a step: expected one name, without '/'")
 
 
-_OWNER: Final = f"{ADMINISTRATION}/owner"
+_OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
 _OWNER_RECORD: Final = f"{_OWNER}/owner.json"
 _RECORD_BYTES: Final = 1 << 16
 _LOCK_ATTEMPTS: Final = 4
@@ -343,7 +343,7 @@ class DirectoryLocks(Locks):
 
     def _take(self, purpose: Purpose, name: str) -> Lock:
         while True:
-            key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}"
+            key = f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}"
             lock = self._directories.lock_directory(key)
             if lock is not None:
                 break  # otherwise another process checks this lock at the moment
@@ -404,7 +404,7 @@ class DirectoryLocks(Locks):
                     raise SaveLostError(
                         f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
                         f"was removed or replaced; the owner is {self._recorded_owner()}. Do not change "
-                        f"{ADMINISTRATION}/ by hand. Open the directory again when no other process writes there"
+                        f"{INTERNAL_DIRECTORY}/ by hand. Open the directory again when no other process writes there"
                     )
 
             return Lock(f"the directory {self._display}", check=check, release=held.pop_all().close)
@@ -412,7 +412,7 @@ class DirectoryLocks(Locks):
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""
         # Listed first, because taking the lock creates the directory.
-        if "owner/" not in self._store.list_names(ADMINISTRATION):
+        if "owner/" not in self._store.list_names(INTERNAL_DIRECTORY):
             return None
         lock = self._directories.lock_directory(_OWNER)
         if lock is not None:
@@ -431,7 +431,7 @@ class DirectoryLocks(Locks):
         return "a process without a record" if holder is None else holder.describe()
 
 
-_OWNER_LEASE: Final = f"{ADMINISTRATION}/owner.json"
+_OWNER_LEASE: Final = f"{INTERNAL_DIRECTORY}/owner.json"
 _RENEWALS_PER_LEASE: Final = 3
 _LOOKS_PER_LEASE: Final = 8
 
@@ -470,7 +470,7 @@ class LeasedLocks(Locks):
         return Lock(lease.subject, check=lease.check, release=release)
 
     def _take(self, purpose: Purpose, name: str) -> Lock:
-        key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}.json"
+        key = f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}.json"
         subject = f"the step {name}"
         lease = take_lease(self._store, key, subject, "delete", IF_ABSENT, self._lease_seconds, self._clock)
         if lease is None:
@@ -482,7 +482,7 @@ class LeasedLocks(Locks):
 
     def _keys(self, purpose: Purpose) -> Mapping[str, str]:
         keys = super()._keys(purpose)
-        self._seen.forget_others(f"{ADMINISTRATION}/{purpose}/", keys)
+        self._seen.forget_others(f"{INTERNAL_DIRECTORY}/{purpose}/", keys)
         return keys
 
     def may_expire(self, name: str) -> bool:

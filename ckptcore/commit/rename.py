@@ -33,7 +33,7 @@ from ckptcore.commit.target import (
     none_is_foreign,
     partial_exists,
     refuse_to_replace,
-    remove_debris,
+    remove_unneeded,
     root_bytes,
 )
 from ckptcore.errors import (
@@ -143,7 +143,7 @@ class RenameTransaction:
             raise
         except BaseException as error:
             # The hidden directory may be the old checkpoint now, so it is not deleted.
-            if _holds_other_root(self._location, root):
+            if _has_other_root(self._location, root):
                 raise
             self.leave()
             raise CommitUnknownError(
@@ -247,13 +247,13 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             try:
-                remove_debris(self.store, kept)  # first: nothing can be put on a full disk
+                remove_unneeded(self.store, kept)  # first: nothing can be put on a full disk
                 self.store.put(PARTIAL_KEY, table)
             finally:
                 self.leave()
 
 
-def _holds_other_root(location: Location, root: bytes | None) -> bool:
+def _has_other_root(location: Location, root: bytes | None) -> bool:
     """Return True if a location certainly has another root (if `root` is None: if it has no files)."""
     try:
         if root is None:
@@ -309,7 +309,7 @@ class RenameMethod(CommitMethod):
                 raise sessions_changed(location)
             transaction.store.delete([ROOT_KEY])  # if a process was killed in `finalize`
             if planned.before is None or planned.before.owner is not None:
-                remove_debris(transaction.store, planned.kept)  # first, because the disk may be full
+                remove_unneeded(transaction.store, planned.kept)  # first, because the disk may be full
             transaction.store.put(PARTIAL_KEY, encode_partial(planned.partial))
         except BaseException:
             transaction.leave_if_empty()

@@ -25,15 +25,15 @@ __all__ = [
     "Base",
     "Claim",
     "CommittedRoot",
-    "Composite",
-    "KnownRoots",
+    "CompositeRoot",
     "Member",
     "PartialSave",
     "References",
     "Role",
     "Root",
+    "ParsedRoots",
+    "RootSummary",
     "Session",
-    "Summary",
     "check_name",
     "new_save_id",
     "this_writer",
@@ -272,7 +272,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Composite(CommittedRoot):
+class CompositeRoot(CommittedRoot):
     """The root of a committed checkpoint of several checkpointables. Each is a checkpoint in a subdirectory.
 
     Attributes:
@@ -282,11 +282,11 @@ class Composite(CommittedRoot):
     members: Mapping[str, Member]
 
 
-AnyRoot: TypeAlias = Root | Composite | Claim | PartialSave
+AnyRoot: TypeAlias = Root | CompositeRoot | Claim | PartialSave
 """The content of a root: a committed checkpoint, the claim of a save, or the session table of a partial save."""
 
 
-class Summary(NamedTuple):
+class RootSummary(NamedTuple):
     """The small fields of a root, without its tables.
 
     Attributes:
@@ -352,13 +352,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Known(Generic[T]):
+class _CachedRoot(Generic[T]):
     data: bytes
     root: Root
     kept: T
 
 
-class KnownRoots(Generic[T]):
+class ParsedRoots(Generic[T]):
     """Cache of the last parsed roots, each with an object that its reader derived from it. Any thread.
 
     The bytes of a root are the key: they are read and compared each time. A root with parts is not cached, because its
@@ -367,7 +367,7 @@ class KnownRoots(Generic[T]):
 
     def __init__(self) -> None:
         """Create an empty cache."""
-        self._known: tuple[_Known[T], ...] = ()
+        self._known: tuple[_CachedRoot[T], ...] = ()
         self._lock = threading.Lock()
 
     def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
@@ -395,10 +395,10 @@ class KnownRoots(Generic[T]):
         if not root.parts and len(data) <= _MOST_BYTES and not _has_containers(root):
             with self._lock:
                 others = [other for other in self._known if other.data != data]
-                self._known = (_Known(data, root, kept), *others[: _MOST - 1])
+                self._known = (_CachedRoot(data, root, kept), *others[: _MOST - 1])
         return kept
 
-    def _find(self, data: bytes) -> _Known[T] | None:
+    def _find(self, data: bytes) -> _CachedRoot[T] | None:
         return next((known for known in self._known if known.data == data), None)
 
 

@@ -21,14 +21,14 @@ from ckptcore.commit.root import (
     AnyRoot,
     Base,
     Claim,
-    Composite,
+    CompositeRoot,
     Member,
     PartialSave,
     References,
     Role,
     Root,
+    RootSummary,
     Session,
-    Summary,
     check_name,
 )
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
@@ -40,7 +40,7 @@ from ckptcore.model.tree import JSON
 __all__ = [
     "FORMAT_VERSION",
     "HEAD_BYTES",
-    "Head",
+    "RootHead",
     "bases_of_root",
     "decode_root",
     "encode_claim",
@@ -80,7 +80,7 @@ ReadPart: TypeAlias = Callable[[str, int], bytes]
 """Reads at most so many bytes of an object of the checkpoint, given its key."""
 
 
-class Head(NamedTuple):
+class RootHead(NamedTuple):
     """The fields that every root begins with, in this order, in every version of the format.
 
     Attributes:
@@ -94,7 +94,7 @@ class Head(NamedTuple):
     save_id: str
 
 
-def read_head(data: bytes) -> Head | None:
+def read_head(data: bytes) -> RootHead | None:
     """Return the head of a root; None if these bytes are not a root. The checksum is not verified.
 
     Args:
@@ -104,7 +104,7 @@ def read_head(data: bytes) -> Head | None:
     if found is None:
         return None
     state, role = cast(Any, found[1].decode("ascii")), cast(Any, found[2].decode("ascii"))
-    return Head(state, role, found[3].decode("ascii"))  # the pattern matches no other values
+    return RootHead(state, role, found[3].decode("ascii"))  # the pattern matches no other values
 
 
 def is_claim(data: bytes) -> bool:
@@ -143,12 +143,12 @@ def encode_partial(partial: PartialSave) -> bytes:
                   "sessions": list(partial.sessions)})  # fmt: skip
 
 
-def encode_root(root: Root | Composite) -> tuple[bytes, Mapping[str, bytes]]:
+def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]:
     """Return the bytes of a committed root, and of its parts by key. The parts must be written before the root."""
     own: dict[str, JSON] = {}
     tables: dict[str, JSON] = {}
     role: Role = "checkpoint"
-    if isinstance(root, Composite):
+    if isinstance(root, CompositeRoot):
         own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
     else:
         role = root.role
@@ -253,7 +253,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             "progress": _decode_progress(document),
         }
         if "members" in document:
-            return Composite(members=_decode_members(document["members"]), **common)
+            return CompositeRoot(members=_decode_members(document["members"]), **common)
         tree = TreeMetadata.from_json(tables["tree"])
         return Root(
             layout=_text(document["layout"]),
@@ -266,7 +266,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
         )
 
 
-def summarize_root(data: bytes) -> Summary:
+def summarize_root(data: bytes) -> RootSummary:
     """Decode the small fields of a root, without its tables and parts.
 
     Raises:
@@ -278,7 +278,7 @@ def summarize_root(data: bytes) -> Summary:
         if "objects" not in document.get("parts", {}):
             tables = document.get("tables", {})
             nbytes = sum(_size(size) for size in (tables["objects"]["size"] if "objects" in tables else []))
-        return Summary(
+        return RootSummary(
             head.state == "committed",
             head.save_id,
             _text(document["created"]),
@@ -319,7 +319,7 @@ def _damaged(reason: str, key: str = ROOT_KEY) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{ROOT_KEY} {reason}", key=key)
 
 
-def _open(data: bytes) -> tuple[dict[str, Any], Head]:
+def _open(data: bytes) -> tuple[dict[str, Any], RootHead]:
     """Return the fields and the head of a root. Verifies its checksum and its version."""
     document = _unseal(data)
     if document.get("format") != _FORMAT:

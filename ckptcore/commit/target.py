@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, Root
-from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head
+from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, is_claim, is_partial, read_head
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
 __all__ = [
-    "ADMINISTRATION",
+    "INTERNAL_DIRECTORY",
     "ExistingTarget",
     "IsForeign",
     "LocationVersion",
     "Overwrite",
     "expect_no_nested",
-    "find_debris",
     "find_existing",
-    "holds_members",
+    "has_members",
     "is_claimed_by",
     "is_hidden_name",
     "is_leftover_name",
@@ -47,9 +46,10 @@ __all__ = [
     "read_version",
     "refuse_inside",
     "refuse_to_replace",
-    "remove_debris",
+    "remove_unneeded",
     "root_bytes",
     "root_version",
+    "unneeded_keys",
 ]
 
 Overwrite: TypeAlias = bool | Literal["non-atomic"]
@@ -121,7 +121,7 @@ def find_existing(
         existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"
     elif not (names := location.store.list_names()):
         return "nothing"
-    elif holds_members(location.store, names) or is_foreign(location):
+    elif has_members(location.store, names) or is_foreign(location):
         existing = "checkpoint"  # a composite that lost its root, or a checkpoint of other software
     else:
         raise CheckpointExistsError(
@@ -144,7 +144,7 @@ def partial_exists(location: Location) -> CheckpointExistsError:
     )
 
 
-def holds_members(store: StorageBackend, names: Sequence[str]) -> bool:
+def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
     """Return True if the names in a directory without a root include members of a composite."""
     for entry in names[:_MOST_MEMBERS]:
         if not entry.endswith("/") or entry.startswith("."):
@@ -258,7 +258,7 @@ def _nested(store: StorageBackend) -> Sequence[str]:
     return [name for name in others if not any(_stores(store, member, name) for member in members)]
 
 
-def _head(store: StorageBackend, name: str) -> Head | None:
+def _head(store: StorageBackend, name: str) -> RootHead | None:
     """Return the head of the root in a directory; None without a readable one."""
     try:
         return read_head(store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
@@ -281,7 +281,7 @@ def _stores(store: StorageBackend, member: str, name: str) -> bool:
     return isinstance(root, Root) and f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in root.objects
 
 
-def find_debris(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
+def unneeded_keys(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
     """Return the keys of objects that can be removed from a location. Objects of nested checkpoints are excluded.
 
     Args:
@@ -292,11 +292,11 @@ def find_debris(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
     return sorted([key for key in keys if key not in kept and not key.startswith(below)])
 
 
-def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
+def remove_unneeded(store: StorageBackend, kept: Collection[str]) -> None:
     """Remove the objects of a partial save except `kept`, its root and its session table. Only for its owner."""
-    debris = find_debris(list(store.list()), {*kept, ROOT_KEY, PARTIAL_KEY})
-    if debris:
-        store.delete(debris)
+    keys = unneeded_keys(list(store.list()), {*kept, ROOT_KEY, PARTIAL_KEY})
+    if keys:
+        store.delete(keys)
 
 
 class LocationVersion(NamedTuple):
@@ -385,7 +385,7 @@ def root_version(store: StorageBackend) -> bytes | str | None:
         return str(error)
 
 
-ADMINISTRATION: Final = ".ckptcore"
+INTERNAL_DIRECTORY: Final = ".ckptcore"
 """The directory of locks, uploads and metadata within a directory of steps."""
 
 _HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial)\.ckptcore", re.DOTALL)

@@ -17,7 +17,7 @@ from typing import Final
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.target import ADMINISTRATION
+from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import StorageBackend
@@ -35,7 +35,7 @@ _PATIENCE_SECONDS: Final = 10.0
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 1.0
 
-_PROBES: Final = f"{ADMINISTRATION}/probe-"
+_PROBES: Final = f"{INTERNAL_DIRECTORY}/probe-"
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
     try:
         with agreement.stage("shared"), seen_by_all(agreement, "probed", place, lambda: store.size(key) == 0):
             if agreement.rank == 0:
-                of_killed_leaders = [name for name in store.list(ADMINISTRATION) if name.startswith(_PROBES)]
+                of_killed_leaders = [name for name in store.list(INTERNAL_DIRECTORY) if name.startswith(_PROBES)]
                 store.delete(of_killed_leaders)
                 store.put(key, b"")
     finally:

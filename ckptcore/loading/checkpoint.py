@@ -11,7 +11,7 @@ import xxhash
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import AnyLocation, Location
-from ckptcore.commit.root import Composite, Member, Root
+from ckptcore.commit.root import CompositeRoot, Member, Root
 from ckptcore.commit.target import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
@@ -64,7 +64,7 @@ class Origin:
     created: str | None = None
 
     @classmethod
-    def of_root(cls, root: Root | Composite) -> Origin:
+    def of_root(cls, root: Root | CompositeRoot) -> Origin:
         """Return the provenance that a root states."""
         writer = " ".join([f"{name} {version}" for name, version in root.writer.items()])
         return cls(writer, root.custom, root.metrics, root.created)
@@ -197,12 +197,12 @@ class CompositeCheckpoint:
 
     location: Location
     version: LocationVersion
-    root: Composite | None
+    root: CompositeRoot | None
     members: Mapping[str, Member]
     origin: Origin
 
     @classmethod
-    def of_root(cls, location: Location, version: LocationVersion, root: Composite) -> CompositeCheckpoint:
+    def of_root(cls, location: Location, version: LocationVersion, root: CompositeRoot) -> CompositeCheckpoint:
         """Return a composite of ckptcore."""
         return cls(location, version, root, root.members, Origin.of_root(root))
 

@@ -10,7 +10,7 @@ from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.target import IsForeign, LocationVersion, holds_members
+from ckptcore.commit.target import IsForeign, LocationVersion, has_members
 from ckptcore.context import Context
 from ckptcore.distributions import install_hint
 from ckptcore.errors import (
@@ -93,7 +93,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
         if found is not None:
             origin = Origin(found.writer, found.custom, found.metrics, found.created)
             return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
-    if entry is None and holds_members(storage, storage.list_names()):
+    if entry is None and has_members(storage, storage.list_names()):
         raise _lost_root(location)
     if entry is None and (steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"])):
         raise CheckpointNotFoundError(_steps_message(location, steps))

@@ -54,7 +54,7 @@ class OpenState:
         """
         self.context = context
         self.is_closed = False
-        self._now: Checkpoint | None = tree_attempts(location, context, runtime_of(context).known_roots).open()
+        self._now: Checkpoint | None = tree_attempts(location, context, runtime_of(context).parsed_roots).open()
         self._held: dict[str, BlockCache | None] = {}
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claim, Composite, KnownRoots, PartialSave, Root
+from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, ParsedRoots, PartialSave, Root
 from ckptcore.commit.root_json import is_claim
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version, root_bytes
@@ -59,7 +59,7 @@ T = TypeVar("T")
 Opener: TypeAlias = Callable[[Location, LocationVersion, Context], OpenedT]
 """Opens the checkpoint at a location. Its version shows later whether the checkpoint was replaced."""
 
-RootCache: TypeAlias = KnownRoots[StoredFormat]
+RootCache: TypeAlias = ParsedRoots[StoredFormat]
 """Cache of parsed roots. For callers that do not return mutable parts of a root."""
 
 ATTEMPTS: Final = 20
@@ -196,7 +196,7 @@ def open_tree(
     root = _committed_root(location, version, known)
     if root is None:
         return open_foreign(location, version, context)
-    if isinstance(root, Composite):
+    if isinstance(root, CompositeRoot):
         raise several_checkpointables(location, list(root.members))
     return _open_with_root(location, version, root, context, known)
 
@@ -209,7 +209,7 @@ def open_names(location: Location, version: LocationVersion, context: Context) -
         Errors of `open_tree`.
     """
     root = _committed_root(location, version)
-    if isinstance(root, Composite):
+    if isinstance(root, CompositeRoot):
         return CompositeCheckpoint.of_root(location, version, root)
     if root is None and (found := find_composite(location, version, context)) is not None:
         return found
@@ -224,7 +224,7 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
         Errors of `open_tree`.
     """
     root = _committed_root(location, version)
-    if isinstance(root, Composite):
+    if isinstance(root, CompositeRoot):
         return CompositeCheckpoint.of_root(location, version, root)
     if root is not None:
         return _open_with_root(location, version, root, context, None)
@@ -254,7 +254,7 @@ def open_files(location: Location, version: LocationVersion, context: Context) -
 
 def _committed_root(
     location: Location, version: LocationVersion, known: RootCache | None = None
-) -> Root | Composite | None:
+) -> Root | CompositeRoot | None:
     """Return the root of a committed checkpoint; None if there is no root.
 
     Raises:
@@ -315,7 +315,7 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
     if isinstance(data, str):
         raise InvalidLocationError(data)
     around = None if data is None else parse_root(location.parent, data, f"the directory around {location.display}")
-    if hidden or not isinstance(around, Composite) or around.save_id != member.save_id:
+    if hidden or not isinstance(around, CompositeRoot) or around.save_id != member.save_id:
         raise UncommittedCheckpointError(
             f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was "
             "replaced meanwhile. Load another checkpoint, or save again"

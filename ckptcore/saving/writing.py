@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import ROOT_KEY, Claim, Composite, Root, this_writer
+from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import is_leftover_name, read_root
@@ -229,7 +229,7 @@ class PlainCommit:
                 save.target.before_commit()
             self._claim.commit(*encode_root(self._completed(root)))
 
-    def _completed(self, root: Root | Composite) -> Root | Composite:
+    def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
         """Return the root to commit. Strategies override it."""
         return root
 
@@ -398,7 +398,7 @@ def merge_objects(
 
 def build_root(
     info: CommitInfo, parts: Sequence[SavePart], store: StorageBackend, context: Context, recording: Recording
-) -> Root | Composite:
+) -> Root | CompositeRoot:
     """Finish every part that the processes wrote together, and return the root of the checkpoint. On the leader.
 
     Args:
@@ -419,7 +419,7 @@ def build_root(
     described = info.checkpoint_info
     layouts = [part.layout for part in parts if part.directory in described.members]
     _write_composite_files(layouts, described, store, context)
-    return Composite(
+    return CompositeRoot(
         save_id=info.save_id,
         created=info.created,
         writer=this_writer(),

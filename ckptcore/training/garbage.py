@@ -38,8 +38,8 @@ from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 
 __all__ = [
-    "BegunDeletion",
     "DeletionQueue",
+    "PendingDeletion",
     "StepDeleter",
     "policy_infos",
     "readable_steps",
@@ -162,7 +162,7 @@ def readable_steps(steps: StepDirectory) -> Sequence[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class BegunDeletion:
+class PendingDeletion:
     """A deletion that has begun: the step is hidden from this process. Call `perform` or `cancel`, once.
 
     Attributes:
@@ -323,7 +323,7 @@ class StepDeleter:
         *,
         under_way: Callable[[], Collection[int]],
         elsewhere: Callable[[], bool] = bool,
-    ) -> BegunDeletion:
+    ) -> PendingDeletion:
         """Begin to delete a step that the user named. The result deletes it.
 
         Args:
@@ -365,7 +365,7 @@ class StepDeleter:
         except BaseException:
             intent.close()
             raise
-        return BegunDeletion(
+        return PendingDeletion(
             perform=partial(self._remove, step, intent, ended), cancel=partial(self._cancel, step, intent, ended)
         )
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ckptcore.commit.location import AnyLocation, LocationLike, SubPath, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
-from ckptcore.commit.target import ADMINISTRATION
+from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
@@ -22,7 +22,7 @@ from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.saving.requests import check_custom
 from ckptcore.step_names import StepNames
-from ckptcore.training.garbage import BegunDeletion, DeletionQueue, StepDeleter, policy_infos
+from ckptcore.training.garbage import DeletionQueue, PendingDeletion, StepDeleter, policy_infos
 from ckptcore.training.run_directory import Ownership, RunDirectory, SavedStep, StepTarget
 from ckptcore.training.steps import StepDirectory
 
@@ -192,7 +192,7 @@ class _PathRun:
     def delete(self, step: int, agreement: Agreement) -> None:
         """See `OwnedRun`. The leader decides at once, and removes the files in the background."""
         deleted = agreement.part("deleted")  # before the stage, so that all ranks count their exchanges equally
-        begun: BegunDeletion | None = None
+        begun: PendingDeletion | None = None
         try:
             with agreement.stage("delete"):
                 if self.directory is not None:
@@ -239,7 +239,7 @@ def _nothing() -> None:
     """Do nothing: only the leader has work to do."""
 
 
-_KEY: Final = f"{ADMINISTRATION}/metadata.json"
+_KEY: Final = f"{INTERNAL_DIRECTORY}/metadata.json"
 _MAX_BYTES: Final = 1 << 24
 
 

@@ -19,7 +19,7 @@ from ckptcore.commit.location import (
     open_directory,
 )
 from ckptcore.commit.locks import Lock, Locks
-from ckptcore.commit.root import ROOT_KEY, Summary
+from ckptcore.commit.root import ROOT_KEY, RootSummary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import is_leftover_name, root_bytes
@@ -77,7 +77,7 @@ class StepDirectory:
         self._found: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
         """By name of a committed step: True if ckptcore wrote it."""
-        self._summaries: dict[str, Summary] = {}
+        self._summaries: dict[str, RootSummary] = {}
         self._unlisted: set[str] = set()
         """Names of committed steps that the last listing lacks. They are checked before they count as deleted."""
         self._ignored_links: set[str] = set()
@@ -406,7 +406,7 @@ class StepDirectory:
         """Return the newest committed step; None if there is none."""
         return next(self.newest_first(), None)
 
-    def summary(self, step: int) -> Summary | None:
+    def summary(self, step: int) -> RootSummary | None:
         """Return the summary of the root of a step; None if other software wrote the step.
 
         Raises:

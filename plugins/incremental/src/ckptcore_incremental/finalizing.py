@@ -11,7 +11,7 @@ from typing import Final
 from ckptcore.commit.location import Location, LocationLike, resolve_location
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.commit.root_json import encode_root, summarize_root
-from ckptcore.commit.target import remove_debris, root_bytes
+from ckptcore.commit.target import remove_unneeded, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -98,7 +98,7 @@ def _finalize(
     try:
         with recording.phase("commit"):
             tables = [session.key for session in partial.sessions]
-            remove_debris(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
+            remove_unneeded(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
             info = CommitInfo(save_id=partial.save_id, created=partial.created, custom=custom)
             part = SavePart("", layout, WritePlan(tree, (), 0, 1, partial.save_id), receipts=receipts)
             with _errors_as_corruption(location):

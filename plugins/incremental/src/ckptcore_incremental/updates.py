@@ -11,7 +11,7 @@ from ckptcore.commit.delete import base_locks, pin_name
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, absolute_location
 from ckptcore.commit.references import stored_tree
-from ckptcore.commit.root import Base, Composite, References, Root
+from ckptcore.commit.root import Base, CompositeRoot, References, Root
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -116,7 +116,7 @@ class _UpdateCommit(PlainCommit):
         self._pins.enter_context(_pinned_bases(self._planned.bases))
         super()._begin_transaction()
 
-    def _completed(self, root: Root | Composite) -> Root | Composite:
+    def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
         """Return the root with the whole tree, after a check that the bases are unchanged.
 
         Raises:

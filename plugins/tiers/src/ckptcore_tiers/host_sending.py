@@ -24,7 +24,7 @@ from ckptcore_tools.copies.transfers import Transfer
 from ckptcore.commit.location import Location, SubPath, resolve_location
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claim, PartialSave, Root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import ADMINISTRATION, LocationVersion, parse_root, read_root, root_bytes
+from ckptcore.commit.target import INTERNAL_DIRECTORY, LocationVersion, parse_root, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -44,7 +44,7 @@ __all__ = ["HostSender", "LeaderSender"]
 
 logger = logging.getLogger("ckptcore.tiers")
 
-_UPLOADS: Final = f"{ADMINISTRATION}/uploads"
+_UPLOADS: Final = f"{INTERNAL_DIRECTORY}/uploads"
 _CURRENT: Final = f"{_UPLOADS}/current.json"
 _CURRENT_BYTES: Final = 1 << 16
 _FIRST_POLL_SECONDS: Final = 0.05

@@ -12,7 +12,7 @@ from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_loc
 from ckptcore.commit.root import Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import ADMINISTRATION, read_root, root_bytes
+from ckptcore.commit.target import INTERNAL_DIRECTORY, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,
@@ -32,7 +32,7 @@ __all__ = ["HostSteps", "Hosts", "find_hosts", "has_its_sizes_on_host", "shards_
 
 logger = logging.getLogger("ckptcore.tiers")
 
-_HOST_PROBES: Final = f"{ADMINISTRATION}/host-"
+_HOST_PROBES: Final = f"{INTERNAL_DIRECTORY}/host-"
 """Prefix of keys of temporary objects by which processes of one host find each other."""
 
 
@@ -89,7 +89,7 @@ def find_hosts(agreement: Agreement, store: StorageBackend) -> Hosts:
         with agreement.stage("put"):
             store.put(key, b"")
         with agreement.stage("seen") as stage:
-            probes = [found for found in store.list(ADMINISTRATION) if found.startswith(_HOST_PROBES)]
+            probes = [found for found in store.list(INTERNAL_DIRECTORY) if found.startswith(_HOST_PROBES)]
             stage.payload = sorted(
                 int(found.rpartition(".")[2]) for found in probes if found.startswith(f"{_HOST_PROBES}{token}.")
             )

@@ -15,7 +15,7 @@ from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
 from ckptcore.saving.writing import PlainSave
-from ckptcore.training.garbage import BegunDeletion, DeletionQueue
+from ckptcore.training.garbage import DeletionQueue, PendingDeletion
 from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
 from ckptcore_tiers.host_saves import HostSave
@@ -171,7 +171,7 @@ class TieredRun:
         # Create both before the first stage, so that they have the same state on every rank.
         deleted = agreement.part("deleted")
         on_hosts = agreement.part("hosts")
-        begun: list[BegunDeletion] = []
+        begun: list[PendingDeletion] = []
         try:
             with agreement.stage("delete"):
                 if self._leads:
@@ -194,12 +194,12 @@ class TieredRun:
                 tier.forget([step])
         self._cleaner.begin(partial(self._await_deletion, step, names, begun, deleted))
 
-    def _begin_deletions(self, step: int) -> list[BegunDeletion]:
+    def _begin_deletions(self, step: int) -> list[PendingDeletion]:
         """Hide a step in every directory that this process owns."""
         committed = [owned for owned in self._owned if owned.steps.is_committed(step)]
         if not committed and self._leads:
             raise CheckpointNotFoundError(self.steps.main.missing(step))
-        begun: list[BegunDeletion] = []
+        begun: list[PendingDeletion] = []
         try:
             for owned in committed:
                 begun.append(self._begin_deletion(owned, step))
@@ -208,7 +208,7 @@ class TieredRun:
             raise
         return begun
 
-    def _begin_deletion(self, owned: OwnedDirectory, step: int) -> BegunDeletion:
+    def _begin_deletion(self, owned: OwnedDirectory, step: int) -> PendingDeletion:
         def is_another_elsewhere() -> bool:
             if not self._leads:
                 return True  # the leader checks this for all processes
@@ -217,7 +217,7 @@ class TieredRun:
 
         return owned.deleter.begin(step, under_way=self._saves.under_way, elsewhere=is_another_elsewhere)
 
-    def _remove(self, step: int, begun: Sequence[BegunDeletion]) -> None:
+    def _remove(self, step: int, begun: Sequence[PendingDeletion]) -> None:
         """On the leader, remove a step. The near copy is removed first: the next run would upload a remaining one."""
         self.uploads.cancel(step)
         if self.far is not None and self.far.steps.is_committed(step):  # it was uploaded after `_begin_deletions`
@@ -226,7 +226,7 @@ class TieredRun:
             deletion.perform()
 
     def _await_deletion(
-        self, step: int, names: Sequence[str | None], begun: Sequence[BegunDeletion], deleted: Agreement
+        self, step: int, names: Sequence[str | None], begun: Sequence[PendingDeletion], deleted: Agreement
     ) -> None:
         """Delete the files that this process owns, and wait for the leader. If that fails, list the step again."""
         try:
@@ -278,7 +278,7 @@ class TieredRun:
                 owned.close()
 
 
-def _cancel(begun: Sequence[BegunDeletion]) -> None:
+def _cancel(begun: Sequence[PendingDeletion]) -> None:
     for deletion in begun:
         deletion.cancel()
 

@@ -81,7 +81,7 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 def _read_entries(directory: str) -> Sequence[Entry]:
     from ckptcore.commit.root import ROOT_KEY
-    from ckptcore.commit.target import ADMINISTRATION, is_hidden_name, is_leftover_name
+    from ckptcore.commit.target import INTERNAL_DIRECTORY, is_hidden_name, is_leftover_name
 
     context = command_context()
     names = names_in(directory, context)
@@ -98,7 +98,7 @@ def _read_entries(directory: str) -> Sequence[Entry]:
     ordered = [name.rstrip("/") for name in sorted(names, key=_sort_key)]
     # Each entry takes a few small requests, which a remote storage answers in tens of milliseconds.
     with ThreadPoolExecutor(_THREADS) as threads:
-        entries = list(threads.map(read_named, [name for name in ordered if name != ADMINISTRATION]))
+        entries = list(threads.map(read_named, [name for name in ordered if name != INTERNAL_DIRECTORY]))
     return [entry for entry in entries if entry is not None]
 
 

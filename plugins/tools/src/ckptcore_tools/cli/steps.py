@@ -13,7 +13,7 @@ import click
 
 import ckptcore
 from ckptcore.commit.location import commit_method, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
+from ckptcore.commit.root import ROOT_KEY, CompositeRoot, Root, RootSummary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import LocationVersion, parse_root, root_bytes, root_version
@@ -183,7 +183,7 @@ def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> Ste
     return StepStatus(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
 
 
-def _object_bytes(store: StorageBackend, data: bytes, summary: Summary) -> int:
+def _object_bytes(store: StorageBackend, data: bytes, summary: RootSummary) -> int:
     """Return the bytes of the objects of one tree, or of the files of one checkpointable."""
     if summary.nbytes is not None:
         return summary.nbytes
@@ -191,14 +191,16 @@ def _object_bytes(store: StorageBackend, data: bytes, summary: Summary) -> int:
     return sum(record.size for record in root.objects.values()) if isinstance(root, Root) else 0
 
 
-def _composite_bytes(steps: StepDirectory, step: int, data: bytes, summary: Summary, context: Context) -> int:
+def _composite_bytes(steps: StepDirectory, step: int, data: bytes, summary: RootSummary, context: Context) -> int:
     """Return the bytes of the objects of all checkpointables and processes.
 
     Raises:
         CorruptCheckpointError: if a root cannot be read. Names its directory.
     """
     location = resolve_location(steps.place(step), runtime_of(context).storages)
-    composite = Composite(save_id=summary.save_id, created=summary.created, writer={}, members=summary.members or {})
+    composite = CompositeRoot(
+        save_id=summary.save_id, created=summary.created, writer={}, members=summary.members or {}
+    )
     total = 0
     for directories in present_members(
         CompositeCheckpoint.of_root(location, LocationVersion(data), composite)

@@ -19,7 +19,7 @@ import xxhash
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike, SubPath, resolve_location
-from ckptcore.commit.root import Composite, Root, new_save_id
+from ckptcore.commit.root import CompositeRoot, Root, new_save_id
 from ckptcore.commit.target import Overwrite, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -94,7 +94,7 @@ class _CommitWithAliases(PlainCommit):
         super().__init__(save)
         self._aliases = aliases
 
-    def _completed(self, root: Root | Composite) -> Root | Composite:
+    def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
         assert isinstance(root, Root)  # a consolidated checkpoint is one tree
         return replace(root, tree=replace(root.tree, aliases={**root.tree.aliases, **self._aliases}))
 

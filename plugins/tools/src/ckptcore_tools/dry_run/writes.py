@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import Composite, Root, this_writer
+from ckptcore.commit.root import CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import refuse_inside, refuse_to_replace
@@ -297,7 +297,7 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
         layouts = {part.layout.name: part.layout for part in save.parts if part.layout.name != FilesLayout.name}
         for layout in layouts.values():
             _write_metadata_files(layout, info.checkpoint_info, claim, context)
-        composite = Composite(
+        composite = CompositeRoot(
             save_id=info.save_id,
             created=info.created,
             writer=this_writer(),

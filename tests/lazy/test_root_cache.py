@@ -11,7 +11,7 @@ import pytest
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.commit.root import ROOT_KEY, KnownRoots, Root
+from ckptcore.commit.root import ROOT_KEY, Root, ParsedRoots
 from ckptcore.commit.target import parse_root
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.model import Box
@@ -125,7 +125,7 @@ def root_of(value: Any = 0, parts: tuple[str, ...] = ()) -> Root:
     )
 
 
-def is_kept(known: KnownRoots[ckptcore.SafetensorsLayout], data: bytes, root: Root) -> bool:
+def is_kept(known: ParsedRoots[ckptcore.SafetensorsLayout], data: bytes, root: Root) -> bool:
     """Return True if a root is not parsed a second time."""
     parsed: list[bytes] = []
 
@@ -140,14 +140,14 @@ def is_kept(known: KnownRoots[ckptcore.SafetensorsLayout], data: bytes, root: Ro
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}])
 def test_values_that_could_be_changed_are_parsed_each_time(value: list[int] | Mapping[str, int]) -> None:
-    assert is_kept(KnownRoots(), b"a", root_of("text"))
-    assert not is_kept(KnownRoots(), b"a", root_of(value))
-    assert not is_kept(KnownRoots(), b"a", root_of(parts=("b",)))
-    assert not is_kept(KnownRoots(), bytes(2 << 20), root_of())
+    assert is_kept(ParsedRoots(), b"a", root_of("text"))
+    assert not is_kept(ParsedRoots(), b"a", root_of(value))
+    assert not is_kept(ParsedRoots(), b"a", root_of(parts=("b",)))
+    assert not is_kept(ParsedRoots(), bytes(2 << 20), root_of())
 
 
 def test_few_roots_are_kept() -> None:
-    known = KnownRoots[ckptcore.SafetensorsLayout]()
+    known = ParsedRoots[ckptcore.SafetensorsLayout]()
     for number in range(6):
         assert is_kept(known, b"%d" % number, root_of())
 
