@@ -11,7 +11,7 @@ import pytest
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.commit.root import ROOT_KEY, Root, ParsedRoots
+from ckptcore.commit.root import ROOT_KEY, ParsedRoots, Root
 from ckptcore.commit.target import parse_root
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.model import Box
