@@ -35,6 +35,7 @@ suppress_warnings = ["ref.python"]  # several classes have an attribute `rank`, 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+python_maximum_signature_line_length = 88  # one parameter per line in longer signatures
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

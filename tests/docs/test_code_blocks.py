@@ -43,7 +43,7 @@ def page_name(page: Path) -> str:
 
 def lacks_peer(block: CodeBlock) -> bool:
     """Return whether a block imports a peer that is not installed."""
-    imported = {line.split()[1].partition(".")[0] for line in block.code.splitlines() if line.startswith("import ")}
+    imported = set(re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE))
     return any(find_spec(peer) is None for peer in imported & PEERS)
 
 
