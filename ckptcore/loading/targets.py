@@ -34,7 +34,7 @@ from ckptcore.model.tree import MAX_DEPTH, Skeleton, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.flattening import Flat, Shape, first_stuck, flatten, rebuild, restore, shared_containers, unflatten
+from ckptcore.tree.flattening import Flat, Shape, first_fixed, flatten, rebuild, restore, shared_containers, unflatten
 
 __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
 
@@ -309,7 +309,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
         for number, handler, leaf in zip(matched.numbers, matched.handlers, flat.leaves, strict=True)
     ]
     replaced = [number is not None and found is None for number, found in zip(matched.numbers, memory, strict=True)]
-    stuck = first_stuck(flat.shape, replaced)
+    stuck = first_fixed(flat.shape, replaced)
     if stuck is not None:
         path = format_path(list(flat.paths())[stuck])
         raise TreeMismatchError(

@@ -87,7 +87,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     if (known := _ml_dtypes().get(name)) is not None:
         return known
     raise UnsupportedLeafError(
-        f"the dtype name {name[:80]!r} is not one that this ckptcore knows; "
+        f"the dtype name {name[:80]!r} is unknown to this version of ckptcore; "
         "it may have been written by a newer version or with a newer ml_dtypes"
     )
 
@@ -112,7 +112,7 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
     reason = "structured" if dtype.names is not None else "object" if dtype.hasobject else "not portable or not known"
     raise UnsupportedLeafError(
         f"dtype {dtype} cannot be stored ({reason}); "
-        "save its fields, or a view or a cast to a plain dtype, as arrays of their own"
+        "save its fields, or a view or a cast to a plain dtype, as separate arrays"
     )
 
 
@@ -130,16 +130,16 @@ class Box(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along each axis."""
-        return tuple([stop - start for start, stop in zip(self.start, self.stop, strict=True)])
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
-        """Elements in all; 1 for a box without axes."""
-        return math.prod(self.shape)
+        """The number of elements; 1 for a box without axes."""
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of this box in the array."""
+        """The index of the box in the array."""
         return tuple([slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True)])
 
     def within(self, outer: Box) -> tuple[slice, ...]:
@@ -172,7 +172,7 @@ class Box(NamedTuple):
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        """Return whether every element of `other` is in this box."""
+        """Return True if every element of `other` is in this box."""
         return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
 
 
@@ -194,7 +194,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements in all; 1 for an array without axes."""
+        """The number of elements; 1 for an array without axes."""
         return math.prod(self.shape)
 
     @property
@@ -204,7 +204,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """True if memory has addresses for it. NumPy requires that of the other axes too if one has no elements."""
+        """True if memory can address it. NumPy requires this of the other axes even if one is empty."""
         elements = math.prod([extent for extent in self.shape if extent])
         return elements * dtype_from_name(self.dtype).itemsize <= sys.maxsize
 
@@ -234,9 +234,9 @@ class Shard(NamedTuple):
     """A box held by a process, with its replica number.
 
     Attributes:
-        box: where in the array.
-        replica: 0 for the copy that owns the box, and is written.
-        replicas: how many processes or devices hold the same box.
+        box: its position in the array.
+        replica: the number of this replica; 0 is written by default.
+        replicas: the number of processes or devices that hold the same box.
     """
 
     box: Box
@@ -249,10 +249,10 @@ class StridedMemory(NamedTuple):
 
     Attributes:
         space: the address space, such as a device; equal for memory of the same one. ``"host"``: this process.
-        address: of the first element.
-        shape: in elements.
-        strides: between elements along each axis, in bytes; may be negative.
-        itemsize: of an element, in bytes.
+        address: the address of the first element.
+        shape: the shape, in elements.
+        strides: the distance between elements along each axis, in bytes; may be negative.
+        itemsize: the bytes of an element.
     """
 
     space: Hashable
@@ -263,7 +263,7 @@ class StridedMemory(NamedTuple):
 
     @classmethod
     def of(cls, array: HostArray) -> StridedMemory:
-        """The memory of a NumPy array."""
+        """Return the memory of a NumPy array."""
         return cls("host", array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
 
     @property
@@ -277,7 +277,7 @@ class StridedMemory(NamedTuple):
         return range(first, last + self.itemsize)
 
     def shares_bytes(self, other: StridedMemory) -> bool:
-        """Return whether an element of each has a byte in common. Interleaved elements have none."""
+        """Return True if elements of both share a byte. Interleaved elements do not."""
         if self.space != other.space:
             return False
         own, others = self.extent, other.extent
@@ -290,7 +290,7 @@ class StridedMemory(NamedTuple):
             return True
 
     def overlaps_itself(self) -> bool:
-        """Return whether two of its elements share a byte, as in a broadcast array."""
+        """Return True if two of its elements share a byte, as in a broadcast array."""
         if not self.extent:
             return False
         axes = sorted(
@@ -304,7 +304,7 @@ class StridedMemory(NamedTuple):
         return False
 
     def _repeats_an_offset(self, axes: list[tuple[int, int]]) -> bool:
-        """Compare all elements, where the strides alone do not say that they are apart."""
+        """Compare all elements, for strides that alone do not decide it."""
         if any(stride < self.itemsize for stride, _ in axes):
             return True
         if math.prod([length for _, length in axes]) > _MOST_WORK:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its leaves: records, and the tree of them."""
+"""Records of the leaves of a checkpoint, and the tree of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore.model.tree import JSON, Skeleton, TreePath, leaf_count, leaf_paths
 __all__ = ["PLAIN_ARRAY", "ArrayRecord", "LeafRecord", "TreeMetadata", "ValueRecord"]
 
 PLAIN_ARRAY: Final = "array"
-"""The kind of an array leaf that means nothing beyond its elements."""
+"""The kind of a plain array."""
 
 T = TypeVar("T")
 
@@ -24,15 +24,15 @@ _NO_NOTES: Final[Mapping[str, JSON]] = {}
 
 
 class ArrayRecord(NamedTuple):
-    """A leaf that is an array.
+    """An array leaf.
 
     Attributes:
-        spec: its shape and dtype, of the whole array over every process.
-        kind: what the array stands for: `PLAIN_ARRAY`, or a name its leaf handler owns (``numpy.scalar``, ``jax.key``).
-            A handler that does not know the kind treats the leaf as a plain array.
-        cuts: per axis the sorted inner boundaries at which shards meet, in elements; None where nothing is cut.
-        notes: JSON that its leaf handler owns (how it was sharded, what was converted); never needed to get the
-            elements. Several records may have one object: it is not to be changed.
+        spec: shape and dtype of the whole array, over all processes.
+        kind: the meaning of the array: `PLAIN_ARRAY`, or a name of its leaf handler (``numpy.scalar``, ``jax.key``). A
+            handler that does not know the kind treats the leaf as a plain array.
+        cuts: per axis the sorted inner boundaries at which shards meet, in elements; None if there are none.
+        notes: JSON of its leaf handler (how it was sharded, conversions); never needed to read the elements. Several
+            records may share one object, which must not be changed.
     """
 
     spec: ArraySpec
@@ -42,11 +42,11 @@ class ArrayRecord(NamedTuple):
 
 
 class ValueRecord(NamedTuple):
-    """A leaf small enough to live in the root.
+    """A value that is stored in the root.
 
     Attributes:
-        kind: the name of its type: none, bool, int, float, complex, str, bytes, or one its leaf handler owns.
-        value: the value as JSON, in the encoding its leaf handler owns.
+        kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name of its leaf handler.
+        value: the value as JSON, in the encoding of its leaf handler.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class ValueRecord(NamedTuple):
 
 
 LeafRecord: TypeAlias = ArrayRecord | ValueRecord
-"""What a checkpoint says of one leaf."""
+"""The record of one leaf."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class TreeMetadata:
     Attributes:
         skeleton: the containers.
         leaves: a record per leaf, in the order of the skeleton.
-        aliases: for a leaf that shares its bytes with an earlier one: its number -> the number of the earlier one.
-        held_by: for a leaf that only some of the saving processes held: its number -> the ranks that did, ascending.
-            A rank that only knew of an array, which was spread over others, did not hold it. A process may load the
-            tree without it. Several leaves may share one tuple.
+        aliases: by leaf that shares its bytes with an earlier leaf, the number of that leaf.
+        held_by: by leaf that only some of the saving processes held, their ranks, ascending. A rank that holds no
+            elements of an array is not among them. A process may load the tree without such a leaf. Several leaves may
+            share one tuple.
     """
 
     skeleton: Skeleton
@@ -82,7 +82,7 @@ class TreeMetadata:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all array leaves, shared ones counted once."""
+        """Bytes of all array leaves; tied arrays count once."""
         return sum(
             record.spec.nbytes
             for number, record in enumerate(self.leaves)
@@ -90,7 +90,7 @@ class TreeMetadata:
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """Return the tree as columns with one entry per leaf, so that it stays small and parses fast.
+        """Return the tree as columns with one entry per leaf, which are small and fast to parse.
 
         Distinct notes are stored once in ``notes``, and the column ``note`` has their indices, because thousands of
         arrays have the same few shardings.
@@ -141,11 +141,11 @@ class TreeMetadata:
 
     @classmethod
     def from_json(cls, encoded: JSON) -> TreeMetadata:
-        """The inverse of `to_json`; the JSON may be hostile.
+        """Decode the result of `to_json`; the JSON may be hostile.
 
         Raises:
-            CorruptCheckpointError: if it is not a tree.
-            UnsupportedLeafError: if it names a dtype that is not known.
+            CorruptCheckpointError: it is not a tree.
+            UnsupportedLeafError: it names an unknown dtype.
         """
         try:
             return _decode(encoded)
@@ -153,12 +153,12 @@ class TreeMetadata:
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
             raise CorruptCheckpointError(
-                f"the saved tree cannot be read: {error!r} where a leaf table should be"
+                f"the saved tree cannot be read: the leaf table is damaged: {error!r}"
             ) from error
 
 
 class _NoteTable:
-    """Equal notes get one number, and are in `table` once."""
+    """Distinct notes in `table`, each with a number."""
 
     def __init__(self) -> None:
         self.table: list[JSON] = []
@@ -166,8 +166,8 @@ class _NoteTable:
         self._seen: dict[int, int] = {}
 
     def number(self, notes: Mapping[str, JSON]) -> int:
-        # By identity first: most records share the object, and a sharding over many devices is long. The records keep
-        # it alive.
+        # Compare by identity first: most records share the object, and a sharding over many devices is long. The
+        # records keep the object alive.
         known = self._seen.get(id(notes))
         if known is None:
             known = self._numbers.setdefault(json.dumps(dict(notes)), len(self.table))
@@ -195,7 +195,7 @@ def _decode(encoded: JSON) -> TreeMetadata:
         raise CorruptCheckpointError("the saved tree cannot be read: its columns are of different lengths")
     skeleton = skeleton_from_json(table["skeleton"], count)
     if leaf_count(skeleton) != count:
-        raise CorruptCheckpointError("the saved tree cannot be read: it has other leaves than its leaf table")
+        raise CorruptCheckpointError("the saved tree cannot be read: its leaves and its leaf table differ")
     leaves: list[LeafRecord | None] = [None] * count
     for number, kind, value in values:
         number = _natural(number)
@@ -204,7 +204,7 @@ def _decode(encoded: JSON) -> TreeMetadata:
         leaves[number] = ValueRecord(_expect(kind, str), value)
     _check_shapes(shape_column)
     if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
-        raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has something else")
+        raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has another value")
     free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]
     arrays = _array_records(note_column, dtype_column, shape_column, note_table, dtype_names)
     if not values:
@@ -230,7 +230,7 @@ def _decode(encoded: JSON) -> TreeMetadata:
             raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {alias} cannot share leaf {target}")
         aliases[alias] = target
     held_by = _held_by(table.get("held_by", []), count)
-    return TreeMetadata(skeleton, tuple(cast(list[LeafRecord], leaves)), aliases, held_by)  # every one has come
+    return TreeMetadata(skeleton, tuple(cast(list[LeafRecord], leaves)), aliases, held_by)  # all are set
 
 
 def _array_records(
@@ -240,9 +240,9 @@ def _array_records(
     notes: list[Mapping[str, JSON]],
     dtypes: list[str],
 ) -> list[ArrayRecord]:
-    """Return a record for each row. Equal arrays, which are most, share one record: records do not change."""
+    """Return a record for each row. Equal arrays, the common case, share one immutable record."""
     shapes = [*map(tuple, shape_column)]
-    if not notes and len(set(dtype_column)) == 1:  # most often: then their shapes tell them apart
+    if not notes and len(set(dtype_column)) == 1:  # the common case: only shapes differ
         of_shape = {shape: _plain_record(None, dtype_column[0], shape, notes, dtypes) for shape in set(shapes)}
         return [*map(of_shape.__getitem__, shapes)]
     alike = [*zip(note_column, dtype_column, shapes, strict=True)]
@@ -256,21 +256,21 @@ def _plain_record(
     if len(shape) > 64:
         raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {len(shape)} axes")
     if min(shape, default=0) < 0:
-        raise CorruptCheckpointError(f"the saved tree cannot be read: {min(shape)} is no extent of an array")
+        raise CorruptCheckpointError(f"the saved tree cannot be read: {min(shape)} is not a valid length of an axis")
     spec = ArraySpec(shape, dtypes[_natural(dtype_number)])
-    if 0 in shape and not spec.is_possible:  # the others are compared with the objects that hold them
-        raise CorruptCheckpointError(f"the saved tree cannot be read: {spec} is no array that can be")
+    if 0 in shape and not spec.is_possible:  # others are compared with the sizes of their objects
+        raise CorruptCheckpointError(f"the saved tree cannot be read: an array cannot be {spec}")
     return ArrayRecord(spec, notes=_NO_NOTES if note is None else notes[_natural(note)])
 
 
 def _check_shapes(column: list[Any]) -> None:
     """Refuse anything but lists of integers. Checks whole columns, for checkpoints with very many arrays."""
     if {*map(type, column)} - {list, tuple}:
-        raise CorruptCheckpointError("the saved tree cannot be read: a shape is no list")
+        raise CorruptCheckpointError("the saved tree cannot be read: a shape is not a list")
     kinds = {*map(type, itertools.chain.from_iterable(column))} - {int}
     if kinds:
         raise CorruptCheckpointError(
-            f"the saved tree cannot be read: a {kinds.pop().__name__} is no extent of an array"
+            f"the saved tree cannot be read: a {kinds.pop().__name__} is not a valid length of an axis"
         )
 
 
@@ -279,10 +279,10 @@ def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:
     for ranks_json, numbers in _expect(encoded, list):
         ranks = tuple([_natural(rank) for rank in _expect(ranks_json, list)])
         if not ranks or any(first >= second for first, second in itertools.pairwise(ranks)):
-            raise CorruptCheckpointError("the saved tree cannot be read: the ranks that held a leaf are not in order")
+            raise CorruptCheckpointError("the saved tree cannot be read: the ranks that hold a leaf are not in order")
         for number in _expect(numbers, list):
             if _natural(number) >= count or number in held:
-                raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {number} has no ranks that held it")
+                raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {number} has no valid ranks")
             held[number] = ranks
     return held
 
@@ -293,7 +293,7 @@ def _record_with_extra(spec: ArraySpec, notes: Mapping[str, JSON], extra: Mappin
     if cuts_json is not None:
         cuts = tuple([tuple([_natural(cut) for cut in _expect(axis, list)]) for axis in _expect(cuts_json, list)])
         if len(cuts) != len(spec.shape):
-            raise CorruptCheckpointError("the saved tree cannot be read: an array is cut along other axes than it has")
+            raise CorruptCheckpointError("the saved tree cannot be read: the cuts of an array have other axes than it")
     return ArrayRecord(spec, _expect(extra.get("kind", PLAIN_ARRAY), str), cuts, notes)
 
 

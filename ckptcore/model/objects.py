@@ -1,4 +1,4 @@
-"""Objects (files) of a checkpoint: their keys, sizes and the checksums of their blocks."""
+"""Objects (files) of a checkpoint: keys, sizes and block checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_BYTES: Final = 1 << 20
 """Bytes that one checksum covers; the last block of an object may be shorter."""
 
 CHECKSUM_ALGORITHM: Final = "xxh3_64"
-"""The name of the algorithm that new checksums use: XXH3 with 64 bits and seed 0."""
+"""The algorithm of new checksums: XXH3 with 64 bits and seed 0."""
 
 CHECKSUM_BYTES: Final = 8
 """Bytes of one checksum in `ObjectRecord.checksums`."""
@@ -26,8 +26,8 @@ class ObjectRecord(NamedTuple):
     Attributes:
         key: its name within the checkpoint, with ``/`` between directories.
         size: its bytes.
-        checksums: the checksum of each block of `BLOCK_BYTES`, in order, each a little-endian uint64;
-            empty if none were kept.
+        checksums: the checksum of each block of `BLOCK_BYTES`, in order, each a little-endian uint64; empty if there
+            are none.
     """
 
     key: str
@@ -36,7 +36,7 @@ class ObjectRecord(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the object."""
+        """The number of blocks of the object."""
         return -(-self.size // BLOCK_BYTES)
 
 
@@ -47,7 +47,7 @@ def check_key(key: str) -> str:
 
     Raises:
         InvalidLocationError: the key is absolute or empty, or has an empty, ``.`` or ``..`` part, a NUL character or a
-            surrogate that stands for no byte of a file name.
+            surrogate that represents no byte of a file name.
     """
     if not _NO_NAMES.isdisjoint(key.split("/")):
         raise InvalidLocationError(
@@ -60,13 +60,13 @@ def check_key(key: str) -> str:
     except UnicodeEncodeError:
         pass  # the error below
     raise InvalidLocationError(
-        f"the key {key[:200]!r} has a character that no name can have. "
+        f"the key {key[:200]!r} has a character that is not valid in names. "
         "If it comes from a checkpoint, that checkpoint is damaged or hostile"
     )
 
 
 def check_directory_key(key: str) -> str:
-    """Return the key of a directory without the ``/`` it may end in. The empty key is the directory of the storage.
+    """Return the key of a directory without a trailing ``/``. The empty key is the directory of the storage.
 
     Raises:
         InvalidLocationError: see `check_key`.

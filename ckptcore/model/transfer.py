@@ -1,4 +1,4 @@
-"""Data that stages pass to each other: plans, receipts, segments, chunks, and columns of many of them."""
+"""Data that stages pass to each other: plans, receipts, segments, chunks, and columns of them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ T = TypeVar("T")
 
 
 class Pending(Protocol[T_co]):
-    """A result that may still be on its way. A `concurrent.futures.Future` is one, a `Ready` too."""
+    """A result that may not be available yet, such as a `concurrent.futures.Future` or a `Ready`."""
 
     def result(self) -> T_co:
-        """Wait for the result and return it, or raise what went wrong."""
+        """Wait for the result, and return it or raise its error."""
         ...
 
 
 class Ready(NamedTuple, Generic[T]):
-    """A result that is there already."""
+    """A result that is available."""
 
     value: T
 
     def result(self) -> T:
-        """The value."""
+        """Return the value."""
         return self.value
 
 
@@ -61,7 +61,7 @@ class WriteItem(NamedTuple):
     Attributes:
         leaf: the number of the leaf in the tree.
         spec: the whole array.
-        boxes: without overlap, in the order in which a `Snapshot` gives their elements.
+        boxes: without overlap, in the order of their elements in a `Snapshot`.
     """
 
     leaf: int
@@ -75,17 +75,17 @@ class WriteItem(NamedTuple):
 
 
 class WritePlan(NamedTuple):
-    """What this process writes of a tree.
+    """The boxes of a tree that this process writes.
 
     Attributes:
         tree: the tree of the whole job.
-        items: the arrays of which this process writes a part; shared arrays once, under their first leaf.
-        rank, size: which process of how many this is.
-        save_id: the save; goes into the names of objects whose names no format fixes.
-        name: of the checkpointable that the tree is; empty where the tree is the whole checkpoint.
-        session: where a checkpoint is filled in several sessions, which one this is: the rank of its first process
-            among those of all sessions. The tree is that of the session then, and `rank` this process's among those of
-            all. See `ckptcore.protocols.LayoutCapabilities.sessions`.
+        items: the arrays of which this process writes boxes; tied arrays once, under their first leaf.
+        rank, size: the rank of this process, and the number of processes.
+        save_id: the id of the save; part of the names of objects that the format does not fix.
+        name: the name of the checkpointable; empty if the tree is the whole checkpoint.
+        session: in a checkpoint with several sessions, the rank of the session's first process among those of all
+            sessions. The tree is then the tree of the session, and `rank` is the rank of this process among those of
+            all sessions. See `ckptcore.protocols.LayoutCapabilities.sessions`.
     """
 
     tree: TreeMetadata
@@ -98,14 +98,13 @@ class WritePlan(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """What one process wrote.
+    """The report of one process about its writes.
 
     Attributes:
-        rank: the process.
-        items: what it wrote, as its plan said. Of another process they may be an `ItemColumns`.
-        state: JSON that the layout owns: where things went. Where it comes from another process, lists of whole numbers
-            in it may be of another type: an `IntegerColumn`, over which one iterates as over a list, and which NumPy
-            takes as it is.
+        rank: the rank of the process.
+        items: the written boxes, as planned. Those of another process may be an `ItemColumns`.
+        state: JSON of the layout, such as the positions of chunks. If it comes from another process, lists of integers
+            may be an `IntegerColumn`, which iterates like a list, and which NumPy accepts.
         objects: every object written, with its checksums.
     """
 
@@ -120,7 +119,7 @@ class ReadItem(NamedTuple):
 
     Attributes:
         leaf: the number of the leaf in the tree; never an alias.
-        box: where in the array.
+        box: its position in the array.
     """
 
     leaf: int
@@ -128,11 +127,11 @@ class ReadItem(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """What this process reads of a checkpoint.
+    """The boxes that this process reads from a checkpoint.
 
     Attributes:
-        tree: the tree that was saved.
-        items: the boxes, in no particular order.
+        tree: the saved tree.
+        items: the boxes, in any order.
     """
 
     tree: TreeMetadata
@@ -140,25 +139,25 @@ class ReadPlan(NamedTuple):
 
 
 class BytesSegment(NamedTuple):
-    """Bytes of an object that are known: a header, a footer, padding."""
+    """Known bytes of an object: a header, a footer, padding."""
 
     data: bytes
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """The number of bytes."""
         return len(self.data)
 
 
 class ArraySegment(NamedTuple):
-    """Bytes of an object that are the elements of a box, in C order, little endian.
+    """The elements of a box in an object, in C order, little endian.
 
     Attributes:
-        box: the box whose elements these are.
+        box: the box.
         itemsize: bytes per element.
-        open: gives the boxes and arrays that together hold all of `box`; may block until they are there. Their bytes
-            are cast to little endian and gathered as they are written.
-        close: called once, when all bytes are in the storage, or the write failed: the memory can be given back.
+        open: returns boxes and arrays that together cover `box`; may block until they are available. Their bytes are
+            converted to little endian and gathered while they are written.
+        close: called once, when all bytes are in the storage or the write failed, to release the memory.
     """
 
     box: Box
@@ -168,34 +167,34 @@ class ArraySegment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """The number of bytes."""
         return self.box.size * self.itemsize
 
 
 class Checksum(Protocol):
-    """A checksum that a format stores in an object, right after the bytes that it covers. Any thread."""
+    """A checksum that a format stores in an object, right after the bytes that it covers ("inline"). Any thread."""
 
     @property
     def name(self) -> str:
-        """The algorithm, as errors call it."""
+        """The name of the algorithm, for errors."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in an object; at least one, the same for every value."""
+        """Bytes of a checksum in an object; at least one, equal for every value."""
         ...
 
     def of(self, data: memoryview) -> int:
-        """Return the checksum of a view with format ``B``, which may be empty. Releases the GIL for many bytes."""
+        """Return the checksum of a view with format ``B``, which may be empty. Releases the GIL for large views."""
         ...
 
     def join(self, first: int, second: int, second_bytes: int) -> int:
-        """The checksum of two runs of bytes, one after the other.
+        """Return the checksum of two adjacent runs of bytes.
 
         Args:
             first: the checksum of the first run.
             second: the checksum of the second run.
-            second_bytes: how long the second run is, in bytes; may be zero.
+            second_bytes: the bytes of the second run; may be zero.
         """
         ...
 
@@ -205,12 +204,12 @@ class Checksum(Protocol):
 
 
 class ChecksumSegment(NamedTuple):
-    """Bytes of an object that are a checksum of those right before it; whoever writes the object computes it.
+    """A checksum of the segments right before it in an object. The writer of the object computes it.
 
     Attributes:
-        checksum: which one.
-        segments: how many segments before this one it is of, at least one. None of them may be a `ChecksumSegment`:
-            what is written first would have to wait for it.
+        checksum: the algorithm.
+        segments: the number of preceding segments that it covers, at least one. None of them may be a
+            `ChecksumSegment`, for which a writer would have to wait.
     """
 
     checksum: Checksum
@@ -218,7 +217,7 @@ class ChecksumSegment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """The number of bytes."""
         return self.checksum.nbytes
 
 
@@ -227,16 +226,16 @@ Segment: TypeAlias = BytesSegment | ArraySegment | ChecksumSegment
 
 
 class ChunkRead(NamedTuple):
-    """Read of a chunk stored in C order, uncompressed and little endian, into the arrays that want elements of it.
+    """Read of a raw chunk, in C order and little endian, into the arrays that need elements of it.
 
     Attributes:
-        key: the object it is in.
-        offset: where in the object its first element is, in bytes.
-        box: where in the array its elements are.
+        key: the object of the chunk.
+        offset: the position of its first element in the object, in bytes.
+        box: its box in the array.
         itemsize: bytes per element.
-        targets: for each array that wants some of it: its number, its box and the array to fill (C-contiguous and
-            writable, of the box's shape). A target may want only part of the chunk, and the chunk only be part of it.
-        checksum: of all bytes of the chunk, stored right behind them; None: there is none.
+        targets: for each array to fill: its number, its box and the array (C-contiguous and writable, of the box's
+            shape). A target may need only part of the chunk, and the chunk may be only part of a target.
+        checksum: the inline checksum of all bytes of the chunk; None if there is none.
     """
 
     key: str
@@ -248,17 +247,17 @@ class ChunkRead(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of an array that is stored by itself, as the metadata describes it.
+    """A box of an array that is stored separately, as the metadata describes it.
 
     Attributes:
-        key: the object that holds it.
-        offset: its first byte in the object; if the metadata does not tell that, a number that orders chunks.
-        box: where it is in the array; may reach beyond the end of the array, if it is stored so.
-        is_plain: whether any of its elements can be read, and verified, without the rest of the chunk.
-        is_exact: whether its elements are known to be at this offset of this object, in C order, little endian,
-            uncompressed, without a checksum behind them. Such chunks are read without `ChunkIndex.locate`.
+        key: the object that contains it.
+        offset: its first byte in the object; if the metadata does not have it, a number that orders chunks.
+        box: its box in the array; may reach beyond the end of the array, if it is stored so.
+        is_plain: True if any of its elements can be read, and verified, without the rest of the chunk.
+        is_exact: True if its elements are known to be at this offset of this object, in C order, little endian,
+            uncompressed, without an inline checksum. Such chunks are read without `ChunkIndex.locate`.
         leaf: the number of the array in the tree.
-        number: the index's own number of the chunk, unique within the array.
+        number: the number of the chunk in the index, unique within the array.
     """
 
     key: str
@@ -274,15 +273,15 @@ _EMPTY: Final[Mapping[int, Any]] = {}
 
 
 class ChunkPlaces(NamedTuple):
-    """Where the chunks of a batch are. Columns and mappings have a row for each chunk, in the order of the batch.
+    """The positions of a batch of chunks. Columns and mappings have a row for each chunk, in the order of the batch.
 
     Attributes:
-        keys: the object of each chunk; empty for chunks that are `inline` or have a `fill`.
+        keys: the object of each chunk; empty for chunks that are `inline` or have a fill value.
         starts: the first byte in the object.
-        stops: by row, where encoded chunks end in the object; None: at its end.
+        stops: by row, the end of an encoded chunk in the object; None: the end of the object.
         encoded: rows of chunks that are passed to `ChunkIndex.decode`; all others are elements in C order, little
             endian, uncompressed.
-        checksums: by row, the checksum right behind the bytes of a raw chunk.
+        checksums: by row, the inline checksum of a raw chunk.
         inline: by row, the bytes of a chunk that is stored with its key.
         fills: by row, the value of all elements of a chunk that is not stored.
     """
@@ -297,20 +296,20 @@ class ChunkPlaces(NamedTuple):
 
 
 class IntegerColumn(Sequence[int]):
-    """Whole numbers of up to 64 bits. What iterates over it gets `int`; `numpy.asarray` gets int64 at once.
+    """Integers of up to 64 bits. Iteration yields `int`; `numpy.asarray` returns int64 without a loop.
 
     Attributes:
-        array: the numbers, of any integer dtype; not to be changed.
+        array: the numbers, of any integer dtype; must not be changed.
     """
 
     __slots__ = ("array",)
 
     def __init__(self, array: HostArray) -> None:
-        """Hold an array of one axis."""
+        """Use an array of one axis."""
         self.array = array
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of integers."""
         return len(self.array)
 
     @overload
@@ -318,26 +317,26 @@ class IntegerColumn(Sequence[int]):
     @overload
     def __getitem__(self, place: slice) -> Sequence[int]: ...
     def __getitem__(self, place: int | slice) -> int | Sequence[int]:
-        """One of them, or a list of some."""
+        """Return an integer, or a list of integers."""
         found: int | list[int] = self.array[place].tolist()
         return found
 
     def __iter__(self) -> Iterator[int]:
-        """All of them."""
+        """Iterate over all integers."""
         numbers: list[int] = self.array.tolist()
         return iter(numbers)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        """For NumPy, which calls it."""
+        """Return the integers as int64, for NumPy."""
         return np.array(self.array, dtype or np.int64, copy=copy)
 
     def __eq__(self, other: object) -> bool:
-        """Whether another sequence has the same numbers."""
+        """Return True if another sequence has the same integers."""
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):
             return NotImplemented
         return list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # as of a list
+    __hash__ = None  # type: ignore[assignment]  # like a list
 
     def __repr__(self) -> str:
         return f"IntegerColumn({list(self)!r})"
@@ -347,10 +346,10 @@ class IntegerColumn(Sequence[int]):
 
 
 def list_of_column(found: object) -> list[int]:
-    """A column as the list that JSON has for it: for the argument `default` of `json.dumps`.
+    """Return a column as a list: for the argument `default` of `json.dumps`.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a column.
     """
     if isinstance(found, IntegerColumn):
         return list(found)
@@ -358,19 +357,19 @@ def list_of_column(found: object) -> list[int]:
 
 
 class ItemColumns(Sequence[WriteItem]):
-    """Items of a plan, made where they are asked for.
+    """Items of a plan as columns. Each item is built when it is used.
 
     Attributes:
-        leaves: by number, what the leaves of the tree are.
-        leaf: of each item.
-        counts: how many boxes each item has.
-        bounds: of the boxes in turn, the starts then the stops along each axis of its array, in elements.
+        leaves: the records of the tree, by leaf.
+        leaf: the leaf of each item.
+        counts: the number of boxes of each item.
+        bounds: of all boxes in order, the starts, then the stops along each axis, in elements.
     """
 
     __slots__ = ("bounds", "counts", "leaf", "leaves")
 
     def __init__(self, leaves: Sequence[LeafRecord], leaf: HostArray, counts: HostArray, bounds: HostArray) -> None:
-        """Hold columns, of integer dtypes and one axis each."""
+        """Use columns of integer dtypes with one axis each."""
         self.leaves = leaves
         self.leaf = leaf
         self.counts = counts
@@ -378,7 +377,7 @@ class ItemColumns(Sequence[WriteItem]):
 
     @classmethod
     def of(cls, leaves: Sequence[LeafRecord], items: Sequence[WriteItem]) -> ItemColumns:
-        """Columns of items; themselves, if they are."""
+        """Return items as columns."""
         if isinstance(items, ItemColumns):
             return items
         bounds = [bound for item in items for box in item.boxes for bound in (*box.start, *box.stop)]
@@ -390,7 +389,7 @@ class ItemColumns(Sequence[WriteItem]):
         )
 
     def __len__(self) -> int:
-        """How many items."""
+        """Return the number of items."""
         return len(self.leaf)
 
     @overload
@@ -398,11 +397,11 @@ class ItemColumns(Sequence[WriteItem]):
     @overload
     def __getitem__(self, place: slice) -> Sequence[WriteItem]: ...
     def __getitem__(self, place: int | slice) -> WriteItem | Sequence[WriteItem]:
-        """One of them, or some."""
+        """Return an item, or several."""
         return tuple(self)[place]
 
     def __iter__(self) -> Iterator[WriteItem]:
-        """All of them."""
+        """Iterate over all items."""
         bounds: list[int] = self.bounds.tolist()
         position = 0
         for leaf, count in zip(self.leaf.tolist(), self.counts.tolist(), strict=True):

@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
-"""What a JSON document can hold."""
+"""The content of a JSON document."""
 
 MAX_DEPTH: Final = 200
-"""The deepest tree that is saved or loaded, in containers."""
+"""Most nested containers in a tree that is saved or loaded."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attribute:
-    """The key of a field of an object, kept apart from a str key of a mapping."""
+    """The key of a field of an object, in contrast to a str key of a mapping."""
 
     name: str
 
@@ -53,10 +53,10 @@ Key: TypeAlias = int | str | Attribute
 """A step from a container to one of its children: an index or int key, a str key, an attribute."""
 
 TreePath: TypeAlias = tuple[Key, ...]
-"""The steps from the root of a tree to a leaf; empty where the tree is a leaf."""
+"""The steps from the root of a tree to a leaf; empty if the tree is a leaf."""
 
 NodeKind: TypeAlias = Literal["dict", "OrderedDict", "list", "tuple", "object"]
-"""How a container comes back without an abstract tree; an `object` comes back as a dict or a list."""
+"""The container that a load without an abstract tree builds; an `object` becomes a dict or a list."""
 
 _KINDS: Final = ("dict", "OrderedDict", "list", "tuple", "object")
 
@@ -64,7 +64,7 @@ _KINDS: Final = ("dict", "OrderedDict", "list", "tuple", "object")
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 _NAN_BITS: Final = "nan:"
-"""Followed by the 64 bits of a NaN in hexadecimal, its sign first."""
+"""Prefix of the 64 bits of a NaN in hexadecimal, its sign first."""
 
 
 class _Leaf:
@@ -78,18 +78,18 @@ class _Leaf:
 
 
 LEAF: Final = _Leaf()
-"""Stands in a skeleton where a leaf is."""
+"""Placeholder for a leaf in a skeleton."""
 
 
 class Node(NamedTuple):
     """A container in a skeleton.
 
     Attributes:
-        kind: how it comes back without an abstract tree.
+        kind: the container that a load without an abstract tree builds.
         keys: the key of each child, in order.
-        children: a `Node`, or `LEAF`.
-        type: the qualified name of the type that was saved where `kind` does not tell, else None. Only a note:
-            it is shown, and never imported.
+        children: a `Node` or `LEAF` for each key.
+        type: the qualified name of the saved type if `kind` does not determine it, else None. It is only shown, and
+            never imported.
     """
 
     kind: NodeKind
@@ -99,11 +99,11 @@ class Node(NamedTuple):
 
 
 Skeleton: TypeAlias = Node | _Leaf
-"""A tree with `LEAF` where its leaves are. Leaves are numbered in its order, depth first."""
+"""A tree with `LEAF` in place of its leaves. Leaves are numbered in its order, depth first."""
 
 
 def format_path(path: TreePath) -> str:
-    """A path as a person reads it: ``params['a.b'][0].mu``; ``<root>`` for the empty one."""
+    """Format a path for people: ``params['a.b'][0].mu``; ``<root>`` for the empty path."""
     if not path:
         return "<root>"
     parts: list[str] = []
@@ -120,7 +120,7 @@ def format_path(path: TreePath) -> str:
 
 
 def leaf_paths(skeleton: Skeleton) -> Iterator[TreePath]:
-    """The path of each leaf, in the order of the leaves."""
+    """Yield the path of each leaf, in the order of the leaves."""
     if not isinstance(skeleton, Node):
         yield ()
         return
@@ -139,7 +139,7 @@ def leaf_paths(skeleton: Skeleton) -> Iterator[TreePath]:
 
 
 def leaf_count(skeleton: Skeleton) -> int:
-    """How many leaves a skeleton has."""
+    """Return the number of leaves of a skeleton."""
     if not isinstance(skeleton, Node):
         return 1
     leaves = skeleton.children.count(LEAF)
@@ -156,10 +156,10 @@ def text_to_json(text: str) -> JSON:
 
 
 def text_from_json(encoded: JSON) -> str:
-    """The inverse of `text_to_json`.
+    """Decode the result of `text_to_json`.
 
     Raises:
-        CorruptCheckpointError: if it is not text.
+        CorruptCheckpointError: it is not text.
     """
     if isinstance(encoded, str):
         return encoded
@@ -172,7 +172,7 @@ def text_from_json(encoded: JSON) -> str:
 
 
 def float_to_json(number: float) -> JSON:
-    """A number, or its name. A NaN that is not `math.nan` keeps its sign and payload."""
+    """Return a number, or its name if it is not finite. A NaN other than `math.nan` keeps its sign and payload."""
     if math.isfinite(number):
         return number
     if not math.isnan(number):
@@ -182,11 +182,11 @@ def float_to_json(number: float) -> JSON:
 
 
 def float_from_json(value: JSON) -> float:
-    """The float that `float_to_json` gave as JSON.
+    """Decode the result of `float_to_json`.
 
     Raises:
-        ValueError: if `value` is no such JSON.
-        OverflowError: if it is an int beyond all floats.
+        ValueError: `value` is something else.
+        OverflowError: it is an int beyond the range of floats.
     """
     if isinstance(value, float | int) and not isinstance(value, bool):
         return float(value)
@@ -200,10 +200,10 @@ def float_from_json(value: JSON) -> float:
 
 
 def skeleton_to_json(skeleton: Skeleton) -> JSON:
-    """A skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]`` with the type as a fourth where it is noted.
+    """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and the type as a fourth item if known.
 
     An attribute key is ``{"attr": name}``; int and str keys are themselves (text with surrogates: see `text_to_json`).
-    `children` is the number of leaves where every child is one.
+    `children` is the number of leaves if every child is one.
     """
     if not isinstance(skeleton, Node):
         return 0
@@ -218,19 +218,19 @@ def skeleton_to_json(skeleton: Skeleton) -> JSON:
 
 
 def skeleton_from_json(encoded: JSON, limit: int) -> Skeleton:
-    """The inverse of `skeleton_to_json`; the JSON may be hostile.
+    """Decode the result of `skeleton_to_json`; the JSON may be hostile.
 
     Args:
-        limit: how many leaves the checkpoint has; the skeleton may not have more.
+        limit: the number of leaves of the checkpoint; the skeleton may not have more.
 
     Raises:
-        CorruptCheckpointError: if it is not a skeleton.
+        CorruptCheckpointError: it is not a skeleton.
     """
     return _decode(encoded, [limit], 0)
 
 
 def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
-    """A skeleton; `left` is one number, of leaves that may still come, so that a few letters never make many nodes."""
+    """Decode a node. `left` has the number of leaves that may follow, so that a short text cannot make many nodes."""
     if encoded == 0 and isinstance(encoded, int):
         _take_leaves(1, left)
         return LEAF

@@ -1,16 +1,15 @@
-"""The protocols: what a leaf handler, container, checkpointable, layout, storage, coordinator and executor is.
+"""The protocols that plugins implement.
 
 ::
 
-    values        handlers of leaves, containers and checkpointables
-    layouts       layouts, and the stores they write and read
-    storage       storages
-    transaction   the right to write a checkpoint, and its commit
-    strategy      what a save writes, claims and commits
-    read_strategy strategies of loads
-    coordination  the processes of a job, and how they send each other elements
-    execution     the workers of a single controller
-    transforms    changes of a tree while it is loaded, and derived arrays
+    values         handlers of leaves, containers and checkpointables
+    layouts        layouts, and the stores that they write and read
+    storage        storages
+    transaction    the right to write a checkpoint, and its commit
+    strategy       strategies of saves
+    read_strategy  strategies of loads
+    job            the processes of a job, their messages, and the workers of a single controller
+    transforms     changes of a tree while it is loaded, and derived arrays
 """
 
 from ckptcore.protocols.job import (

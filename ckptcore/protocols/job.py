@@ -25,9 +25,9 @@ OpenedT_contra = TypeVar("OpenedT_contra", contravariant=True)
 
 
 class Coordinator(Protocol):
-    """Exchanges messages between the processes of a job. Any thread. Each exchange has a key of its own.
+    """Exchanges messages between the processes of a job. Any thread. Each exchange has a unique key.
 
-    Every wait has a deadline. After it, `CoordinationTimeoutError` names the ranks that are missing.
+    Every wait has a deadline. After it, `CoordinationTimeoutError` names the missing ranks.
     """
 
     @property
@@ -75,7 +75,7 @@ class GathersInGroups(Protocol):
 
         Args:
             ranks: the ranks of the group in this coordinator, each once, with that of this process.
-            deadlines: how many deadlines of this coordinator an exchange of the group waits.
+            deadlines: the time that an exchange of the group waits, as a multiple of this coordinator's deadline.
         """
         ...
 
@@ -91,34 +91,34 @@ class Channels(Protocol):
     def memory(self, nbytes: int) -> HostArray:
         """Return memory to broadcast from and into: ``uint8``, contiguous, writable, not initialised.
 
-        It suits the devices, such as pinned memory. The caller may use it until the channels are closed.
+        The memory suits the devices, for example pinned memory. The caller may use it until the channels are closed.
         """
         ...
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Begin to send `data` from one member of a group to all others.
+        """Start to send `data` from one member of a group to all others.
 
-        All members of a group call this in the same order, with the same sender and number of bytes; processes with
-        several groups in common also have the same order between these. `data` is part of `memory`, and must not be
-        used before the result. Results are waited for in the order of the calls.
+        All members of a group call this in the same order, with the same sender and number of bytes. Processes with
+        several groups in common also use the same order across these. `data` is part of `memory`, and must not be used
+        before the result. Wait for results in the order of the calls.
 
         Args:
             group: the index of the group among those that were connected.
-            sender: the rank that has the bytes.
+            sender: the rank that sends the bytes.
             data: ``uint8``; overwritten on all ranks but the sender.
 
         Raises:
-            RankFailedError: here or in the result, if another process is gone, or is late.
+            RankFailedError: here or in the result, if another process failed, or is late.
         """
         ...
 
     def close(self) -> None:
-        """Release the memory. No broadcast may be running; after a failed one, the next use makes new connections."""
+        """Release the memory. No broadcast may be running. After a failed one, the next use connects again."""
         ...
 
 
 class Collectives(Protocol):
-    """Sends bytes between the processes of a job with the collectives of a framework, apart from those of the program.
+    """Sends bytes between the processes of a job with the collectives of a framework, separate from the program's.
 
     Any thread, one at a time.
     """
@@ -142,18 +142,18 @@ class Collectives(Protocol):
         """Connect the members of groups of ranks. May wait for the others.
 
         Args:
-            key: equal on all ranks that connect now, and never used again, so that other messages do not mix in.
-            groups: the groups of this process, each sorted, with two members or more. Processes with several groups in
-                common give these in the same order.
+            key: equal on all ranks that connect now, and unique, so that messages are not mixed up with others.
+            groups: the groups of this process, each sorted, with at least two members. Processes with several groups in
+                common pass these in the same order.
 
         Raises:
-            RankFailedError: another process is gone, or is late.
+            RankFailedError: another process failed, or is late.
         """
         ...
 
 
 class WantedLeaf(NamedTuple):
-    """A leaf that workers read and make.
+    """A leaf that workers read and build.
 
     Attributes:
         leaf: the number of the stored array in the tree; never an alias.
@@ -167,30 +167,30 @@ class WantedLeaf(NamedTuple):
 
 
 class WorkerCapture(Protocol[SaveT_contra]):
-    """Elements that workers hold for one save. Any thread."""
+    """Boxes that workers captured for one save. Any thread."""
 
     def wait(self) -> None:
-        """Return once the leaves are not needed any more.
+        """Wait until the leaves may change.
 
         Raises:
-            RankFailedError: a worker could not take its elements, or is gone.
+            RankFailedError: a worker could not capture its boxes, or failed.
         """
         ...
 
     def write(self, save: SaveT_contra) -> Pending[Sequence[Sequence[Receipt]]]:
-        """Begin to write what all workers hold into a location that the controller has claimed.
+        """Start to write the boxes of all workers to a location that the controller has claimed.
 
         Args:
-            save: the save that `Executor.capture` got, or a further save of the same boxes.
+            save: the save that was passed to `Executor.capture`, or a further save of the same boxes.
 
         Returns:
-            The receipts of the workers, by part of the save. A result or an error comes only once no worker writes any
-            more, because the objects of a failed save are removed then.
+            The receipts of the workers, by part of the save. A result or an error arrives only after all workers have
+            stopped writing, because the objects of a failed save are removed then.
         """
         ...
 
     def close(self) -> None:
-        """Release the elements. Closing again, or after a worker is gone, is no error."""
+        """Release the boxes. Closing again, or after a failure of a worker, is no error."""
         ...
 
 
@@ -201,10 +201,10 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
     `n` is rank ``n + 1``, as if each were a process of a job.
 
     `SaveT_contra` is ``ckptcore.saving.requests.Save``, and `OpenedT_contra` is an open checkpoint,
-    ``ckptcore.loading.checkpoint.Checkpoint``. Derive an executor from
-    ``ckptcore_jax.staged_executor.StagedExecutor``, which writes and reads them with pickled stages.
+    ``ckptcore.loading.checkpoint.Checkpoint``. Derive an executor from ``ckptcore_jax.staged_executor.StagedExecutor``,
+    which writes and reads these with pickled stages.
 
-    Every method that calls a worker raises `RankFailedError` with the name of the worker if the worker is gone.
+    Every method that calls a worker raises `RankFailedError` with its name if the worker failed.
     """
 
     @property
@@ -213,32 +213,32 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
         ...
 
     def takes(self, leaf: Any) -> bool:
-        """Return True if the elements of a leaf to save are at these workers. Never waits."""
+        """Return True if these workers hold the elements of a leaf to save. Never waits."""
         ...
 
     def makes(self, abstract: Any) -> bool:
-        """Return True if these workers make the leaf that is requested. Never waits."""
+        """Return True if these workers build the requested leaf. Never waits."""
         ...
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the identity of a leaf that it takes or makes. See `LeafHandler.identity`."""
+        """Return the identity of a leaf that these workers hold or build. See `LeafHandler.identity`."""
         ...
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
         """Return the boxes that a worker holds, each once. The replicas of a box are workers.
 
         Raises:
-            UnsupportedLeafError: the leaf has no elements, or they are not all at these workers.
+            UnsupportedLeafError: the leaf has no elements, or some are not at these workers.
         """
         ...
 
     def capture(self, save: SaveT_contra, *, copied: bool) -> WorkerCapture[SaveT_contra]:
-        """Begin to hold the boxes that workers write for a save.
+        """Start to capture the boxes that workers write for a save.
 
         Args:
             save: its parts have the plans of the workers.
-            copied: True to copy the boxes, at the workers, to memory that no other code changes or frees. False if
-                the leaves do not change until the save is committed.
+            copied: True to copy the boxes, at the workers, to memory that no other code changes or frees. False if the
+                leaves do not change until the save is committed.
         """
         ...
 
@@ -246,19 +246,19 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
         """Return the most bytes that one worker reads for a leaf.
 
         Raises:
-            UnsupportedLeafError: the stored array cannot become what is requested.
+            UnsupportedLeafError: the stored array cannot be loaded as requested.
         """
         ...
 
     def read(self, opened: OpenedT_contra, leaves: Sequence[WantedLeaf], context: Any) -> Sequence[object]:
-        """Read the boxes that each worker needs, and make the leaves of them there. All workers read at once.
+        """Read the boxes that each worker needs, and build the leaves there. All workers read concurrently.
 
         Args:
             opened: the checkpoint. Workers open it themselves, and fail if they find another save.
-            leaves: the leaves to make; the results are in this order.
+            leaves: the leaves to build; the results have this order.
             context: the options of the controller, a `ckptcore.Context`.
 
         Raises:
-            CheckpointError: the first error of a worker; further errors are notes of it.
+            CheckpointError: the first error of a worker; further errors are its notes.
         """
         ...

@@ -1,4 +1,4 @@
-"""Strategies of loads: how the stages of a load run, and where boxes of stored arrays are read."""
+"""Strategies of loads: how the stages of a load run, and the source of boxes of stored arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ReadBoxes: TypeAlias = Callable[[ReadPlan, Sequence[HostArray]], Iterable[int]]
 
 
 class ReadThrough(Protocol):
-    """Reads boxes of stored arrays in place of the checkpoint, such as from a cache."""
+    """Reads boxes of stored arrays instead of the checkpoint, such as from a cache."""
 
     def __call__(
         self, content_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
@@ -26,24 +26,23 @@ class ReadThrough(Protocol):
         """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete.
 
         Args:
-            content_id: identifies the stored tree: another save, and another checkpointable of the same save, has
-                another id. None if other software wrote the checkpoint: its bytes may change, so nothing may be kept
-                of it.
-            plan: the boxes, of arrays as they are stored.
+            content_id: identifies the stored tree. Every save, and every checkpointable of a save, has a different id.
+                None if other software wrote the checkpoint: its bytes may change, so they may not be cached.
+            plan: the boxes, of arrays in their stored form.
             buffers: for each box, C-contiguous memory of its shape and the stored dtype.
-            read_stored: reads boxes from the checkpoint, and verifies them. Takes any boxes of the tree of the plan.
+            read_stored: reads boxes from the checkpoint and verifies them. Accepts any boxes of the tree of the plan.
         """
         ...
 
 
 class StagedLoad(Protocol[T_co]):
-    """A load of one tree, as a strategy sees it."""
+    """A load of one tree, as a strategy uses it."""
 
     def run_here(self, read_through: ReadThrough | None = None) -> T_co:
-        """Run all stages in this process; again if the checkpoint was replaced meanwhile. Returns the loaded value.
+        """Run all stages in this process, and return the loaded value. Repeats them if the checkpoint was replaced.
 
         Args:
-            read_through: reads boxes in place of the checkpoint; None: read the checkpoint.
+            read_through: reads boxes instead of the checkpoint; None: read the checkpoint.
         """
         ...
 
@@ -52,5 +51,5 @@ class ReadStrategy(Protocol):
     """How a load reads. Pass one as ``ckptcore.load(..., strategy=...)``. Any thread."""
 
     def run(self, load: StagedLoad[T]) -> T:
-        """Run a load. Returns the loaded value."""
+        """Run a load, and return the loaded value."""
         ...

@@ -1,4 +1,4 @@
-"""Storages: objects by key."""
+"""Storages: objects by key, and the requests that suit each storage."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class StorageAddress:
-    """Where native I/O finds the same objects.
+    """The address of the same objects for native I/O.
 
     Attributes:
-        url: the directory, ending in ``/``; what no URL has is escaped with ``%`` in it, and so is ``%``.
-        options: what else native I/O needs, without secrets: ``endpoint`` (a URL), ``region``, ``credentials`` (where
-            they come from: ``anonymous``, ``environment``, ``profile`` with the name in ``profile``, ``default`` for
-            what the cloud's own libraries find, ``given`` where only this process has them), and what else the storage
-            was opened with. Who does not know an option leaves native I/O be.
+        url: the directory, ending in ``/``. Characters that a URL cannot have, and ``%``, are escaped with ``%``.
+        options: other options of native I/O, without secrets: ``endpoint`` (a URL), ``region``, ``credentials`` (their
+            source: ``anonymous``, ``environment``, ``profile`` with the name in ``profile``, ``default`` for the search
+            of the cloud's libraries, ``given`` if only this process has them), and options of the storage. Native I/O
+            is not used if it does not know an option.
     """
 
     url: str
@@ -53,10 +53,10 @@ class StorageAddress:
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """How a storage is opened.
+    """Options for opening a storage.
 
     Attributes:
-        durable: whether what `finish`, `put` and `sync` return from survives a loss of power.
+        durable: True if the results of `finish`, `put` and `sync` must survive a loss of power.
         config: options of this storage by name, from the Context.
     """
 
@@ -66,38 +66,38 @@ class StorageOptions:
 
 @dataclass(frozen=True, slots=True)
 class IfAbsent:
-    """Put only where there is no such object."""
+    """Condition of a put: the object does not exist."""
 
 
 class IfTag(NamedTuple):
-    """Put only where the object still has this tag."""
+    """Condition of a put: the object still has this tag."""
 
     tag: str
 
 
 IF_ABSENT: Final = IfAbsent()
-"""Put only where there is no such object."""
+"""Condition of a put: the object does not exist."""
 
 PutCondition: TypeAlias = IfAbsent | IfTag
-"""What must be true of an object for a put to replace it."""
+"""The condition under which a put replaces an object."""
 
 
 class ObjectWriter(Protocol):
-    """An object that is being written in pieces; it is not there before `finish`, or is not relied on before."""
+    """An object that is written in pieces. It does not exist before `finish`, or counts only from then on."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Write bytes at an offset, in any order and from any thread; every byte is written once.
+        """Write bytes at an offset, in any order and from any thread. Each byte is written once.
 
-        The memory can be reused when this returns.
+        The caller may reuse the memory after the return.
         """
         ...
 
     def finish(self) -> None:
-        """Complete the object; durable where the storage was opened so."""
+        """Complete the object; durable if the storage was opened durable."""
         ...
 
     def abort(self) -> None:
-        """Give up and remove what was written. Never raises; may follow a failed `finish`."""
+        """Abort, and remove the pieces. Never raises. May follow a failed `finish`."""
         ...
 
 
@@ -105,19 +105,19 @@ class RangeReader(Protocol):
     """An object that is open for reading. Any thread."""
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on, on this thread; raises what `StorageBackend.get_into` does."""
+        """Fill each buffer from its offset, on this thread. Raises the errors of `StorageBackend.get_into`."""
         ...
 
 
 @runtime_checkable
 class StampedReader(RangeReader, Protocol):
-    """An object that is open for many small reads, and tells whether it changed. Any thread."""
+    """An object that is open for many small reads, with a stamp that shows changes. Any thread."""
 
     def stamp(self) -> Hashable | None:
-        """Return a value that differs once the bytes of the object changed; None while a change could go unseen.
+        """Return a value that differs after the bytes of the object changed; None while a change could be missed.
 
-        Bytes that were verified after this returned a stamp need not be verified again while it returns the same one.
-        Called for each read.
+        Bytes that were verified after this returned a stamp need no further verification while it returns the same
+        stamp. Called for each read.
 
         Raises:
             StorageError
@@ -125,7 +125,7 @@ class StampedReader(RangeReader, Protocol):
         ...
 
     def size(self) -> int:
-        """Bytes that it has now. Called for each read.
+        """Return the current size in bytes. Called for each read.
 
         Raises:
             StorageError
@@ -133,9 +133,9 @@ class StampedReader(RangeReader, Protocol):
         ...
 
     def memory(self) -> memoryview | None:
-        """All of it as read-only memory; None if touching that could end the process, as on network file systems.
+        """Map the object as read-only memory; None if touching it could end the process, as on network file systems.
 
-        Bytes behind `size` must not be touched.
+        Bytes after `size` must not be touched.
         """
         ...
 
@@ -144,12 +144,12 @@ class StorageCapabilities(NamedTuple):
     """The requests that suit a storage.
 
     Attributes:
-        request_bytes: bytes that one read should ask for to be efficient.
-        concurrency: requests to have in flight at once. Object stores, whose latency is high, have more than 1: the
-            core then uses that many threads, within its own bounds. 1: one thread for each processor.
-        part_bytes: bytes of one part of an object that is written in pieces: a multiple of 1 MiB, or 1 if parts may
-            have any size. An `ObjectWriter.write_at` whose offset and length are multiples of it is sent without a copy
-            before it returns.
+        request_bytes: the size of an efficient read in bytes.
+        concurrency: the requests to have in flight at once. Object stores, which have high latency, have more than 1:
+            the core then uses that many threads, within its limits. 1: one thread for each processor.
+        part_bytes: the size of the parts of an object that is written in pieces, in bytes: a multiple of 1 MiB, or 1
+            for any size. An `ObjectWriter.write_at` with an offset and length that are multiples of it is sent without
+            a copy before it returns.
     """
 
     request_bytes: int = 1 << 20
@@ -158,16 +158,16 @@ class StorageCapabilities(NamedTuple):
 
 
 class StorageBackend(Protocol):
-    """Objects by key. No arrays, no retries of the caller's, no state that matters. Any thread.
+    """Objects by key. Knows no arrays, and has no state besides caches. Any thread.
 
-    A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part. A storage inherits from
-    this class, which has defaults for all that is optional. One that wraps another storage must forward all
-    methods, or what that can do is lost.
+    A key is relative, with ``/`` between directories, and without empty parts, ``.`` and ``..``. A storage inherits
+    from this class, which has defaults for all optional methods. A storage that wraps another one must forward all
+    methods, or it loses capabilities.
     """
 
     @property
     def capabilities(self) -> StorageCapabilities:
-        """The requests that suit it: a class attribute or a property."""
+        """The requests that suit the storage: a class attribute or a property."""
         return StorageCapabilities()
 
     @property
@@ -179,7 +179,7 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before.
+        """Return bytes `start` to `stop` of an object; fewer if it ends earlier.
 
         Raises:
             ObjectNotFoundError
@@ -188,7 +188,7 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """A small object whole, and the tag that a conditional put can name.
+        """Return a small object, and its tag for conditional puts.
 
         Raises:
             ObjectNotFoundError
@@ -197,28 +197,28 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on, on this thread.
+        """Fill each buffer from its offset, on this thread.
 
         Raises:
             ObjectNotFoundError
-            CorruptCheckpointError: where the object ends before a buffer is full.
+            CorruptCheckpointError: the object ends before a buffer is full.
         """
         ...
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Bytes of an object.
+        """Return the bytes of an object.
 
         Raises:
-            ObjectNotFoundError: also where the key is that of a directory.
+            ObjectNotFoundError: also if the key is a directory.
         """
         ...
 
     def open_reader(self, key: str) -> RangeReader:
-        """Open an object for several reads: they read the object that was there then, or fail.
+        """Open an object for several reads. They read the current object, or fail.
 
-        By default each read finds the object again by its key. A storage where finding an object costs something
-        implements it.
+        By default each read finds the object again by its key. A storage in which finding an object takes time
+        implements this method.
 
         Raises:
             ObjectNotFoundError: now, or by the first read.
@@ -226,9 +226,9 @@ class StorageBackend(Protocol):
         return ReaderByKey(self, key)
 
     def open_stamped(self, key: str) -> RangeReader:
-        """Open an object for many small reads, as `open_reader`, which is the default.
+        """Open an object for many small reads. By default equal to `open_reader`.
 
-        A storage that is near, and reads the same bytes again as fast, returns a `StampedReader`.
+        A local storage, whose repeated reads are fast, returns a `StampedReader`.
 
         Raises:
             ObjectNotFoundError: now, or by the first read.
@@ -239,76 +239,76 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object whole or not at all, replacing what is there; returns its new tag.
+        """Write an object atomically, replacing an existing one; return its new tag.
 
         Raises:
             ConditionFailedError: nothing was changed.
             AtomicityError: the storage has no conditional puts; nothing was changed.
-            StorageFullError, or a StorageError that is a PermissionError: the put had no effect and will have none.
-                If an earlier attempt may have reached the storage, raise another StorageError.
+            StorageFullError, or a StorageError that is a PermissionError: the put had no effect and will have none. If
+                an earlier attempt may have reached the storage, raise another StorageError.
         """
         ...
 
     @abstractmethod
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Begin an object that is written in pieces; `size` in bytes where it is known."""
+        """Start an object that is written in pieces; `size` in bytes if known."""
         ...
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Begin an object as `open_writer` does, but replace nothing.
+        """Start an object as `open_writer` does, but replace nothing.
 
-        The writer's `finish` raises `ConditionFailedError` if the object is there by then, and leaves it as it is. A
-        `finish` that is repeated because its answer was lost finds what it wrote itself, and raises too: the caller
-        looks. Pieces are kept, so that `finish` can be called again once the object in its way is gone.
+        The writer's `finish` raises `ConditionFailedError` if the object exists by then, and leaves it unchanged. A
+        `finish` that is repeated because its response was lost finds its own object and raises too: the caller checks.
+        Pieces are kept, so that `finish` can be called again after the existing object was deleted.
 
-        Called only where checkpoints are committed with conditional puts. By default the writer looks right before it
-        completes the object, which is not one step, and needs a writer that shows nothing before. A storage whose
-        conditions also hold for objects in pieces implements it.
+        Called only where checkpoints are committed with conditional puts. By default the writer checks right before it
+        completes the object, which is not atomic, and requires a writer whose object is invisible until then. A storage
+        whose conditions also hold for objects in pieces implements this method.
         """
         return CheckedWriter(self, key, self.open_writer(key, size))
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Abort every unfinished object below a directory, whoever writes it; returns how many there were.
+        """Abort every unfinished object below a directory, of any writer; return their number.
 
-        Their writers cannot finish them any more: `finish` raises `StorageError`. Finished objects stay. By default
-        nothing and 0, for a storage that keeps no pieces of unfinished objects.
+        Their writers cannot finish them: `finish` raises `StorageError`. Finished objects remain. By default nothing
+        and 0, for a storage that keeps no pieces of unfinished objects.
         """
         return 0
 
     @abstractmethod
     def sync(self, keys: Sequence[str]) -> None:
-        """Make objects durable that native I/O wrote, and the directories they are in."""
+        """Make objects durable that native I/O wrote, and the directories that contain them."""
         ...
 
     # --- names
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys of all objects below a directory, sorted; nothing where there is none."""
+        """Return the keys of all objects below a directory, sorted; none if it does not exist."""
         ...
 
     @abstractmethod
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted; those of directories end in ``/``. Empty where there is none."""
+        """Return the names one level below a directory, sorted. Names of directories end in ``/``. May be empty."""
         ...
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; one that is not there is no error. Directories that become empty vanish."""
+        """Delete objects; a missing object is no error. Directories that become empty disappear."""
         ...
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
-        """Delete objects as `delete` does, and call `check` right before each request, including repeated ones.
+        """Delete objects like `delete`, and call `check` right before each request, including retries.
 
-        What `check` raises ends the deletion; it may use the storage. By default it is called once. A storage that
-        repeats failed deletions by itself must implement it: another save may have written there meanwhile.
+        An error of `check` ends the deletion. `check` may use the storage. By default it is called once. A storage that
+        retries failed deletions must implement this method, because another save may have written meanwhile.
         """
         check()
         self.delete(keys)
 
 
 class ReaderByKey:
-    """An object that its storage finds by its key for each read. Any thread."""
+    """A reader that finds the object by its key for each read. Any thread."""
 
     def __init__(self, storage: StorageBackend, key: str) -> None:
         self._storage = storage
@@ -320,10 +320,10 @@ class ReaderByKey:
 
 
 class CheckedWriter:
-    """A writer that looks for the object right before it completes it. Any thread."""
+    """A writer that checks right before completion that the object does not exist. Any thread."""
 
     def __init__(self, storage: StorageBackend, key: str, inner: ObjectWriter) -> None:
-        """Write through `inner`, which replaces what is there by then."""
+        """Write through `inner`, which would replace an existing object."""
         self._storage = storage
         self._key = key
         self._inner = inner
@@ -340,7 +340,7 @@ class CheckedWriter:
             self._inner.finish()
         else:
             raise ConditionFailedError(
-                f"cannot create the object {self._key!r}: expected none there, found one of {nbytes} bytes"
+                f"cannot create the object {self._key!r}: it exists already, with {nbytes} bytes"
             )
 
     def abort(self) -> None:
@@ -353,11 +353,11 @@ class AtomicDirectories(Protocol):
     """A storage with real directories that can be renamed atomically. Keys as in `StorageBackend`."""
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """Create a directory if needed, and lock it until closed or the process ends; None if it is locked."""
+        """Create a directory if needed, and lock it until the lock is closed or the process ends; None if locked."""
         ...
 
     def rename(self, source: str, destination: str) -> None:
-        """Rename a directory; atomic, and durable where the storage was opened so.
+        """Rename a directory atomically; durable if the storage was opened durable.
 
         Raises:
             ConditionFailedError: the destination exists (an empty directory is replaced).
@@ -365,25 +365,25 @@ class AtomicDirectories(Protocol):
         ...
 
     def exchange(self, first: str, second: str) -> None:
-        """Let two directories change places; atomic, and durable where the storage was opened so.
+        """Exchange two directories atomically; durable if the storage was opened durable.
 
         Raises:
-            AtomicityError: this file system cannot; nothing was changed.
+            AtomicityError: the file system does not support this; nothing was changed.
         """
         ...
 
     def sync_directory(self, key: str) -> None:
-        """Make everything in a directory durable: the names of the objects, and of directories below it."""
+        """Make everything in a directory durable, including the names of objects and directories below it."""
         ...
 
     def delete_directory(self, key: str) -> None:
-        """Delete a directory with all it holds; one that is not there is no error."""
+        """Delete a directory and its contents; a missing directory is no error."""
         ...
 
 
 class StorageOpener(Protocol):
-    """Opens a directory of a storage; creates nothing."""
+    """Opens a directory of a storage. Creates nothing."""
 
     def __call__(self, url: str, options: StorageOptions) -> StorageBackend:
-        """Open the directory that `url` names (with its scheme; a local one may be a plain path)."""
+        """Open the directory of a URL. A local directory may also be a plain path."""
         ...

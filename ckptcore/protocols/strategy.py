@@ -1,4 +1,4 @@
-"""Strategies of saves: what a save writes of the parts that were given, and how it claims and commits its target.
+"""Strategies of saves: the parts that a save writes, and how it claims and commits its target.
 
 A caller passes a strategy to `ckptcore.save`. `prepare` returns the save, `begin` returns the commit of that save, and
 the core runs its stages: claim, write, commit. Every stage ends with an exchange of errors between the processes of the
@@ -24,33 +24,33 @@ StrategyT = TypeVar("StrategyT")
 class SaveCommit(Protocol):
     """The claim and the commit of one save. The core calls its methods in this order, on every rank.
 
-    Errors: what a method raises fails the save on all ranks, because `claim` and `commit` run inside stages of the job.
+    An error of `claim` or `commit` fails the save on all ranks, because they run inside stages of the job.
     """
 
     @property
     def meaning(self) -> str:
-        """What it means if the claim or the writing fails on another rank, such as "nothing was committed"."""
+        """The consequence of a failed claim or write on another rank, such as "nothing was committed"."""
         ...
 
     @property
     def commit_meaning(self) -> str:
-        """What it means if the commit fails on another rank; empty if that cannot be known."""
+        """The consequence of a failed commit on another rank; empty if unknown."""
         ...
 
     def claim(self) -> None:
-        """Claim the target, if this process claims for others; make sure that this process sees the claim, if not."""
+        """Claim the target, if this process claims for others. Otherwise check that the claim is visible."""
         ...
 
     @property
     def store(self) -> StorageBackend:
-        """The storage to write to, opened at the root of the checkpoint. First read in the stage "write"."""
+        """The storage to write to, opened at the root of the checkpoint. First used in the stage "write"."""
         ...
 
     def commit(self, payloads: Sequence[object]) -> None:
-        """Commit what all processes wrote.
+        """Commit the objects of all processes.
 
         Args:
-            payloads: on the leader one for each rank: its encoded receipts in a job, None without other processes.
+            payloads: on the leader, one for each rank: its encoded receipts in a job, None without other processes.
                 Empty on other ranks.
         """
         ...
@@ -59,29 +59,29 @@ class SaveCommit(Protocol):
         """End a save whose commit may have happened.
 
         Args:
-            error: None if every rank has committed. Otherwise what failed in the exchange after this process had done
-                its work.
+            error: None if every rank has committed. Otherwise the error of the exchange that followed the work of this
+                process.
 
         Raises:
-            CommitUnknownError: if the target does not have the save.
+            CommitUnknownError: the target does not have the save.
         """
         ...
 
     def abort(self) -> None:
-        """Remove what was written. Does nothing after a commit."""
+        """Remove the objects of the save. Does nothing after a commit."""
         ...
 
 
 class SaveStrategy(Protocol[DraftT_contra, SaveT]):
-    """What a save writes and commits. Immutable, so that several saves may share one.
+    """The content and the commit of a save. Immutable, so that several saves may share one.
 
-    Derive a strategy from `ckptcore.PlainSave`, and override `begin` to return a `SaveCommit` around that of
+    Derive a strategy from `ckptcore.PlainSave`, and override `begin` to return a `SaveCommit` that wraps the commit of
     `PlainSave`.
 
     Attributes:
-        takes_placeholders: whether the state may have placeholders for what the strategy finds elsewhere.
-        checks_target: whether `prepare` checks what is at the location. Otherwise the core refuses what ``overwrite=``
-            does not allow.
+        takes_placeholders: True if the state may have placeholders, for leaves that the strategy finds elsewhere.
+        checks_target: True if `prepare` checks the location. Otherwise the core refuses a target that ``overwrite=``
+            does not allow to replace.
     """
 
     @property
@@ -94,7 +94,7 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
         """Return the save with the plans of its parts. On every rank, with equal trees; writes nothing to the target.
 
         Args:
-            draft: the target, the described trees and what the root will say.
+            draft: the target, the described trees and the content of the root.
         """
         ...
 
@@ -111,7 +111,7 @@ class FurtherSaves(Protocol[SaveT]):
 
     Attributes:
         layouts: the layouts of the further saves.
-        signature: text that the processes of a job compare; a save is refused if it differs.
+        signature: text that the ranks of a job compare; the save is refused if it differs.
     """
 
     @property
@@ -121,7 +121,7 @@ class FurtherSaves(Protocol[SaveT]):
     def signature(self) -> str: ...
 
     def after_commit(self, save: SaveT, write: Callable[[SaveT], None]) -> None:
-        """Write the further saves. On every rank, once the save is committed.
+        """Write the further saves. On every rank, after the commit of the save.
 
         Args:
             save: the save.
@@ -134,14 +134,14 @@ class StepStrategy(Protocol[StrategyT]):
     """Strategies for the steps of a `Checkpointer`. Immutable.
 
     Attributes:
-        layouts: layouts that the strategies need besides that of the `Checkpointer`, which refuses unknown ones.
+        layouts: further layouts of the strategies. The `Checkpointer` refuses unknown ones.
     """
 
     @property
     def layouts(self) -> Sequence[str | Layout]: ...
 
     def check(self, steps: str | os.PathLike[str]) -> None:
-        """Refuse, when a `Checkpointer` begins, what would fail at a step.
+        """Refuse, when a `Checkpointer` is created, settings that would fail at a step.
 
         Args:
             steps: the directory of the run.
@@ -154,6 +154,6 @@ class StepStrategy(Protocol[StrategyT]):
         Args:
             step: its number.
             name: the name of its directory.
-            strategy: the strategy that the directory of the run needs. The result wraps or is it.
+            strategy: the strategy of the run directory. The result wraps it, or is the same.
         """
         ...

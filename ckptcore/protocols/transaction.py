@@ -23,7 +23,7 @@ class Transaction(Protocol):
         ...
 
     def show_claim(self) -> None:
-        """Make the claim visible to the other processes of the job, which look for it before they write."""
+        """Make the claim visible to the other processes of the job, which wait for it before they write."""
         ...
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
@@ -31,7 +31,7 @@ class Transaction(Protocol):
 
         Args:
             root: the root; None for a checkpoint of other software, which has none.
-            parts: objects that the root names besides those of the layout, by key.
+            parts: by key, objects that the root names in addition to those of the layout.
 
         Raises:
             CheckpointExistsError, SaveLostError: nothing was committed.
@@ -43,7 +43,7 @@ class Transaction(Protocol):
         """Replace the session table by compare-and-swap, so that the objects of this session count.
 
         Raises:
-            SaveLostError: another session, or a deletion, took over. The objects of this session do not count.
+            SaveLostError: another session or a deletion took over. The objects of this session do not count.
             CommitUnknownError: the table may have been replaced.
         """
         ...
@@ -57,5 +57,5 @@ class Transaction(Protocol):
         ...
 
     def restore(self, table: bytes, kept: Collection[str]) -> None:
-        """Remove all objects but `kept`, put a session table back and release the claim. Does nothing after the end."""
+        """Remove all objects except `kept`, restore a session table and release the claim. No effect after the end."""
         ...

@@ -1,4 +1,4 @@
-"""Transforms of stored trees, and derived arrays: arrays that are computed from stored ones while they are read."""
+"""Transforms of stored trees, and derived arrays, which are computed from stored ones while they are read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["DerivedArray", "DerivedTree", "Part", "Transform", "TransformSource"
 
 
 class Part(NamedTuple):
-    """A box of an input that a box of a derived array is made of.
+    """A box of an input from which a box of a derived array is computed.
 
     Attributes:
-        number: of the input.
+        number: the number of the input.
         box: the box of the input, in elements; never empty.
     """
 
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class DerivedArray(Protocol):
-    """An array that is made of other arrays. Immutable, hashable, pickled if its values can be. Any thread.
+    """An array that is computed from other arrays. Immutable, hashable, pickled if its values can be. Any thread.
 
     No method is called for a box without elements.
     """
@@ -39,18 +39,18 @@ class DerivedArray(Protocol):
 
     @property
     def inputs(self) -> Sequence[DerivedArray]:
-        """The arrays that it is made of."""
+        """The arrays from which it is computed."""
         ...
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return the boxes of inputs that a box of the array is made of: as few elements as possible."""
+        """Return the boxes of inputs from which a box of the array is computed: as few elements as possible."""
         ...
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """Return the views of `out` that the parts are copied to unchanged, so that they are read into place.
+        """Return the views of `out` into which the parts are copied unchanged, so that they are read in place.
 
-        One view for each part of `needed`, of its shape; together they cover `out`. None if the elements are
-        computed, or are in no such views of this memory.
+        One view for each part of `needed`, of its shape; together they cover `out`. None if the elements are computed,
+        or if there are no such views of this memory.
 
         Args:
             box: the box of the array that `out` is for.
@@ -67,27 +67,27 @@ class DerivedArray(Protocol):
             out: memory of the box's shape and the dtype of the array; of any strides.
 
         Raises:
-            ValueError: if an element cannot be computed; the load names the array.
+            ValueError: an element cannot be computed; the load names the array.
         """
         ...
 
 
 class TransformSource(Protocol):
-    """What a transform may use besides the tree that it changes."""
+    """Resources for a transform besides the tree that it changes."""
 
     def open(self, location: str | os.PathLike[str]) -> DerivedTree:
         """Open another checkpoint. Its arrays can be combined with those of the tree.
 
         Raises:
-            CheckpointError: if it cannot be opened.
+            CheckpointError: it cannot be opened.
         """
         ...
 
     def read_json(self, name: str) -> Mapping[str, JSON] | None:
-        """Read a JSON file that other software wrote beside the arrays, such as ``config.json``; None if there is none.
+        """Read a JSON file of other software next to the arrays, such as ``config.json``; None if it does not exist.
 
         Raises:
-            CorruptCheckpointError: if the file is not a JSON object.
+            CorruptCheckpointError: the file is not a JSON object.
         """
         ...
 
@@ -101,8 +101,8 @@ class DerivedTree(NamedTuple):
 
     Attributes:
         tree: paths and records; shape and dtype of each array are those of its derived array.
-        arrays: by leaf number, the derived array; of arrays that are no alias.
-        values: by leaf number of each value that is stored in the checkpoint being loaded, its number there.
+        arrays: by leaf number, the derived array. Has no aliases.
+        values: by leaf number of each value in the loaded checkpoint, its number there.
         source: further checkpoints, files and handlers.
     """
 
@@ -112,7 +112,7 @@ class DerivedTree(NamedTuple):
     source: TransformSource
 
     def finish(self) -> DerivedTree:
-        """Return itself: a tree that no transform is changing."""
+        """Return the tree itself, because no transform is changing it."""
         return self
 
 
@@ -128,7 +128,7 @@ class TransformedTree(Protocol):
         """Return the tree as it is now.
 
         Raises:
-            TransformError: if it is no tree, because a leaf has others below it.
+            TransformError: it is not a tree, because there are leaves below a leaf.
         """
         ...
 
@@ -142,12 +142,12 @@ class Transform(Protocol):
         """Return the changed tree: a new one, or the given one if that can be changed in place.
 
         Raises:
-            TransformError, ValueError: if the tree lacks what is changed, or it does not fit.
+            TransformError, ValueError: the tree lacks the leaves to change, or they do not fit.
         """
         ...
 
     def describe(self) -> str:
-        """Return what it does, in one line. Equal on every process of a job."""
+        """Describe the transform in one line. Equal on every process of a job."""
         ...
 
 

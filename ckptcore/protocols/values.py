@@ -1,4 +1,4 @@
-"""Values: how containers, checkpointables and leaves are taken apart, copied and built again."""
+"""Handlers, which take containers, checkpointables and leaves apart, copy them and build them again."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class Priority:
-    """What a handler says of how sure it is of a type; the highest wins and a tie is an error naming both plugins."""
+    """The priority of a handler for a type. The highest one is used; a tie is an error that names both plugins."""
 
-    FALLBACK: Final = 0  #: any type of a broad sort: a dataclass
-    PROTOCOL: Final = 25  #: types that have certain methods
-    REGISTERED: Final = 50  #: types that were registered with a framework
-    FRAMEWORK: Final = 75  #: a framework's own types
+    FALLBACK: Final = 0  #: types of a broad kind: dataclasses
+    PROTOCOL: Final = 25  #: types with certain methods
+    REGISTERED: Final = 50  #: types that are registered with a framework
+    FRAMEWORK: Final = 75  #: types of a framework
     EXACT: Final = 100  #: exactly this type
 
 
@@ -41,10 +41,10 @@ class Flattened(NamedTuple):
     """A container taken apart by one level.
 
     Attributes:
-        kind: how it comes back where no abstract tree is given.
+        kind: the kind of container that a load without an abstract tree builds.
         keys: the key of each child; unique.
         children: the children, in the order of the keys.
-        type: the qualified name of its type where `kind` does not tell, else None.
+        type: the qualified name of its type if `kind` does not determine it, else None.
     """
 
     kind: NodeKind
@@ -54,15 +54,15 @@ class Flattened(NamedTuple):
 
 
 class ContainerHandler(Protocol):
-    """Takes containers of some types apart by one level and puts them together. Stateless, thread-safe, no I/O.
+    """Takes containers of some types apart by one level and rebuilds them. Stateless, thread-safe, no I/O.
 
-    A handler inherits from this class, which has defaults for all that is optional.
+    A handler inherits from this class, which has defaults for all optional methods.
     """
 
     @property
     @abstractmethod
     def priority(self) -> int:
-        """See `Priority`; a class attribute will do."""
+        """See `Priority`; may be a class attribute."""
         ...
 
     @abstractmethod
@@ -72,25 +72,24 @@ class ContainerHandler(Protocol):
 
     @abstractmethod
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        """A container of exactly the type and the static content of `like`, with other children.
+        """Return a container with exactly the type and the static content of `like`, and with other children.
 
-        `children` are in the order in which `flatten(like)` gives them.
+        `children` are in the order of ``flatten(like)``.
         """
         ...
 
     def is_object(self, value: Any) -> bool:
-        """Return whether programs hold `value` as an object with an identity, as they hold a module; by default False.
+        """Return True if programs refer to `value` as an object with an identity, like a module; by default False.
 
-        ``load_checkpointables`` restores such a container in place. It builds others anew: dicts, and containers
-        of abstract leaves.
+        ``load_checkpointables`` restores such a container in place. It builds new containers of other types: dicts, and
+        containers of abstract leaves.
         """
         return False
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return which children `replace` can replace, by their positions in what `flatten` gives; by default none.
+        """Return the children that `replace` can replace, by their positions in `flatten`; by default none.
 
-        ``load_into`` replaces children that cannot be filled in place. Containers with other children are replaced in
-        their parent.
+        ``load_into`` replaces children that cannot be filled in place. Other containers are replaced in their parent.
         """
         return ()
 
@@ -102,47 +101,47 @@ class ContainerHandler(Protocol):
 class CheckpointableHandler(Protocol):
     """Takes objects apart that are more than a container: a module, an optimizer. Stateless, thread-safe, no I/O.
 
-    A handler inherits from this class, which has defaults for all that is optional.
+    A handler inherits from this class, which has defaults for all optional methods.
     """
 
     @property
     @abstractmethod
     def priority(self) -> int:
-        """See `Priority`; a class attribute will do."""
+        """See `Priority`; may be a class attribute."""
         ...
 
     @property
     def per_process(self) -> bool:
-        """True if every process has a state of its own, as of iterators and random generators; by default False.
+        """True if every process has its own state, as for iterators and random generators; by default False.
 
-        Under a name of its own in ``save_checkpointables`` every process saves such an object for itself.
+        As a separate name in ``save_checkpointables``, such an object is saved by every process.
         """
         return False
 
     @abstractmethod
     def flatten(self, value: Any) -> object:
-        """The state of `value`: a tree of containers and leaves. Arrays in it may be those of the object itself."""
+        """Return the state of `value`: a tree of containers and leaves. Its arrays may be the object's own."""
         ...
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """The state of `value` to load, with abstract leaves for what it lacks so far; by default as `flatten`.
+        """Return the state of `value` to load, with abstract leaves for missing state; by default equal to `flatten`.
 
-        An object that has part of its state only once it was used, such as an optimizer, implements it.
+        Implement it for objects that create part of their state when they are used, such as optimizers.
 
         Args:
-            value: the object that is loaded into, or an object like it.
-            stored: the state that is stored for it, in Python's own containers: `AbstractArray` for arrays, and values.
+            value: the object to load into, or an object like it.
+            stored: its stored state, in Python's containers, with `AbstractArray` for arrays.
         """
         return self.flatten(value)
 
     @abstractmethod
     def unflatten(self, like: Any, state: object) -> object:
-        """What a load with the abstract object `like` returns; `state` is a loaded tree like ``flatten(like)``."""
+        """Return the result of a load with the abstract object `like`; `state` is a tree like ``flatten(like)``."""
         ...
 
     @abstractmethod
     def restore(self, target: Any, state: object) -> None:
-        """Make `target` have this state, in place. Arrays that could be filled in place already were."""
+        """Restore this state into `target`, in place. Arrays that could be filled in place are filled already."""
         ...
 
 
@@ -151,49 +150,49 @@ Continuation: TypeAlias = Callable[[], None]
 
 
 class FilesHandler(Protocol):
-    """Saves objects that write files of their own, in any format. Stateless.
+    """Saves objects that write their own files, in any format. Stateless.
 
     Attributes:
-        priority: see `Priority`. At the same priority it comes before a `CheckpointableHandler`.
+        priority: see `Priority`. At equal priority it is used before a `CheckpointableHandler`.
     """
 
     @property
     def priority(self) -> int: ...
 
     def save(self, value: Any, directory: Path) -> Continuation | None:
-        """Capture what must not change and return what writes the rest; None if all is written.
+        """Capture state that may change, and return a function that writes the rest; None if all is written.
 
-        Called on the thread of the caller of a save, who is blocked by it; the continuation is called on another.
+        Called on the thread that calls the save, and blocks it. The continuation is called on another thread.
 
         Args:
             value: the object.
-            directory: a directory of this process alone, there and empty. Everything in it, also in directories below
-                it, is stored once the continuation is done.
+            directory: an empty directory that only this process uses. Everything in it, including directories, is
+                stored after the continuation.
         """
         ...
 
     def load(self, like: Any, directory: Path) -> object:
-        """The object that ``like`` asks for, from files as they were written: often ``like`` itself, restored in place.
+        """Load the object that ``like`` requests from its files: often ``like`` itself, restored in place.
 
-        `directory` is a copy that the caller removes afterwards.
+        `directory` is a copy of the files, which the caller removes afterwards.
         """
         ...
 
 
 @runtime_checkable
 class StatefulCheckpointable(Protocol):
-    """What an object has that saves itself to files: it needs nothing of ckptcore to have it.
+    """The methods of an object that saves itself to files. It does not depend on ckptcore.
 
-    Both methods are plain functions with one parameter ``directory``. What other objects have instead is found too: see
+    Both methods are plain functions with one parameter ``directory``. Objects with other methods are supported too: see
     the guide on objects that save themselves.
     """
 
     def save(self, directory: Path) -> Continuation | None:
-        """As `FilesHandler.save`."""
+        """Save the object's files. See `FilesHandler.save`."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Take the state that the files in `directory` hold."""
+        """Load the state from the files in `directory`."""
         ...
 
 
@@ -201,21 +200,20 @@ class HostMemory(Protocol):
     """Host memory that belongs to one save, reused by the next. Any thread."""
 
     def empty(self, spec: ArraySpec) -> HostArray:
-        """A C-contiguous array to fill; not initialised."""
+        """Return a C-contiguous array to fill; not initialised."""
         ...
 
     def copy(self, source: HostArray) -> Pending[HostArray]:
-        """Copy `source` into memory of the save, on the core's threads; `source` must stay as it is until then."""
+        """Copy `source` into memory of the save, on the core's threads. `source` must not change until then."""
         ...
 
 
 class HostBytes(NamedTuple):
-    """Host memory that boxes of a leaf take in a save, beside the leaf itself, in bytes.
+    """The host memory that boxes of a leaf take in a save, in addition to the leaf, in bytes.
 
     Attributes:
-        viewed: in one that blocks, as `LeafHandler.view_on_host` gives them: zero where that gives the memory of the
-            leaf.
-        copied: in an asynchronous one, as `LeafHandler.copy_to_host` gives them.
+        viewed: in a blocking save, for the result of `LeafHandler.view_on_host`: zero for views of the leaf's memory.
+        copied: in an asynchronous save, for the result of `LeafHandler.copy_to_host`.
     """
 
     viewed: int
@@ -225,22 +223,22 @@ class HostBytes(NamedTuple):
 class LeafHandler(Protocol):
     """Describes, copies and builds leaves of some types. Stateless, thread-safe, no I/O.
 
-    Arrays come and go as (`Box`, NumPy array with dtypes of NumPy or ml_dtypes, native byte order). A handler inherits
-    from this class, which has defaults for all that is optional.
+    Arrays are passed as (`Box`, NumPy array with a dtype of NumPy or ml_dtypes, in native byte order). A handler
+    inherits from this class, which has defaults for all optional methods.
     """
 
     @property
     @abstractmethod
     def priority(self) -> int:
-        """See `Priority`; a class attribute will do."""
+        """See `Priority`; may be a class attribute."""
         ...
 
     @abstractmethod
     def describe(self, leaf: Any) -> LeafRecord:
-        """What the leaf is: shape, dtype, kind. Also of an abstract leaf. Never waits for a device.
+        """Return the record of a leaf: shape, dtype, kind. Also for abstract leaves. Never waits for a device.
 
         Raises:
-            UnsupportedLeafError: if a leaf like this cannot be stored; says why and what to do.
+            UnsupportedLeafError: the leaf cannot be stored; with the reason and a remedy.
         """
         ...
 
@@ -248,51 +246,50 @@ class LeafHandler(Protocol):
     def abstract(self, leaf: Any) -> object:
         """Return the abstract leaf, which requests a leaf of this type, shape, dtype, kind and placement from a load.
 
-        It holds no elements: `shards` refuses it, `destination` has no memory of it and `fill` cannot change it.
-        Touches none, copies nothing and waits for nothing: also of a leaf that was deleted, or is still computed. An
-        abstract leaf is its own, and so is a small one that cannot be changed: a number, a str.
+        It has no elements: `shards` refuses it, `destination` returns no memory for it and `fill` cannot change it.
+        Reads and copies no elements and waits for nothing, so it also accepts deleted leaves, and leaves that are still
+        being computed. Abstract leaves return themselves, and so do small immutable ones, such as numbers and strings.
 
         Raises:
-            UnsupportedLeafError: as `describe`; also if nothing without elements can ask for a leaf like this.
+            UnsupportedLeafError: see `describe`; also if no abstract leaf can request a leaf like this.
         """
         ...
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return a value that is equal exactly for leaves that share memory (tied); None, the default, if unknown."""
+        """Return a value that is equal only for leaves that share memory (tied leaves). None, the default: unknown."""
         return None
 
     @abstractmethod
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        """The boxes of the array that this process holds, of `size` processes; None where it only knows of the array.
+        """Return the boxes of the array that this process holds, of `size` processes. None: it holds none at all.
 
-        None is for an array that is spread over other processes alone, as those of another stage of a pipeline may be:
-        these share it as if the job were theirs, and `rank` and `size` are the place among them and their number when
-        they are asked again. A process that is one of them and has nothing, because there were fewer rows than
-        processes, gives no boxes.
+        None is for arrays that only other processes hold, such as those of another pipeline stage. These processes are
+        then asked again, with their number as `size` and their position among them as `rank`. A process that belongs to
+        them but holds nothing, because there are fewer rows than processes, returns no boxes instead of None.
         """
         ...
 
     def replicas(self, leaf: Any, size: int) -> int | None:
         """Return how many of `size` processes hold each box of the array; None, the default, if unknown.
 
-        Processes share the work of writing by it. If it is not known it is estimated from where the array is cut. 1 if
-        it differs from box to box. Equal on every process that has the array in its tree, also on those that only know
-        of it. `size` is as in `shards`.
+        Processes divide the writes by it. If unknown, it is estimated from the cuts of the array. 1 if it differs
+        between boxes. Equal on every process that has the array in its tree, even without elements. See `shards` for
+        `size`.
         """
         return None
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return the boxes that a process of a job would hold, as `shards` returns them in that process, for dry runs.
+        """Return the boxes that a process of a job would hold: the result of `shards` in that process. For dry runs.
 
-        Touches no elements and waits for nothing. By default only this process is known, and no abstract leaf.
+        Reads no elements and waits for nothing. By default only this process is known, and no abstract leaf.
 
         Args:
-            leaf: an array, also an abstract one, or one that was deleted.
-            process: which process of the job, by its rank; the job need not run. None: this one.
-            rank, size: as for `shards`: the place of that process among those that share the leaf.
+            leaf: an array, also an abstract or deleted one.
+            process: the rank of the process; the job need not run. None: this process.
+            rank, size: the position of that process among those that share the leaf. See `shards`.
 
         Raises:
-            UnsupportedLeafError: if the leaf does not know; says what does.
+            UnsupportedLeafError: the leaf does not know its boxes; with a remedy.
         """
         if process is None:
             return self.shards(leaf, rank, size)
@@ -302,57 +299,57 @@ class LeafHandler(Protocol):
         )
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the host memory that these boxes would take; by default the most: a copy of all elements."""
+        """Return the host memory that these boxes would take; by default that of a copy of all elements."""
         record = self.describe(leaf)
-        assert isinstance(record, ArrayRecord)  # a value has no boxes
+        assert isinstance(record, ArrayRecord)  # values have no boxes
         nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
         return HostBytes(nbytes, nbytes)
 
     @abstractmethod
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """For asynchronous saves: the elements of each box, in memory that no other code changes or frees.
+        """Copy the elements of each box to memory that no other code changes or frees, for asynchronous saves.
 
-        Memory that cannot change needs no copy. An immutable array is not enough: other objects may share its memory,
-        and change it. Starts the copies and does not wait for them.
+        Memory that cannot change needs no copy. An immutable array is not sufficient, because other objects may share
+        its memory and change it. Starts the copies and does not wait for them.
         """
         ...
 
     @abstractmethod
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """For blocking saves: the elements of each box; may alias the leaf and have any strides."""
+        """Return the elements of each box, for blocking saves. They may alias the leaf and have any strides."""
         ...
 
     @abstractmethod
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """The boxes of the stored array that this process needs to build `abstract`; without duplicates."""
+        """Return the boxes of the stored array that this process needs to build `abstract`, without duplicates."""
         ...
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Memory of `abstract` itself that holds `box`, to be read into: of the stored dtype, C-contiguous, writable.
+        """Return memory of `abstract` for a box, to read into: of the stored dtype, C-contiguous, writable.
 
-        Only asked by ``load_into``. None, the default, where there is none: then `build` gets the elements.
+        Only called by ``load_into``. None, the default, if there is no such memory: `build` then receives the elements.
         """
         return None
 
     @abstractmethod
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Build the leaf that `abstract` requests. May keep and alias the arrays: they belong to it.
+        """Build the leaf that `abstract` requests. It may keep and alias the arrays.
 
-        Of a `ValueRecord`, `boxes` is empty.
+        `boxes` is empty for a `ValueRecord`.
         """
         ...
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Make `target` itself hold the elements, in place; False, the default, where it cannot be changed.
+        """Copy the elements into `target`, in place; False, the default, if it cannot be changed.
 
-        Only asked by ``load_into``. A box that `destination` gave memory for comes with that memory, filled.
+        Only called by ``load_into``. A box for which `destination` returned memory comes with that memory, filled.
         """
         return False
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """Return the memory of this process that `fill` changes, or None if `fill` returns False.
+        """Return the memory of this process that `fill` changes, or None, the default, if `fill` returns False.
 
-        Only asked by ``load_into``, before anything is read. The memory of two targets must not overlap. Empty if this
-        process holds no element of `target`. By default None.
+        Only called by ``load_into``, before anything is read. The memory of two targets must not overlap. Empty if this
+        process holds no element of `target`.
         """
         return None

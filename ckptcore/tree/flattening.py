@@ -1,4 +1,4 @@
-"""Values taken apart into a skeleton and leaves, and put together again."""
+"""Take values apart into a skeleton and leaves, and rebuild them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "PLACEHOLDER",
     "Flat",
     "PerProcess",
-    "first_stuck",
+    "first_fixed",
     "flatten",
     "per_process_leaves",
     "per_process_objects",
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PerProcess(Generic[T]):
-    """A value that each process of a job has for itself. A checkpoint keeps that of every process.
+    """A value that differs between the processes of a job. A checkpoint stores the value of every process.
 
-    Iterators, random generators and other objects that are known to differ need no wrapper.
+    Iterators, random generators and other known per-process objects need no wrapper.
 
     Attributes:
-        value: the value of this process; in a load its abstract value, as without the wrapper.
+        value: the value of this process; in a load, its abstract value.
     """
 
     value: T
@@ -57,8 +57,8 @@ class Flat(NamedTuple):
     Attributes:
         skeleton: its containers.
         leaves: its leaves, in the order of the skeleton.
-        handlers: the handler of each leaf; None where the leaf is `PLACEHOLDER`.
-        shape: how `unflatten` and `restore` put it together again.
+        handlers: the handler of each leaf; None for `PLACEHOLDER`.
+        shape: the containers and objects, for `unflatten` and `restore`.
     """
 
     skeleton: Skeleton
@@ -67,7 +67,7 @@ class Flat(NamedTuple):
     shape: Shape
 
     def paths(self) -> Iterator[TreePath]:
-        """The path of each leaf."""
+        """Return the path of each leaf."""
         return leaf_paths(self.skeleton)
 
 
@@ -88,10 +88,10 @@ class _Checkpointable(NamedTuple):
 
 
 Shape: TypeAlias = _Container | _Checkpointable | None
-"""A node of a flattened value: a container, a checkpointable around its state, or None for a leaf.
+"""A node of a flattened value: a container, a checkpointable with its state, or None for a leaf.
 
-``leaves`` is the number of leaves below a node. ``order`` has the positions of the children of a container that are no
-leaves, in the order of visits; None if that is the order of the keys. See `_visiting_order`.
+``leaves`` is the number of leaves below a node. ``order`` has the positions of the children that are not leaves, in the
+order of visits; None if that is the order of the keys. See `_visiting_order`.
 """
 
 
@@ -106,13 +106,13 @@ def flatten(
 
     Args:
         value: a tree of containers and leaves.
-        plugins: to find who handles each type.
-        placeholders: whether `PLACEHOLDER` may stand for a leaf.
-        stored_at: for a load, the abstract tree that is stored at a path; None where nothing is.
+        plugins: find the handler of each type.
+        placeholders: True if `PLACEHOLDER` may replace a leaf.
+        stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there.
 
     Raises:
-        UnsupportedLeafError: lists every leaf that no plugin handles, and where the tree is too deep.
-        UnsupportedKeyError: if a key is neither an int nor a str.
+        UnsupportedLeafError: lists every leaf that no plugin handles; or the tree is too deep.
+        UnsupportedKeyError: a key is neither an int nor a str.
     """
     walk = _Flattening(plugins, placeholders, stored_at)
     skeleton, shape = walk.node(value)
@@ -156,20 +156,20 @@ class _Flattening:
         if self.depth > MAX_DEPTH:
             raise UnsupportedLeafError(
                 f"the tree is deeper than {MAX_DEPTH} containers at {format_path(tuple(self.path[:6]))}...; "
-                "a container may hold itself. Nothing was written"
+                "a container may contain itself. Nothing was written"
             )
-        made = (
+        result = (
             self._checkpointable(value, found.checkpointable)
             if found.container is None
             else self._container(value, found.container)
         )
         self.depth -= 1
-        return made
+        return result
 
     def _checkpointable(self, value: object, handler: CheckpointableHandler | None) -> tuple[Skeleton, Shape]:
-        assert handler is not None  # one of the three is there
+        assert handler is not None  # `node` found a handler
         stored = None
-        # Most handlers do without the stored tree, which is built for this.
+        # Build the stored tree only for handlers that use it.
         if self.stored_at is not None and type(handler).flatten_to_load is not CheckpointableHandler.flatten_to_load:
             stored = self.stored_at(tuple(self.path))
         state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
@@ -194,7 +194,7 @@ class _Flattening:
         skeletons: list[Skeleton] = [LEAF] * len(found)
         shapes: list[Shape] = [None] * len(found)
         if order is None:
-            # Leaves, the common case, are taken as a run: no call for each.
+            # Adjacent leaves, the common case, are added together, without a call for each.
             start = 0
             for position in inner:
                 self.leaves.extend(children[start:position])
@@ -220,16 +220,16 @@ class _Flattening:
 
     def _child(self, key: Key, child: object) -> tuple[Skeleton, Shape]:
         self.path.append(key)
-        made = self.node(child)
+        result = self.node(child)
         self.path.pop()
-        return made
+        return result
 
 
 def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the order in which children that are no leaves are visited; None if it is that of the keys.
+    """Return the order of visits of children that are not leaves; None if it is the order of the keys.
 
-    Keys are sorted, ints before names, so that every process of a job uses one order, whatever the order of its dicts.
-    Methods of objects may be collective: the state dict of a module under FSDP gathers.
+    Keys are sorted, ints before names, so that every process of a job uses one order, even if dicts are ordered
+    differently. Methods of objects may be collective: the state dict of a module under FSDP gathers.
     """
     if len(inner) < 2:
         return None
@@ -238,14 +238,14 @@ def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...
 
 
 def _rank_of(key: Key) -> tuple[bool, int, str]:
-    """A value that sorts keys of all types."""
+    """Return a value that sorts keys of all types."""
     if isinstance(key, int):
         return False, key, ""
     return True, 0, key.name if isinstance(key, Attribute) else key
 
 
 def per_process_objects(shape: Shape) -> Iterator[tuple[TreePath, object]]:
-    """The objects in a value of which every process of a job has one of its own, with their paths."""
+    """Return the per-process objects in a value, with their paths."""
     return _per_process_objects(shape, ())
 
 
@@ -262,7 +262,7 @@ def _per_process_objects(shape: Shape, path: TreePath) -> Iterator[tuple[TreePat
 
 
 def per_process_leaves(flat: Flat) -> frozenset[int]:
-    """Return the numbers of the leaves in objects that differ between the processes of a job."""
+    """Return the numbers of the leaves of per-process objects."""
     objects = {path for path, _ in per_process_objects(flat.shape)}
     if not objects:
         return frozenset()
@@ -273,13 +273,13 @@ def per_process_leaves(flat: Flat) -> frozenset[int]:
 
 
 def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
-    """A value of exactly the types and static content of the one that was taken apart, with other leaves."""
-    return _unflatten(shape, iter(leaves), _loaded)
+    """Build a value with exactly the types and static content of the flattened one, and other leaves."""
+    return _unflatten(shape, iter(leaves), lambda node, state: node.handler.unflatten(node.like, state))
 
 
 def unflatten_states(shape: Shape, leaves: Sequence[object]) -> object:
-    """As `unflatten`, with the state of an object that has one in its place, as its handler gave it."""
-    return _unflatten(shape, iter(leaves), _as_it_is)
+    """Build a value like `unflatten`, but with the states of objects in place of the objects."""
+    return _unflatten(shape, iter(leaves), lambda node, state: state)
 
 
 def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[_Checkpointable, object], object]) -> object:
@@ -295,7 +295,7 @@ def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[_Chec
 def _in_order(
     shape: _Container, leaves: Iterator[object], make: Callable[[Shape, Iterator[object]], object]
 ) -> list[object]:
-    """The children of a container, in the order of its keys; `make` is called in the visiting order."""
+    """Return the children of a container, in the order of its keys. `make` is called in the visiting order."""
     if shape.order is None:
         return [next(leaves) if child is None else make(child, leaves) for child in shape.children]
     children = [
@@ -307,18 +307,10 @@ def _in_order(
     return children
 
 
-def _loaded(shape: _Checkpointable, state: object) -> object:
-    return shape.handler.unflatten(shape.like, state)
-
-
-def _as_it_is(shape: _Checkpointable, state: object) -> object:
-    return state
-
-
 def rebuild(skeleton: Skeleton, leaves: Sequence[object]) -> object:
-    """A value of Python's own containers with the structure that was saved, where no abstract tree is given.
+    """Build a value of Python's containers with the saved structure, for loads without an abstract tree.
 
-    An object of another type comes back as a dict of its attributes and keys, or a list where it had only indices.
+    An object of another type becomes a dict of its attributes and keys, or a list if it only had indices.
     """
     return _rebuild(skeleton, iter(leaves))
 
@@ -342,41 +334,41 @@ def _rebuild(skeleton: Skeleton, leaves: Iterator[object]) -> object:
 
 
 def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], paths: Sequence[TreePath]) -> None:
-    """Make the value that was taken apart hold other leaves, in place.
+    """Store other leaves in the flattened value, in place.
 
     Args:
-        shape: of the value that is changed.
-        leaves: the leaves it is to have.
-        filled: for each, whether the leaf in the value was filled in place and stays.
-        paths: of the leaves, for errors.
+        shape: the shape of the value.
+        leaves: the new leaves.
+        filled: for each leaf, True if it was filled in place and stays.
+        paths: the paths of the leaves, for errors.
 
     Raises:
-        CheckpointError: names a leaf that can be changed neither in place nor in its container.
+        CheckpointError: names a leaf that can be replaced neither in place nor in its container.
     """
-    stuck = first_stuck(shape, [not done for done in filled])
-    if stuck is not None:
+    fixed = first_fixed(shape, [not done for done in filled])
+    if fixed is not None:
         raise CheckpointError(
-            f"{format_path(paths[stuck])} can be changed neither in place nor in what holds it; use load() and keep "
+            f"{format_path(paths[fixed])} can be changed neither in place nor in its container; use load() and keep "
             "its result"
         )
     objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]] = []
     _restore(shape, leaves, filled, iter(range(len(leaves))), (), objects)
     # In the order of visits, equal on every process of a job, because `load_state_dict` may be collective.
-    for _, found, state in sorted(objects, key=lambda item: [_rank_of(key) for key in item[0]]):
-        found.handler.restore(found.like, _unflatten(found.state, iter(state), _loaded))
+    for _, node, state in sorted(objects, key=lambda item: [_rank_of(key) for key in item[0]]):
+        node.handler.restore(node.like, unflatten(node.state, state))
 
 
-def first_stuck(shape: Shape, changed: Sequence[bool]) -> int | None:
-    """The first leaf that is to be replaced and has no container above it that can be changed; None if there is none.
+def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
+    """Return the first leaf to replace that no container above it can replace; None if all can be replaced.
 
     Args:
-        shape: of the value.
-        changed: for each leaf, whether it is to be replaced.
+        shape: the shape of the value.
+        changed: for each leaf, True if it must be replaced.
     """
-    return _first_stuck(shape, changed, iter(range(len(changed))), live=True)
+    return _first_fixed(shape, changed, iter(range(len(changed))), live=True)
 
 
-def _first_stuck(shape: Shape, changed: Sequence[bool], position: Iterator[int], *, live: bool) -> int | None:
+def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int], *, live: bool) -> int | None:
     if shape is None:
         number = next(position)
         return number if changed[number] else None
@@ -392,36 +384,36 @@ def _first_stuck(shape: Shape, changed: Sequence[bool], position: Iterator[int],
         if number in replaceable:
             _skip(child, position)
             continue
-        stuck = _first_stuck(child, changed, position, live=live)
-        if stuck is not None:
-            return stuck
+        fixed = _first_fixed(child, changed, position, live=live)
+        if fixed is not None:
+            return fixed
     return None
 
 
 def _children_are_live(shape: _Container) -> bool:
-    """Whether a container gives its children themselves, and not containers that it makes anew each time."""
+    """Return True if a container returns its children themselves, and does not build new ones each time."""
     again = shape.handler.flatten(shape.like).children
     return all(child is None or now is child.like for now, child in zip(again, shape.children, strict=True))
 
 
 def _replaceable(shape: _Container) -> Collection[int]:
-    """Positions of the children that can be replaced in the container itself."""
+    """Return the positions of the children that can be replaced in the container itself."""
     return shape.handler.replaceable(shape.like)
 
 
 def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
-    """Find mutable containers at two places of a value. Returns the numbers of their leaves at both places."""
+    """Return the leaf ranges of mutable containers that are in two places of a value, for both places."""
     pairs: list[tuple[range, range]] = []
     _find_shared(shape, 0, {}, pairs)
     return pairs
 
 
 def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]]) -> int:
-    """Add the shared containers of a node whose leaves begin at `start`. Return where they end."""
+    """Add the shared containers of a node whose leaves start at `start`. Return the end of its leaves."""
     if shape is None:
         return start + 1
     if isinstance(shape, _Checkpointable):
-        return _find_shared(shape.state, start, {}, [])  # the object makes its state anew each time
+        return _find_shared(shape.state, start, {}, [])  # the object builds its state anew each time
     stop = start
     for child in shape.children:
         stop = _find_shared(child, stop, found, pairs)
@@ -432,16 +424,16 @@ def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[
 
 
 def _skip(shape: Shape, position: Iterator[int]) -> None:
-    """Move past the leaves of a node."""
+    """Advance past the leaves of a node."""
     deque(itertools.islice(position, 1 if shape is None else shape.leaves), maxlen=0)
 
 
-class _Kept:
+class _Unreplaced:
     __slots__ = ()
 
 
-_KEPT: Final = _Kept()
-_CHANGED: Final = _Kept()
+_KEPT: Final = _Unreplaced()
+_CHANGED: Final = _Unreplaced()
 
 
 def _restore(
@@ -452,9 +444,9 @@ def _restore(
     path: TreePath,
     objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]],
 ) -> object:
-    """Return the new value of this node for the container around it; `_KEPT` or `_CHANGED` if the node stays.
+    """Return the new value of a node for its container; `_KEPT` or `_CHANGED` if the node itself remains.
 
-    Adds the objects that are to be restored, with their paths and the leaves of their states.
+    Adds the objects to restore, with their paths and the leaves of their states.
     """
     if shape is None:
         number = next(position)
@@ -479,7 +471,7 @@ def _restore(
     merged = []
     for old, new, child in zip(current, replaced, shape.children, strict=True):
         if new is _CHANGED and child is not None:
-            merged.append(child.like)  # what was changed, which is not what the container gives when asked again
+            merged.append(child.like)  # the changed container, because the current one may be a new copy
         else:
             merged.append(old if new is _KEPT else new)
     return shape.handler.unflatten(shape.like, merged)
