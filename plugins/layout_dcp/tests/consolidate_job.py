@@ -1,9 +1,9 @@
-"""A job of one or more processes that trains a model under FSDP2 and saves it, or makes a Hugging Face directory of it.
+"""Job of one or more processes that trains a model under FSDP2 and saves it, or consolidates it for Hugging Face.
 
-``torchrun --nproc-per-node N consolidate_job.py save-torch|save-ckptcore DIRECTORY`` saves to ``DIRECTORY/torch`` or
-``DIRECTORY/ckptcore``, and the whole tensors to ``DIRECTORY/expected.pt``;
-``... consolidate SOURCE DESTINATION`` writes the directory, and how many bytes each process wrote to
-``DESTINATION.RANK.txt``.
+``torchrun --nproc-per-node N consolidate_job.py save-torch|save-ckptcore DIRECTORY`` saves to
+``DIRECTORY/torch`` or ``DIRECTORY/ckptcore``, and the full tensors to ``DIRECTORY/expected.pt``.
+``... consolidate SOURCE DESTINATION`` writes the directory, and the bytes written by each process
+to ``DESTINATION.RANK.txt``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 500
 
 
 class Model(torch.nn.Module):
-    """Blocks with rows that no number of processes divides evenly, a dtype of its own and an array smaller than the mesh."""
+    """Blocks with unevenly divisible rows, one different dtype, and an array smaller than the mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Model(torch.nn.Module):
 
 
 def save(by: str, directory: Path, context: ckptcore.Context) -> None:
-    """Train one step, and save."""
+    """Train one step and save."""
     torch.manual_seed(0)
     model = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -67,7 +67,7 @@ def save(by: str, directory: Path, context: ckptcore.Context) -> None:
 
 
 def main(task: str, first: Path, second: Path | None = None) -> None:
-    """Do one task."""
+    """Run one task."""
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     context = ckptcore.Context(

@@ -1,4 +1,4 @@
-"""A storage of files that counts what is asked of it and fails where a test says so, and a leaf that wants a part of an array."""
+"""Storage that counts requests and injects faults, and a leaf that requests a box of an array."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Plugin:
 
 
 def place(path: Path) -> str:
-    """A directory as `counted` knows it."""
+    """Return a directory as a URL of the storage."""
     return f"{_SCHEME}://{path}"
 
 
 def counted(plan: FaultPlan) -> Context:
-    """A Context whose storage has a plan of faults, also to take parts of arrays; operations come in one order."""
+    """Return a context whose storage has a fault plan. Operations run in a fixed order."""
     return Context(
         plugins=PluginOptions(extra=(_Plugin(plan),), handlers={Part: PartHandler()}),
         io=IOOptions(threads=1),
@@ -48,14 +48,14 @@ def counted(plan: FaultPlan) -> Context:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A box of an array of NumPy that is asked for: what one of the processes of a job would ask for."""
+    """A requested box of a NumPy array, as one process of a job would request it."""
 
     spec: ArraySpec
     box: Box
 
 
 class PartHandler(LeafHandler):
-    """Loads the box alone."""
+    """Loads only the box."""
 
     priority = 0
 

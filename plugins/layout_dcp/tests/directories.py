@@ -15,7 +15,7 @@ __all__ = ["Directory"]
 
 @dataclass
 class Directory:
-    """A directory as a `ReadStore` that counts requests; it reads no tiles."""
+    """A directory as a `ReadStore` that counts requests. It does not read chunks."""
 
     path: Path
     gets: int = 0

@@ -1,7 +1,7 @@
-"""A job of one or more processes that trains a model under FSDP2, and saves or resumes by torch or by ckptcore.
+"""Job of one or more processes that trains a model under FSDP2, and saves or resumes with torch or ckptcore.
 
-``torchrun --nproc-per-node N fsdp_job.py TASK DIRECTORY``: the losses after the save or load are in
-``DIRECTORY/TASK.N.json``.
+``torchrun --nproc-per-node N fsdp_job.py TASK DIRECTORY`` writes the losses after the save or load
+to ``DIRECTORY/TASK.N.json``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def _model(seed: int) -> torch.nn.Sequential:
-    """Rows that no number of processes divides evenly, and one array smaller than the mesh."""
+    """Unevenly divisible rows, and an array smaller than the mesh."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(10, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3, bias=False))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -37,7 +37,7 @@ def _model(seed: int) -> torch.nn.Sequential:
 
 
 def _losses(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
-    """Every process sees the same data, so that the losses do not depend on how many there are but for rounding."""
+    """Train on the same data in every process, so that losses depend on the number of processes only by rounding."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(STEPS):
@@ -56,7 +56,7 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def main(task: str, directory: Path) -> None:
-    """Do one task."""
+    """Run one task."""
     rank, size = dist.get_rank(), dist.get_world_size()
     action, _, by = task.partition("-")
     if action == "save":
@@ -93,6 +93,7 @@ if __name__ == "__main__":
         main(sys.argv[1], Path(sys.argv[2]))
     finally:
         dist.destroy_process_group()
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none,
-    # and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # Exit without finalizing the interpreter: a gloo thread that drops its last collective needs
+    # the interpreter lock, does not
+    # get it, and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
     os._exit(0)

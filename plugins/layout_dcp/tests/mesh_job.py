@@ -1,8 +1,8 @@
-"""A job of 4, 2 or 1 processes whose state lies on a mesh of its own kind, saved or loaded by torch or by ckptcore.
+"""Job of 4, 2 or 1 processes whose state is on a mesh of a given kind, saved or loaded by torch or by ckptcore.
 
-``torchrun --nproc-per-node N mesh_job.py TASK KIND DIRECTORY``. A save leaves the whole state in
-``DIRECTORY/whole.pt``; after a load each process compares what all of them have together with it, and writes
-``DIRECTORY/TASK.KIND.RANK``.
+``torchrun --nproc-per-node N mesh_job.py TASK KIND DIRECTORY``. A save also writes the full state
+to ``DIRECTORY/whole.pt``. After a load the full tensors are compared with it, and each process
+writes ``DIRECTORY/TASK.KIND.RANK``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import ckptcore
 
 
 def _model(seed: int, kind: str) -> torch.nn.Sequential:
-    """Rows that make uneven parts where tensors are divided twice along one axis."""
+    """Rows that are uneven when tensors are divided twice along one axis."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(10, 14), torch.nn.Tanh(), torch.nn.Linear(14, 6))
     size = dist.get_world_size()
@@ -55,7 +55,7 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) 
 
 
 def _whole(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a state, by its path; every process has to ask for all of them."""
+    """Yield every full leaf of a state with its path. A collective: all processes must iterate together."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _whole(inner, f"{path}/{key}")
@@ -66,7 +66,7 @@ def _whole(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def main(task: str, kind: str, directory: Path) -> None:
-    """Do one task."""
+    """Run one task."""
     rank = dist.get_rank()
     action, _, by = task.partition("-")
     seed = 0 if action == "save" else 99

@@ -1,4 +1,4 @@
-"""Checkpoints of jobs whose processes each hold a part of every tensor, saved from one process: by ckptcore and by torch."""
+"""Checkpoints of sharded jobs, saved from one process by ckptcore and by torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["boxes_of", "save_ours", "save_torch"]
 
 
 def boxes_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
-    """The box of each process of a mesh that divides the axes into so many parts, as DTensor and ``torch.chunk`` do."""
+    """Return the box of each process of a mesh that divides the axes like DTensor and ``torch.chunk``."""
     cuts = []
     for extent, parts in zip(shape, grid, strict=True):
         step = -(-extent // parts)
@@ -37,14 +37,14 @@ def boxes_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """An array, of which each process is to hold a part of a mesh."""
+    """An array, of which each process of a mesh saves one part."""
 
     array: HostArray
     grid: tuple[int, ...]
 
 
 class _ShardedHandler(LeafHandler):
-    """Saves the part of this process alone."""
+    """Saves only the part of this process."""
 
     priority = 0
 
@@ -68,7 +68,7 @@ class _ShardedHandler(LeafHandler):
 
 
 def save_ours(location: Path, state: Mapping[str, HostArray], grid: tuple[int, ...]) -> None:
-    """What a job of as many processes as `grid` has parts saves in the layout ``dcp``."""
+    """Save what a job with one process per part of `grid` would save in the layout ``dcp``."""
     tree = {name: _Sharded(array, grid) for name, array in state.items()}
 
     def save(coordinator: Coordinator) -> None:
@@ -84,7 +84,7 @@ def save_ours(location: Path, state: Mapping[str, HostArray], grid: tuple[int, .
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans the parts of one process of a mesh, that torch would find in DTensors."""
+    """Plans the parts of one process of a mesh, as torch would for DTensors."""
 
     def __init__(self, state: Mapping[str, HostArray], grid: tuple[int, ...], rank: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def save_torch(location: Path, state: Mapping[str, HostArray], grid: tuple[int, ...]) -> None:
-    """What torch.distributed.checkpoint writes for such a job."""
+    """Write what torch.distributed.checkpoint would write in such a job."""
     planners = [_Planner(state, grid, rank) for rank in range(int(np.prod(grid)))]
     plans, metadata = create_default_global_save_plan([planner.plan for planner in planners])
     writers = [FileSystemWriter(location, sync_files=False) for _ in planners]

@@ -1,4 +1,4 @@
-"""State dicts to save and load, and what torch.distributed.checkpoint makes of them."""
+"""State dicts to save and load, with torch.distributed.checkpoint as the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements in C order."""
+    """Return the elements in C order."""
     if not tensor.numel():
         return b""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -27,14 +27,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_of(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
-    """Every bit pattern, as a tensor."""
+    """Return a tensor with every bit pattern."""
     flat = torch.from_numpy(np.frombuffer(bit_patterns(spec, seed).tobytes(), np.uint8).copy())
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return flat.view(dtype).reshape(spec.shape) if flat.numel() else torch.empty(spec.shape, dtype=dtype)
 
 
 def loaded(location: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """What `dcp.load` makes of a state dict."""
+    """Return a state dict loaded by `dcp.load`."""
     dcp.load(like, checkpoint_id=location, no_dist=True)
     return like
 
@@ -61,7 +61,7 @@ NESTED: dict[str, Any] = {
 
 
 def blank(value: Any) -> Any:
-    """A state dict of the same structure, with nothing in it yet."""
+    """Return a state dict with the same structure and empty tensors."""
     if isinstance(value, dict):
         return {key: blank(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -70,7 +70,7 @@ def blank(value: Any) -> Any:
 
 
 def assert_same(found: Any, expected: Any, path: str = "") -> None:
-    """Types, keys and elements are the same."""
+    """Assert equal types, keys and elements."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor) and found.dtype == expected.dtype, path
         assert found.shape == expected.shape and bytes_of(found) == bytes_of(expected), path
@@ -87,13 +87,13 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
 
 
 def network(seed: int) -> torch.nn.Sequential:
-    """A model with parameters and buffers."""
+    """Return a model with parameters and buffers."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
-    """The losses of three steps, which depend on the seed, the model and the state of its optimizer alone."""
+    """Train three steps and return their losses, which depend only on the seed, the model and the optimizer state."""
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(3):
@@ -106,5 +106,5 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int)
 
 
 def saved(state: dict[str, Any], location: Path, **options: Any) -> None:
-    """What torch saves in one process."""
+    """Save with torch in one process."""
     dcp.save(state, storage_writer=dcp.FileSystemWriter(location, **options), no_dist=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint as directories of Hugging Face."""
+"""Consolidation of torch.distributed.checkpoint checkpoints into Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from plugins.layout_dcp.tests.consolidate_job import MAX_FILE_BYTES
 from plugins.layout_dcp.tests.test_jobs import launch
 
 FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=24 << 10))
-"""Pieces of 8 KiB."""
+"""Uses pieces of 8 KiB."""
 
 
 def read_as_transformers(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors by name, as ``transformers.modeling_utils`` (4.57) gets at them: by the index, each from the file that it names."""
+    """Read the tensors like ``transformers.modeling_utils`` (4.57): through the index, each from the file it names."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     found = {}
     for name in sorted(set(index["weight_map"].values())):
@@ -38,7 +38,7 @@ def read_as_transformers(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes, shapes and elements."""
+    """Assert equal names, dtypes, shapes and elements."""
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -61,12 +61,12 @@ def test_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_path: Path) -> None:
-    """An item of 400 kB is larger than a piece, and there is one checksum for all of it."""
+    """An item of 400 kB exceeds a piece, and has only one checksum."""
     tensor = torch.arange(100_000, dtype=torch.float32).reshape(1000, 100)
     dcp.save({"model": {"w": tensor}}, checkpoint_id=str(tmp_path / "theirs"))
     (path,) = (tmp_path / "theirs").glob("*.distcp")
     data = bytearray(path.read_bytes())
-    assert zlib.crc32(tensor.numpy().tobytes()).to_bytes(4, "little") in data  # so that there is something to compare
+    assert zlib.crc32(tensor.numpy().tobytes()).to_bytes(4, "little") in data  # the checksum exists
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     context = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=500_000))
@@ -76,7 +76,7 @@ def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_pat
 
 
 def test_a_file_of_torch(tmp_path: Path) -> None:
-    """Tensors that are parts of one storage, in another order, tied, or tiny."""
+    """Tensors that are views of one storage, strided, tied or tiny."""
     storage = torch.arange(20_000, dtype=torch.float32)
     state = {
         "row": storage[:9000].reshape(90, 100),

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch that ckptcore copied as they are: PyTorch loads them."""
+"""PyTorch loads checkpoints of PyTorch that ckptcore copied unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import ckptcore
 
 pytestmark = [
-    # torch says of one process without a process group that it assumes to be alone.
+    # torch warns that it assumes a single process if there is no process group.
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
 ]
 

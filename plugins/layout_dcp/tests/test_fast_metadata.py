@@ -1,4 +1,4 @@
-"""Fast reading of a ``.metadata`` gives what plain reading gives, whatever the bytes are."""
+"""The fast reader of ``.metadata`` returns the same as the plain reader, for all bytes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 def _copied(text: str) -> str:
-    """The same text as another object, which a pickle names again."""
+    """Return an equal text as another object, which a pickle writes again."""
     return "".join(list(text))
 
 
 def _tensors(
     count: int, chunks: int, axes: int, *, shared: bool, step: int = 1000, seed: int = 0
 ) -> tuple[theirs.Metadata, int]:
-    """Tensors in as many chunks each along their first axis; and how many chunks there are."""
+    """Return tensors with this many chunks along their first axis, and the number of chunks."""
     chance = random.Random(seed)
     entries: dict[str, Any] = {}
     places: list[tuple[theirs.MetadataIndex, _StorageInfo]] = []
@@ -66,7 +66,7 @@ def _plain(data: bytes) -> DcpMetadata:
 
 
 def _fast(data: bytes) -> tuple[DcpMetadata, int]:
-    """What is read fast, without a second reading; and how many objects are."""
+    """Read without falling back to the plain reader. Return the number of objects read fast."""
     reader = FastObjectReader(data, MetadataDecoder(".metadata", len(data)).size)
     objects = 0
 
@@ -143,14 +143,14 @@ def test_no_opcode_that_is_put_in_or_left_out_makes_a_difference() -> None:
 
 
 def _twice(metadata: theirs.Metadata) -> None:
-    """Chunks that are listed twice, and places that are."""
+    """Duplicate chunks and locations."""
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, theirs.TensorStorageMetadata):
             entry.chunks += [theirs.ChunkStorageMetadata(each.offsets, each.sizes) for each in entry.chunks]
 
 
 def _empty_ones(metadata: theirs.Metadata) -> None:
-    """Chunks without elements that begin where others do."""
+    """Empty chunks that begin where others do."""
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, theirs.TensorStorageMetadata):
             entry.chunks += [
@@ -159,14 +159,14 @@ def _empty_ones(metadata: theirs.Metadata) -> None:
 
 
 def _left_out(metadata: theirs.Metadata) -> None:
-    """Places that are missing."""
+    """Missing locations."""
     for index in list(metadata.storage_data)[::3]:
         if index.offset is not None:
             del metadata.storage_data[index]
 
 
 def _without_offsets(metadata: theirs.Metadata) -> None:
-    """Tensors whose place has no offsets."""
+    """Tensors whose location has no offsets."""
     metadata.storage_data = {theirs.MetadataIndex(index.fqn): info for index, info in metadata.storage_data.items()}
 
 
@@ -184,14 +184,14 @@ def _outside(metadata: theirs.Metadata) -> None:
 
 
 def _transformed(metadata: theirs.Metadata) -> None:
-    """Items that went through something."""
+    """Items with transforms."""
     for number, info in enumerate(metadata.storage_data.values()):
         if number % 5 == 2:
             info.transform_descriptors = ["stream.zstd/1"]
 
 
 def _of_many_axes(metadata: theirs.Metadata) -> None:
-    """A tensor of more axes than are read fast."""
+    """A tensor with more axes than the fast reader supports."""
     shape = torch.Size([1] * 20)
     chunk = theirs.ChunkStorageMetadata(torch.Size([0] * 20), shape)
     properties = theirs.TensorProperties(dtype=torch.int16)

@@ -1,4 +1,4 @@
-"""Every golden checkpoint, torch's and ours, loads as what was saved, to the bit; and torch loads those of ours."""
+"""Every golden checkpoint of torch and of ckptcore loads bit for bit, and torch loads those of ckptcore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = [name for name, told in EXPECTED.items() if "ckptcore" in told["written_w
 
 
 def built(expected: Any) -> Any:
-    """The value that the JSON of a golden stands for (see `golden/generate.py`)."""
+    """Return the value for a JSON value of a golden (see `golden/generate.py`)."""
     if isinstance(expected, dict) and len(expected) == 1 and next(iter(expected)).startswith("$"):
         ((tag, content),) = expected.items()
         match tag:
@@ -61,7 +61,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
         assert found.tobytes() == expected.tobytes(), where
     else:
-        assert repr(found) == repr(expected), where  # as nan is not nan
+        assert repr(found) == repr(expected), where  # nan is not equal to nan
 
 
 @pytest.mark.parametrize("name", TREES)

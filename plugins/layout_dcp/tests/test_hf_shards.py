@@ -1,4 +1,4 @@
-"""Safetensors in parts: every box is where it is said to be, and headers that cannot be are refused."""
+"""Safetensors shards: every box is at its stated offset, and invalid headers are rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plugins.layout_dcp.tests.directories import Directory
 
 
 def expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """Whether a directory has these tensors, and no others."""
+    """Assert that a directory has these tensors and no others."""
     found = inspect_dcp(Directory(path), None)
     assert found is not None
     table = dcp_index(found.tree, json.loads(json.dumps(found.state)))
@@ -90,7 +90,7 @@ def test_safetensors_that_do_not_say_where_they_begin_are_left_to_their_layout(t
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
-    """What the layout safetensors writes of arrays that no process holds whole is safetensors in parts."""
+    """The layout safetensors writes arrays that no process holds completely as safetensors shards."""
     state = {
         "w": np.arange(60, dtype=np.float32).reshape(10, 6),
         "b": np.arange(7, dtype=np.float64),
@@ -135,7 +135,7 @@ def test_pairs_of_float4_in_parts_that_torch_wrote(tmp_path: Path) -> None:
 
 
 def test_offsets_of_pairs_are_in_pairs(tmp_path: Path) -> None:
-    """The writer states offsets in pairs, the units of its tensors, and the shape in elements."""
+    """The writer states offsets in pairs, the unit of its tensors, and the shape in elements."""
     pairs = np.arange(12, dtype=np.uint8).reshape(2, 6)
     _shard(tmp_path, 1, _header([0, 0], [2, 4], 4, "F4"), pairs[:, :2].tobytes())
     _shard(tmp_path, 2, _header([0, 2], [2, 8], 8, "F4"), pairs[:, 2:].tobytes())

@@ -1,4 +1,4 @@
-"""Inspecting checkpoints that torch wrote: the tree is that of the state, and every part is where it is said to be."""
+"""Inspection of checkpoints written by torch: the tree is that of the state, and every chunk is located."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def _value(record: LeafRecord) -> object:
 
 
 def _chunks(inspection: Inspection, leaf: int) -> Sequence[StoredItem]:
-    state = json.loads(json.dumps(inspection.state))  # it has to be JSON
+    state = json.loads(json.dumps(inspection.state))  # it must be JSON
     return ItemIndex(inspection.tree, state).items(leaf)
 
 
 def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:
-    """What torch itself makes of the items of a leaf."""
+    """Return a leaf as torch itself reads its items."""
     record = inspection.tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)
     whole: torch.Tensor | None = torch.empty(record.spec.shape) if 0 in record.spec.shape else None
@@ -109,7 +109,7 @@ def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:
 
 
 def _rebuilt(path: Path, inspection: Inspection) -> Any:
-    """The state, as torch loads tensors and we load values."""
+    """Return the state, with tensors loaded by torch and values by ckptcore."""
     leaves = iter(range(len(inspection.tree.leaves)))
 
     def build(node: Skeleton) -> Any:
@@ -132,7 +132,7 @@ def _same(found: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         return isinstance(found, torch.Tensor) and torch.equal(found.double(), expected.detach().double())
     if isinstance(expected, Mapping):
-        # torch makes the keys of mappings that it takes apart texts.
+        # torch converts the keys of flattened mappings to text.
         return list(map(str, found)) == list(map(str, expected)) and all(map(_same, found.values(), expected.values()))
     if isinstance(expected, list | tuple):
         return type(found) is type(expected) and len(found) == len(expected) and all(map(_same, found, expected))
@@ -205,7 +205,7 @@ def _merge(path: Path, metadata: theirs.Metadata, rank: int) -> None:
 
 
 def _two_ranks(path: Path) -> None:
-    """What two processes leave that save without collectives: shards of their own, and what both have."""
+    """Write what two processes write that save without collectives: different shards, and shared entries."""
     for rank in range(2):
         part = path / f"part{rank}"
         _save(part, {"w": torch.full((2, 3), rank), "x": torch.ones(2), "step": 4 + rank})
@@ -305,7 +305,7 @@ def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transform", ["stream.zstd/1", None])
 def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tmp_path: Path) -> None:
-    """Its pickle is compressed with or inside its item, also after an uncompressed value of the same length."""
+    """The pickle is compressed inside its item or with it, also after an uncompressed value of equal length."""
     chance = random.Random(3)
     pickles = {
         "random": b"\x80\x02(" + b"".join([b"K" + chance.randbytes(1) for _ in range(15_000)]) + b"l.",
@@ -335,7 +335,7 @@ def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tm
 
 @pytest.mark.parametrize("shape", [(1 << 50, 10), (7, 10)])
 def test_a_tensor_that_is_larger_than_its_chunks(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """It is refused before anything is read, and `verify` reports it; other arrays load."""
+    """It is rejected before anything is read, and `verify` reports it. Other arrays load."""
     _save(tmp_path, {"w": torch.zeros(6, 10), "v": torch.ones(3)})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size(shape)  # type: ignore[union-attr]  # it is a tensor
@@ -398,7 +398,8 @@ import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint a
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "/rendezvous", rank=int(sys.argv[1]), world_size=2)
+rendezvous = "file://" + sys.argv[2] + "/rendezvous"
+dist.init_process_group("gloo", init_method=rendezvous, rank=int(sys.argv[1]), world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 state = {"w": distribute_tensor(torch.arange(15.).reshape(5, 3), mesh, [Shard(0)]),
          "one": distribute_tensor(torch.arange(3.).reshape(1, 3), mesh, [Shard(0)]),

@@ -1,4 +1,4 @@
-"""Items of torch.save at places that a hostile state names."""
+"""torch.save items at offsets from a hostile state."""
 
 from __future__ import annotations
 

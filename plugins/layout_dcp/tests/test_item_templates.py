@@ -1,4 +1,4 @@
-"""Items that are read by a template: what it lets through is what the general reader makes of it."""
+"""Items read with a template give the same result as the general reader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _members(item: bytes) -> Mapping[str, ZipMember]:
 
 
 def _general(item: bytes, name: str) -> bytes | None:
-    """What the general reader makes of an item: the member, and all else that tells how it lies; None if it is refused."""
+    """Return a member and the structure of an item as the general reader sees them; None if it rejects the item."""
     try:
         members = _members(item)
         parts = [read_member(lambda start, stop: item[start:stop], members[part], key="item") for part in _READ]
@@ -77,7 +77,8 @@ def test_no_flipped_bit_is_let_through(first: Any, second: Any, name: str) -> No
             let_through += 1
             assert bytes(matched[0]) == content == _general(bytes(good), name), place
         good[place] ^= 1 << place % 8
-    # The 40 digits of the serialization id, its two checksums, and that behind the content: nobody reads them.
+    # The 40 digits of the serialization id, its two checksums, and the one after the content are
+    # not read.
     assert let_through == 40 + 4 + 4 + 4
 
 

@@ -1,4 +1,4 @@
-"""Items that are written without torch: torch, Python's zipfile and the CRC-32 in them agree."""
+"""Items written without torch: torch, Python's zipfile and their CRC-32 agree."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_a_flipped_bit_is_seen_by_others() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, -1, 255, 1 << 40, 10**30, 1.5, float("inf"), 2j, "text", "ü" * 300, b"bytes\0", b"", [], [1, [2.5, "x"]],
+        None, True, 0, -1, 255, 1 << 40, 10**30, 1.5, float("inf"), 2j, "text", "ü" * 300, b"bytes\0", b"", [],
+        [1, [2.5, "x"]],
         (1, 2), (), {"a": {"b": [None, ()]}}, (0.9, 0.999),
     ],
     ids=repr,
@@ -82,7 +83,7 @@ def test_torch_loads_a_value(value: Any) -> None:
 
 @pytest.mark.slow
 def test_more_than_four_gibibytes() -> None:
-    """Sizes no longer fit into 4 bytes, nor where the directory begins."""
+    """Sizes and the directory offset no longer fit into 4 bytes."""
     spec = ArraySpec(((1 << 32) + 5,), "uint8")
     item = tensor_item(spec, 0)
     elements = np.zeros(spec.shape, np.uint8)

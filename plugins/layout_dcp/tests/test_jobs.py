@@ -1,4 +1,4 @@
-"""Jobs of real processes: what one library saved in so many, the other loads in as many, fewer or one."""
+"""Jobs of real processes: one library loads what the other saved, in as many processes, in fewer, or in one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HERE = Path(__file__).parent
 
 
 def launch(program: str, size: int, *arguments: str | Path) -> None:
-    """Run a program in so many processes.
+    """Run a program in several processes.
 
     Raises:
-        AssertionError: one of them failed; says what they printed.
+        AssertionError: a process failed; contains their output.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -39,14 +39,14 @@ def launch(program: str, size: int, *arguments: str | Path) -> None:
 
 
 def losses(directory: Path, task: str, size: int) -> list[float]:
-    """What a task found."""
+    """Return the losses of a task."""
     found: list[float] = json.loads((directory / f"{task}.{size}.json").read_text())
     assert len(found) == 3
     return found
 
 
 def resumed(directory: Path, saver: str, saved_by: int, sizes: tuple[int, ...]) -> None:
-    """Save in some processes by one library, and go on in others by the other; all see the same losses."""
+    """Save with one library, and resume with the other in several process counts. All losses must agree."""
     loader = {"ckptcore": "load-torch", "torch": "load-ckptcore"}[saver]
     launch("fsdp_job.py", saved_by, f"save-{saver}", directory)
     expected = losses(directory, f"save-{saver}", saved_by)
@@ -61,7 +61,7 @@ def test_torch_goes_on_in_fewer_processes(tmp_path: Path) -> None:
 
 
 def _expect_weights_beside(directory: Path) -> None:
-    """The same save has written weights in another layout, in slices of which one process makes a file for others."""
+    """The same save also wrote weights in another layout, in slices that one process collects."""
     ckptcore.copy(directory / "weights", directory / "published", subtree=())
     found = load_file(directory / "published" / "model.safetensors")
     expected = ckptcore.load(directory / "ckptcore")["model"]
@@ -86,7 +86,7 @@ LOADS = {"fsdp-tp": [("hsdp", 4), ("whole", 1)], "hsdp": [("fsdp-tp", 4), ("fsdp
 @pytest.mark.parametrize("saver", ["ckptcore", "torch"])
 @pytest.mark.parametrize("kind", LOADS)
 def test_a_mesh_of_two_axes_is_loaded_elsewhere(tmp_path: Path, kind: str, saver: str) -> None:
-    """Shards that FSDP makes of those of tensor parallelism are strided; a replica holds what another does."""
+    """FSDP shards of tensor-parallel shards are strided, and replicas hold equal shards."""
     launch("mesh_job.py", 4, f"save-{saver}", kind, tmp_path)
     for loaded_as, size in LOADS[kind]:
         for loader in ("ckptcore", "torch"):

@@ -1,4 +1,4 @@
-"""The layouts, as the protocol asks of every layout."""
+"""Conformance tests of the layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing holds a tensor after its save or load in the layout dcp, and what saves copied into is free again."""
+"""The layout dcp keeps no reference to tensors after a save or load, and frees snapshot memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file ``.metadata``: what torch writes is read, what is written torch reads, and nothing that is wrong comes through."""
+"""The file ``.metadata``: read from torch, written for torch, and rejected if invalid."""
 
 from __future__ import annotations
 
@@ -134,9 +134,7 @@ def test_torch_reads_what_is_written() -> None:
         if isinstance(tensor, theirs.TensorStorageMetadata):
             assert type(tensor.size) is type(tensor.chunks[0].offsets) is torch.Size
             assert tensor.properties.memory_format is torch.contiguous_format
-    pickletools.dis(
-        data, StringIO()
-    )  # raises where a number is referred to that nothing has, or the stack is not empty
+    pickletools.dis(data, StringIO())  # raises an error for an undefined memo entry or a stack that is not empty
 
 
 def test_no_paths_and_no_entries() -> None:

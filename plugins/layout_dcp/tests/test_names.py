@@ -1,4 +1,4 @@
-"""Names of entries: the same that torch gives, for every tree that it can hold too."""
+"""Names of entries equal those of torch for every tree that torch supports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _tree(value: object) -> TreeMetadata:
 
 
 def _values(names: TreeEntries) -> dict[str, Any]:
-    """What is pickled, as torch's own unpickler makes it."""
+    """Return the pickled values, as torch's own unpickler reads them."""
     return {value.name: pickle.loads(write_pickle(value.value, protocol=2)) for value in names.values}
 
 
@@ -83,14 +83,14 @@ _TREES = st.recursive(_VALUES | st.just(_TENSOR), lambda children: _containers(c
 def test_names_and_values_are_those_of_torch(state: dict[str, Any]) -> None:
     try:
         flat, paths = flatten_state_dict(state)
-    except ValueError:  # torch refuses names that collide
+    except ValueError:  # torch rejects names that collide
         return
     names = tree_entries(_tree(state))
     assert list(names.paths.items()) == list(paths.items())
     assert {array.name for array in names.arrays} == {name for name, value in flat.items() if value is _TENSOR}
     expected = {name: value for name, value in flat.items() if value is not _TENSOR}
     found = _values(names)
-    assert found == expected and str(found) == str(expected)  # the text tells 1 from True, and -0.0 from 0.0
+    assert found == expected and str(found) == str(expected)  # the text distinguishes 1 from True, and -0.0 from 0.0
 
 
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=2), _TREES, max_size=4))
@@ -107,16 +107,16 @@ def test_the_tree_comes_back_as_torch_brings_it_back(state: dict[str, Any]) -> N
     try:
         flat, paths = flatten_state_dict(state)
         expected = unflatten_state_dict(dict(flat), paths)
-    except (ValueError, TypeError, AttributeError, KeyError):  # keys 1 and "1" beside each other
+    except (ValueError, TypeError, AttributeError, KeyError):  # keys 1 and "1" in one mapping
         return
     if any(one != other and other[: len(one)] == one for one in paths.values() for other in paths.values()):
-        return  # the same, where torch loses one of the two without a word
+        return  # an error here, while torch silently loses one of the two
     subtrees = {name: _tree(value) for name, value in flat.items()}
     skeleton, order = tree_of_names({name: tree.skeleton for name, tree in subtrees.items()}, paths)
     assert sorted(order) == sorted(flat)
     leaves = [leaf for name in order for leaf in subtrees[name].leaves]
     wanted = _tree(expected)
-    if "None" not in str(expected):  # where an empty mapping was in a list, torch puts None
+    if "None" not in str(expected):  # torch puts None for an empty mapping in a list
         assert (skeleton, leaves) == (wanted.skeleton, list(wanted.leaves))
 
 

@@ -1,4 +1,4 @@
-"""Rows of opcodes made at once: the same bytes as one after the other, and what `pickle` reads."""
+"""Rows of opcodes encoded at once have the same bytes as rows encoded one by one, and `pickle` reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint writes is what ckptcore loads, bit for bit, into anything."""
+"""ckptcore loads everything that torch.distributed.checkpoint writes, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 
 def awkward() -> dict[str, torch.Tensor]:
-    """Tensors that do not lie in order, and of every dtype and of all numbers of axes."""
+    """Strided tensors, and tensors of every dtype and number of axes."""
     base = torch.randn(4, 3, 6, 5)
     state = {f"{dtype}-{shape}": tensor_of(ArraySpec(shape, dtype)) for dtype in DTYPES for shape in SHAPES}
     return {
@@ -93,7 +93,7 @@ def test_nested_state_dicts(tmp_path: Path, writer: str) -> None:
 
 
 def _meta(value: Any) -> Any:
-    """What is wanted, with nothing in it."""
+    """Return an abstract tree of a state dict."""
     if isinstance(value, dict):
         return {key: _meta(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -102,7 +102,7 @@ def _meta(value: Any) -> Any:
 
 
 def _as_tensors(value: Any) -> Any:
-    """NumPy's arrays as tensors of torch."""
+    """Convert NumPy arrays to torch tensors."""
     if isinstance(value, dict):
         return {key: _as_tensors(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -132,7 +132,7 @@ def test_optimizers_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_plain_state_dict_of_an_optimizer(tmp_path: Path) -> None:
-    """Its keys are numbers, that torch keeps as text."""
+    """Its keys are numbers, which torch stores as text."""
     net = network(0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, amsgrad=True)
     trained(net, optimizer, 0)
@@ -191,7 +191,7 @@ def test_into_a_mesh_of_jax(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", ["plain", "file for each tensor", "ours"])
 @pytest.mark.parametrize(("shape", "axis"), [((4096, 2048), 0), ((8, 1 << 20), 1)])
 def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shape: tuple[int, int], axis: int) -> None:
-    """Along the first axis its elements stand together, along the second there are runs of a MiB of them."""
+    """Elements are contiguous for the first axis, and in runs of a MiB for the second."""
     tensor = torch.randn(shape)
     state = {"w": tensor, "other": torch.randn(1 << 20)}
     if writer == "ours":
@@ -206,7 +206,8 @@ def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shap
     found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
     assert np.array_equal(found["w"], tensor.numpy()[box.slices])
     wanted = box.size * 4
-    # Checksums of ours are of blocks of a MiB, which are read whole: one more for each run of elements.
+    # ckptcore's checksums cover blocks of a MiB, which are read whole: one more for each run of
+    # elements.
     runs = shape[0] if axis else 1
     room = runs << 20 if writer == "ours" else 0
     assert wanted <= plan.bytes_read <= wanted + room + (1 << 16)
@@ -239,7 +240,7 @@ def test_converted_and_back(tmp_path: Path, layout: str) -> None:
 
 
 def test_both_directions_in_turn(tmp_path: Path) -> None:
-    """What one library loads from the other it saves again; nothing is lost on the way."""
+    """Each library saves again what it loaded from the other; nothing is lost."""
     state: dict[str, Any] = {**awkward(), **NESTED}
     state = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     saved(dict(state), tmp_path / "0")
@@ -257,7 +258,7 @@ def test_both_directions_in_turn(tmp_path: Path) -> None:
 def test_another_shape_or_dtype_is_an_error_with_its_path(
     tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """torch would cast without a word."""
+    """torch would cast without notice."""
     saved({"model": {"w": torch.randn(2, 3)}}, tmp_path / "c")
     if shape == (2, 3):
         cast = loaded(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
@@ -269,7 +270,7 @@ def test_another_shape_or_dtype_is_an_error_with_its_path(
 
 
 def test_stale_files_do_no_harm(tmp_path: Path) -> None:
-    """torch overwrites in place, and what a larger job left stays there."""
+    """torch overwrites in place, and files of a larger job remain."""
     saved({f"t{number}": torch.randn(10) for number in range(4)}, tmp_path / "c", thread_count=4)
     state = {"t0": torch.ones(10)}
     saved(dict(state), tmp_path / "c")
@@ -279,7 +280,7 @@ def test_stale_files_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_takes_the_state_that_torch_numbered_by_text(tmp_path: Path) -> None:
-    """Names of entries are texts, and those of an optimizer's parameters were numbers."""
+    """Entry names are text, but the keys of an optimizer's parameters were numbers."""
 
     def stepped(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(steps)
@@ -293,7 +294,7 @@ def test_an_optimizer_takes_the_state_that_torch_numbered_by_text(tmp_path: Path
 
     _, original = stepped(3)
     saved({"optimizer": original.state_dict()}, tmp_path / "theirs")
-    for steps in (0, 2):  # one without a state so far, and one that has its own
+    for steps in (0, 2):  # an optimizer without state, and one with state
         _, optimizer = stepped(steps)
         ckptcore.load_into(tmp_path / "theirs", {"optimizer": optimizer})
         found, expected = optimizer.state_dict(), original.state_dict()
@@ -350,7 +351,7 @@ def test_tensors_in_compressed_tuples_are_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_buffers_load_as_bytes_and_into_buffers(tmp_path: Path) -> None:
-    """TorchTitan keeps what torch.save wrote in a BytesIO of its state."""
+    """TorchTitan stores part of its state as the output of torch.save in a BytesIO."""
     buffer = io.BytesIO()
     torch.save([1, 2.5], buffer)
     saved({"state": {"blob": buffer, "empty": io.BytesIO()}}, tmp_path / "theirs")

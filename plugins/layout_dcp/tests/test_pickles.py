@@ -1,4 +1,4 @@
-"""What the pickle machine reads and the encoder writes, told by Python's own pickle and by torch."""
+"""The pickle machine and encoder, compared with Python's own pickle and with torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VALUES = st.recursive(
 
 
 def plain(value: Any) -> Any:
-    """What a small value is in Python, with the calls of builtins made."""
+    """Return a small value as Python would build it, with builtin calls resolved."""
     match value:
         case Call():
             call = Call(value.function, tuple(plain(each) for each in value.arguments))
@@ -74,7 +74,7 @@ def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
     data = pickle.dumps(value, protocol)
     found, end = read_pickle(b"before" + data + b"after", key="k", start=6)
     made = plain(found)
-    if protocol < 3:  # sets of bytes are lists of calls there, which are compared as plain values
+    if protocol < 3:  # sets of bytes are lists of calls, which are compared as plain values
         assert made == value
     assert same(made, value)
     assert end == 6 + len(data)
@@ -85,7 +85,7 @@ def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
 def test_pickle_reads_what_is_written(protocol: int, value: Any) -> None:
     data = write_pickle(value, protocol=protocol)
     assert pickle.loads(data) == value
-    assert pickle._Unpickler(io.BytesIO(data)).load() == value  # Python's, strict about frames
+    assert pickle._Unpickler(io.BytesIO(data)).load() == value  # the Python version is strict about frames
     pickletools.dis(data, io.StringIO())
     assert plain(read_pickle(data, key="k")[0]) == value
     assert write_pickle(value, protocol=protocol) == data
@@ -136,7 +136,7 @@ def test_pickle_reads_what_is_written(protocol: int, value: Any) -> None:
 def test_bytes_are_those_of_pickle(protocol: int, value: Any) -> None:
     written = write_pickle(value, protocol=protocol)
     if value == b"" and protocol == 2:
-        assert pickle.loads(written) == value  # written as other bytes are: torch loads no call of ``bytes``
+        assert pickle.loads(written) == value  # encoded like other bytes, because torch rejects calls of ``bytes``
     else:
         assert written == pickle.dumps(value, protocol)
 
@@ -155,7 +155,8 @@ def test_a_large_value_is_written_in_frames() -> None:
 def test_bytes_do_not_depend_on_the_seed_of_hashes() -> None:
     program = (
         "from ckptcore_dcp.pickles import write_pickle, Global, Call\n"
-        "value = [{'b', 'a', 'c', 'dd'}, frozenset(['x', 'y', 'z']), {'k': Call(Global('a', 'b'), ('q',))}, 'q', ''.join(['q'])]\n"
+        "value = [{'b', 'a', 'c', 'dd'}, frozenset(['x', 'y', 'z']), "
+        "{'k': Call(Global('a', 'b'), ('q',))}, 'q', ''.join(['q'])]\n"
         "print(write_pickle(value, protocol=2).hex(), write_pickle(value, protocol=4).hex())"
     )
     written = {
@@ -215,7 +216,7 @@ def test_what_is_made_of_itself_is_refused(protocol: int) -> None:
     with pytest.raises(UnsupportedLeafError, match="made of itself"):
         write_pickle(call, protocol=protocol)
     call.arguments = ({call},)
-    if protocol == 2:  # protocol 4 has the set before its items
+    if protocol == 2:  # in protocol 4 the set enters the memo before its items
         with pytest.raises(UnsupportedLeafError, match="made of itself"):
             write_pickle(call, protocol=protocol)
 
@@ -287,8 +288,8 @@ def test_memo_entries_in_any_order() -> None:
 
 
 def test_shortcuts_give_what_single_opcodes_give() -> None:
-    # The machine reads `new object with attributes` and `call with a pair` at one go; POP between the opcodes prevents
-    # that.
+    # The machine executes `new object with attributes` and `call with a pair` at once; POP between
+    # the opcodes prevents it.
     class_ = b"cm\nC\nq\x00"
     fused = class_ + b")\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86\x94\x85\x94R\x94ub."
     single = class_ + b")N0\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86N0\x94\x85\x94R\x94uN0b."
@@ -303,7 +304,7 @@ def test_shortcuts_give_what_single_opcodes_give() -> None:
         size = value.state["a"]
         assert issubclass(type(size), Call)
         assert (size.function, size.arguments, size.new) == (Global("m", "C"), ((1, 2),), False)
-    for number in range(10):  # each memo entry is the same by both ways
+    for number in range(10):  # each memo entry is equal in both cases
         tail = b"0h" + bytes([number]) + b"."
         answers = []
         for data in (fused, single):
@@ -378,7 +379,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
     assert loaded["model"]._metadata == expected["model"]._metadata
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, about a single process
+@pytest.mark.filterwarnings("ignore")  # torch warns about a single process
 def test_metadata_of_dcp(tmp_path: Path) -> None:
     save(state(), checkpoint_id=tmp_path / "checkpoint")
     data = (tmp_path / "checkpoint" / ".metadata").read_bytes()

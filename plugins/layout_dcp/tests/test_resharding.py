@@ -1,4 +1,4 @@
-"""What the processes of another mesh read of a checkpoint: little beside what they hold, where their parts lie together."""
+"""Bytes read by the processes of another mesh: little more than they need, if their parts are contiguous."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Grid = tuple[int, int]
 
 @pytest.fixture(scope="module")
 def state() -> Mapping[str, HostArray]:
-    """A matrix of a model, 32 MiB, and a small one."""
+    """A 32 MiB matrix of a model, and a small one."""
     generator = np.random.default_rng(0)
     shapes = {"q": SHAPE, "norm": (64, 16)}
     return {name: generator.integers(0, 1 << 15, shape, np.int16) for name, shape in shapes.items()}
 
 
 def _read_by_all(location: Path, state: Mapping[str, HostArray], grid: Grid) -> tuple[float, float]:
-    """How often each byte is read that the processes of a mesh want: of all of them, and of the worst."""
+    """Return how often each requested byte is read by the processes of a mesh: on average, and at most."""
     needed, read, worst = 0, 0, 0.0
     for rank in range(math.prod(grid)):
         boxes = {name: boxes_of(array.shape, grid)[rank] for name, array in state.items()}
@@ -47,8 +47,9 @@ def _read_by_all(location: Path, state: Mapping[str, HostArray], grid: Grid) -> 
     return read / needed, worst
 
 
-# What lies together in what each process had: rows of rows, and whole parts. Of 8 MiB that begin within a block of
-# checksums, and end within one, 9 blocks are read.
+# Cases whose requests are contiguous in each saved part: groups of rows, and whole parts. A range
+# of 8 MiB that begins and
+# ends within checksum blocks needs 9 blocks.
 TOGETHER: list[tuple[Grid, Grid]] = [
     ((4, 1), (2, 1)),
     ((4, 1), (1, 1)),
@@ -74,7 +75,7 @@ def test_little_is_read_in_vain(tmp_path: Path, state: Mapping[str, HostArray], 
 def test_parts_of_rows_are_read_with_what_is_between_them(
     tmp_path: Path, state: Mapping[str, HostArray], writer: str
 ) -> None:
-    """No disk reads 2 KiB without the 2 KiB behind them; what stood together is read once, and no more."""
+    """Disks do not read 2 KiB faster than 4 KiB. Contiguous ranges are read once, without more."""
     SAVES[writer](tmp_path / "c", state, (1, 2))
     ratio, worst = _read_by_all(tmp_path / "c", state, (1, 4))
     assert 1.9 <= ratio <= worst <= 2.01
@@ -84,7 +85,7 @@ def test_parts_of_rows_are_read_with_what_is_between_them(
 def test_what_is_read_whole_is_compared(
     tmp_path: Path, state: Mapping[str, HostArray], grid: Grid, *, found: bool
 ) -> None:
-    """A wrong byte of torch's is found wherever all of its item is read anyway."""
+    """A wrong byte in a file of torch is found if its whole item is read anyway."""
     save_torch(tmp_path / "c", {"q": state["q"]}, (2, 1))
     file = tmp_path / "c" / "__0_0.distcp"
     with file.open("r+b") as opened:
@@ -112,7 +113,7 @@ def test_what_is_read_whole_is_compared(
     ],
 )
 def test_which_parts_are_as_good_as_all(wanted: list[Box], *, whole: bool) -> None:
-    """Columns of rows of 8 KB are; of rows of a MB that are far apart no part is."""
+    """Columns of 8 kB rows justify it; no part of rows of 1 MB that are far apart does."""
     assert should_read_whole(wanted, Box((0, 0), (100, 1000)), 8) == whole
     if wanted == [Box((0, 0), (100, 1))]:
         assert not should_read_whole(wanted, Box((0, 0), (100, 1000)), 1000)

@@ -1,4 +1,4 @@
-"""Files of very many processes lie in directories by a hash, and everybody still reads them."""
+"""Data files of very many processes are spread over hashed directories, and all readers find them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
 
 pytestmark = [
-    # torch says of one process without a process group that it assumes to be alone.
+    # torch warns that it assumes a single process if there is no process group.
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
 ]
 
@@ -29,7 +29,7 @@ RANKS = 3
 
 
 def saved(location: Path, layout: DcpLayout) -> list[str]:
-    """Save in a job what each process holds a part of; the files."""
+    """Save a sharded state in a job. Return the file names."""
 
     def job(coordinator: Coordinator) -> None:
         whole = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -64,7 +64,7 @@ def test_everybody_reads_files_that_are_spread(tmp_path: Path, spread_from: int)
         dcp.load(target, storage_reader=reader)
         assert np.array_equal(target["w"].numpy(), expected)
         assert target["step"] == 7
-    (location / "checkpoint.json").unlink()  # as torch would have written it
+    (location / "checkpoint.json").unlink()  # what torch would have written
     assert np.array_equal(ckptcore.load(location)["w"], expected)
 
 

@@ -1,4 +1,4 @@
-"""Directories of training programs: steps of TorchTitan and xorl, written by torch.distributed.checkpoint in their shapes."""
+"""Step directories of TorchTitan and xorl, written by torch.distributed.checkpoint with their structure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 def titan(step: int) -> dict[str, Any]:
-    """The state of TorchTitan: weights by their names, and by name what else has a state."""
+    """The state of TorchTitan: weights by name, and other stateful objects by name."""
     moments = {f"state.layers.0.w.{name}": torch.full((3,), float(step)) for name in ("exp_avg", "exp_avg_sq", "step")}
     return {
         "tok_embeddings.weight": torch.full((2, 2), float(step)),

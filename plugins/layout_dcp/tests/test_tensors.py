@@ -1,4 +1,4 @@
-"""Tensors in pickles: what torch would make of them, and what no array can hold is refused with what to do."""
+"""Tensors in pickles: the same as in torch; unsupported tensors are rejected with a remedy."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_tensors_of_classes_are_refused() -> None:
     )
     with pytest.raises(UnsupportedLeafError, match="DTensor"):
         stored_tensor(call, key="file", path="w")
-    of_types: list[Value] = [[], {}, None, Persistent([])]  # what cannot be hashed too
+    of_types: list[Value] = [[], {}, None, Persistent([])]  # unhashable values too
     for of_type in of_types:
         with pytest.raises(UnsupportedLeafError):
             stored_tensor(

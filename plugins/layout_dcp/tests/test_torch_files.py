@@ -1,4 +1,4 @@
-"""Files of torch.save: loaded without torch, to the bit, and without running what is in them."""
+"""Files of torch.save, loaded bit for bit without torch and without executing code in them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _save(state: object, path: Path, zipped: bool = True) -> None:
 
 
 class _CountingStore(DirectoryReadStore):
-    """A store that counts the bytes that are asked for."""
+    """A store that counts the requested bytes."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -496,7 +496,7 @@ def test_hostile_states(tmp_path: Path) -> None:
 
 
 def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: Path) -> None:
-    """A root that nobody inspected may say anything: of a compressed storage, that a terabyte comes of its bytes."""
+    """A hostile root can state that a compressed storage expands to a terabyte."""
     _save({"w": torch.zeros(1 << 16)}, tmp_path / "m.pt")
     found = _inspect(tmp_path / "m.pt")
     extent = 1 << 38
@@ -511,7 +511,7 @@ def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: 
 
 
 def test_a_deflated_pickle_that_becomes_a_thousand_times_as_much(tmp_path: Path) -> None:
-    """4 kB of deflate became 4 MB of pickle, and a million of objects for each of them."""
+    """Without the limit, 4 kB of deflate data became 4 MB of pickle, and a million objects for each."""
     for name, opcode in (("sets", b"\x8f"), ("dicts", b"}"), ("numbers", b"K\0")):
         path = tmp_path / f"{name}.pt"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
@@ -530,7 +530,7 @@ def test_a_deflated_pickle_that_becomes_a_thousand_times_as_much(tmp_path: Path)
 
 
 def test_a_file_that_was_zipped_again_with_compression(tmp_path: Path) -> None:
-    """By other software than torch. Its pickle grows some five times."""
+    """Written by other software than torch. The pickle expands about five times."""
     state = {f"layers.{number}.weight": torch.full((3,), number) for number in range(500)}
     _save({"model": state, "rates": [0.125] * 100}, tmp_path / "stored.pt")
     with (

@@ -1,4 +1,4 @@
-"""What ckptcore writes is a checkpoint for every function of torch.distributed.checkpoint that reads one."""
+"""Every reader in torch.distributed.checkpoint accepts what ckptcore writes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from plugins.layout_dcp.tests.state_dicts import (
 )
 
 pytestmark = [
-    # torch says of one process without a process group that it assumes to be alone.
+    # torch warns that it assumes a single process if there is no process group.
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
 ]
 
@@ -48,7 +48,7 @@ WITHOUT = sorted(set(DTYPE_NAMES) - set(DTYPES))
 
 
 def items_of(location: Path) -> dict[str, bytes]:
-    """By name and offsets, every item that the ``.metadata`` lists."""
+    """Return every item listed in ``.metadata``, by name and offsets."""
     found = {}
     for index, place in metadata_of(location).storage_data.items():
         with (location / place.relative_path).open("rb") as file:
@@ -60,12 +60,12 @@ def items_of(location: Path) -> dict[str, bytes]:
 
 
 def metadata_of(location: Path) -> Any:
-    """As torch reads it."""
+    """Return the metadata as torch reads it."""
     return dcp.FileSystemReader(location).read_metadata()
 
 
 def assert_whole_items(location: Path) -> None:
-    """Python's zipfile finds every checksum right, in every item."""
+    """Assert that Python's zipfile verifies every checksum in every item."""
     items = items_of(location)
     assert items
     for name, data in items.items():
@@ -86,7 +86,7 @@ def test_every_dtype_and_shape_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_what_sessions_wrote(tmp_path: Path) -> None:
-    """Every dtype and shape, a nested state dict, tied tensors, and one whose boxes come in different sessions."""
+    """Every dtype and shape, a nested state dict, tied tensors, and a tensor written in several sessions."""
     specs = {f"{dtype}-{shape}": ArraySpec(shape, dtype) for dtype in DTYPES for shape in SHAPES}
     tensors = {name: tensor_of(spec) for name, spec in specs.items()}
     tied, rows = torch.randn(3, 2), torch.arange(24.0).reshape(6, 4)
@@ -184,7 +184,7 @@ def test_without_knowing_what_is_in_it(tmp_path: Path) -> None:
 
 def test_a_missing_key_is_missed_by_torch_too(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": torch.ones(1)}, layout="dcp")
-    with pytest.raises(BaseException, match="Missing key"):  # torch's own error is no Exception
+    with pytest.raises(BaseException, match="Missing key"):  # torch's error is not an Exception
         loaded(tmp_path / "c", {"b": torch.ones(1)})
 
 
@@ -212,7 +212,7 @@ def test_a_model_and_its_optimizer_go_on_as_they_would(tmp_path: Path, kind: str
 
 
 def test_values_need_no_code(tmp_path: Path) -> None:
-    """What torch would refuse with ``weights_only=True`` is not written."""
+    """Values that torch would reject with ``weights_only=True`` are not written."""
     state = {"pair": (1, 2), "scalar": np.float32(0.5), "ordered": OrderedDict(a=1), "list": [np.int64(3)], "text": "x"}
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     assert_whole_items(tmp_path / "c")
@@ -284,9 +284,9 @@ def test_bytes_that_torch_cannot_copy_are_uint8_for_it(tmp_path: Path, dtype: st
 
 
 def test_empty_containers(tmp_path: Path) -> None:
-    """torch drops a mapping with nothing in it, and keeps an empty list."""
+    """torch drops an empty mapping, and keeps an empty list."""
     state = {"a": {}, "b": {"c": {}, "d": []}, "f": {"g": torch.zeros(0)}}
-    with_list = {**state, "e": [{}, torch.ones(1)]}  # torch 2.13 itself cannot load such a list
+    with_list = {**state, "e": [{}, torch.ones(1)]}  # torch 2.13 itself cannot load this list
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     ckptcore.save(tmp_path / "l", with_list, layout="dcp")
     assert set(metadata_of(tmp_path / "c").state_dict_metadata) == {"b.d", "f.g"}
@@ -327,7 +327,7 @@ def test_a_conversion_is_one_too(tmp_path: Path) -> None:
 
 
 def test_the_metadata_is_a_pickle_of_plain_parts(tmp_path: Path) -> None:
-    """No path of a class that other versions of Python lack, and no name of this machine."""
+    """No path classes that other Python versions lack, and no name of this machine."""
     ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
     data = (tmp_path / "c" / ".metadata").read_bytes()
     assert b"pathlib" not in data and str(tmp_path).encode() not in data

@@ -1,4 +1,4 @@
-"""Where torch.distributed.checkpoint is known to be weak: ckptcore is right there, also with what torch wrote."""
+"""Known weaknesses of torch.distributed.checkpoint, which ckptcore does not share, also for files written by torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEW = {"w": torch.full((100,), 2.0), "large": torch.randn(1 << 19), "names": ["a
 
 
 def like(state: dict[str, Any]) -> dict[str, Any]:
-    """What is wanted, as torch wants it."""
+    """Return a target state dict for torch."""
     return {name: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else None for name, leaf in state.items()}
 
 
@@ -52,7 +52,7 @@ def flipped(path: Path, position: int, bit: int = 0) -> None:
 
 
 def places(location: Path, name: str) -> tuple[Path, int, int]:
-    """The file of an item, where it begins and how long it is."""
+    """Return the file, the offset and the length of an item."""
     stored = dcp.FileSystemReader(location).read_metadata().storage_data
     ((_, found),) = ((index, found) for index, found in stored.items() if index.fqn == name)
     return location / found.relative_path, found.offset, found.length
@@ -68,7 +68,7 @@ def _operations(tmp_path: Path, state: dict[str, Any]) -> list[Any]:
 
 
 def test_every_write_that_fails_is_an_error(tmp_path: Path) -> None:
-    """And there is no checkpoint, for neither library."""
+    """No checkpoint exists afterwards, for neither library."""
     changes = [operation for operation in _operations(tmp_path, NEW) if operation.name in ("put", "write_at", "finish")]
     assert {".metadata", "__0_0.distcp"} <= {key.rsplit("/")[-1] for operation in changes for key in operation.keys}
     for operation in changes:
@@ -128,11 +128,11 @@ def test_what_cannot_be_saved_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_a_whole_overwrite_leaves_no_file_of_the_old_one(tmp_path: Path) -> None:
-    """In place, torch would leave the files of more processes than there are now."""
+    """torch overwrites in place and would leave files of a larger job."""
     location = tmp_path / "c"
     saved({f"t{number}": torch.randn(10) for number in range(4)}, location, thread_count=4)
     with pytest.raises(CheckpointError):
-        ckptcore.save(location, OLD, layout="dcp")  # what another wrote is not replaced unasked
+        ckptcore.save(location, OLD, layout="dcp")  # an existing checkpoint is not replaced by default
     ckptcore.save(tmp_path / "d", NEW, layout="safetensors")
     ckptcore.save(tmp_path / "d", OLD, layout="dcp", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "d").glob("*.*")) == [
@@ -179,7 +179,7 @@ def _with_ckptcore(state: dict[str, Any], location: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("save", [_with_ckptcore, saved], ids=["ours", "torch's"])
 def test_every_flipped_element_is_seen(tmp_path: Path, save: Callable[[dict[str, Any], Path], None], size: str) -> None:
-    """torch loads other numbers without a word: it compares no checksum."""
+    """torch loads wrong numbers without notice, because it does not verify checksums."""
     location, tensor = tmp_path / "c", _noise(SIZES[size])
     save({"w": tensor, "step": 1}, location)
     path, offset, length = places(location, "w")
@@ -206,7 +206,7 @@ def test_every_flipped_element_is_seen(tmp_path: Path, save: Callable[[dict[str,
 def test_a_flipped_bit_anywhere_gives_nothing_else(
     tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
 ) -> None:
-    """In what is around elements too: what is loaded is what was saved, or it is an error of ours."""
+    """Flips bits around elements too: the result is the saved state, or an error."""
     location = tmp_path / "c"
     state = {"w": _noise(40), "f8": _noise(20).to(torch.float8_e5m2), "names": ["a", (1, 2.5)], "step": 12345}
     save(dict(state), location)
@@ -236,7 +236,7 @@ def test_a_flipped_bit_of_a_compressed_item_is_seen(tmp_path: Path) -> None:
         except CorruptCheckpointError:
             seen += 1
         else:
-            assert found.tobytes() == bytes_of(tensor)  # it was of no use
+            assert found.tobytes() == bytes_of(tensor)  # the bit has no effect
         flipped(path, position, number % 8)
     assert seen > 90
     assert ckptcore.load(location)["w"].tobytes() == bytes_of(tensor)
@@ -246,7 +246,7 @@ def test_a_flipped_bit_of_a_compressed_item_is_seen(tmp_path: Path) -> None:
     "options", [{}, {"single_file_per_rank": False}, {"_extensions": [ZStandard()]}], ids=["plain", "files", "zstd"]
 )
 def test_errors_name_the_array_that_is_damaged(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Also where the item of another one begins the file, and the damage is in what is around elements."""
+    """Also if the file begins with the item of another array, and the damage is outside the elements."""
     location = tmp_path / "c"
     state = {"first": _noise(500), "second": _noise(501), "large": _noise(1 << 17), "third": _noise(502)}
     saved(dict(state), location, **options)
@@ -281,7 +281,9 @@ def test_a_file_that_ends_early_is_an_error(
 
 
 def test_our_checkpoint_without_its_root(tmp_path: Path) -> None:
-    """Who copies only what torch knows loses no element, and checksums in items still tell flipped ones."""
+    """A copy of only the files that torch knows has all elements, and the checksums of items still
+    reveal flipped bits.
+    """
     location = tmp_path / "c"
     state = {"w": _noise(100), "large": _noise(1 << 18), "step": 3}
     ckptcore.save(location, state, layout="dcp")
@@ -302,7 +304,7 @@ def test_our_checkpoint_without_its_root(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
 def test_another_dtype_is_refused_with_its_path(tmp_path: Path, dtype: torch.dtype) -> None:
-    """torch casts without a word, also numbers that the other dtype has not."""
+    """torch casts without notice, also numbers that the other dtype cannot represent."""
     ckptcore.save(tmp_path / "c", {"model": {"layer.weight": torch.full((3,), 1e30)}}, layout="dcp")
     asked = {"model": {"layer.weight": torch.zeros(3, dtype=dtype)}}
     with pytest.raises(TreeMismatchError, match=r"layer\.weight.*float32|float32.*layer\.weight"):
@@ -311,7 +313,7 @@ def test_another_dtype_is_refused_with_its_path(tmp_path: Path, dtype: torch.dty
 
 
 def test_errors_are_exceptions(tmp_path: Path) -> None:
-    """torch raises what `except Exception` does not catch."""
+    """torch raises errors that `except Exception` does not catch."""
     saved({"a": torch.ones(1)}, tmp_path / "c")
     with pytest.raises(Exception, match="b"):
         ckptcore.load(tmp_path / "c", {"b": torch.ones(1)})
@@ -322,7 +324,7 @@ def test_errors_are_exceptions(tmp_path: Path) -> None:
 
 
 class _Runs:
-    """Runs code where it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -341,7 +343,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c")
         ckptcore.verify(tmp_path / "c")
     except CheckpointError:
-        pass  # what it is may be refused
+        pass  # the value may be rejected
     assert not mark.exists()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -371,7 +373,7 @@ def test_values_that_torch_pickles_with_classes_of_others(tmp_path: Path) -> Non
 
 
 def test_what_each_process_has_comes_back_to_it(tmp_path: Path) -> None:
-    """torch keeps one of them for all."""
+    """torch keeps the state of only one process."""
     location, size = tmp_path / "c", 3
 
     def save(coordinator: Coordinator) -> None:

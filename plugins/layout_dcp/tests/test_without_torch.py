@@ -1,4 +1,4 @@
-"""Programs that have no torch save and load checkpoints of torch.distributed.checkpoint."""
+"""Programs without torch save and load checkpoints of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def end():
 """
 
 _SAVE_NUMPY: Final = """
-state = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": {"names": ["x", 1], "step": 3}, "text": np.array(["a", "bc"])}
+state = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": {"names": ["x", 1], "step": 3}}
+state["text"] = np.array(["a", "bc"])
 ckptcore.save(sys.argv[1], state, layout="dcp")
 assert ckptcore.load(sys.argv[1])["text"].tolist() == ["a", "bc"]
 assert ckptcore.verify(sys.argv[1]).ok
@@ -62,7 +63,8 @@ mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
 array = jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8)
 ckptcore.save(sys.argv[1], {"w": jax.device_put(array, sharding), "step": 3}, layout="dcp")
-abstract = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("y")))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("y"))
+abstract = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=sharding)
 found = ckptcore.load(sys.argv[1], {"w": abstract, "step": 0})
 assert found["w"].sharding == abstract.sharding and (found["w"] == array).all()
 end()
@@ -94,14 +96,16 @@ mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("x", "y"))
 def wanted(leaf):
     if not isinstance(leaf, np.ndarray):
         return leaf
-    axes = [name if extent % size == 0 and extent else None for extent, (name, size) in zip(leaf.shape, (("x", 2), ("y", 3)))]
+    sized = zip(leaf.shape, (("x", 2), ("y", 3)))
+    axes = [name if extent % size == 0 and extent else None for extent, (name, size) in sized]
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 whole = ckptcore.load(sys.argv[1])
 abstract = jax.tree.map(wanted, whole)
-leaves = zip(jax.tree.leaves(ckptcore.load(sys.argv[1], abstract)), jax.tree.leaves(abstract), jax.tree.leaves(whole), strict=True)
+loaded = ckptcore.load(sys.argv[1], abstract)
+leaves = zip(jax.tree.leaves(loaded), jax.tree.leaves(abstract), jax.tree.leaves(whole), strict=True)
 split = 0
 for found, asked, expected in leaves:
     if isinstance(found, jax.Array):
@@ -133,7 +137,7 @@ end()
 
 
 def run(program: str, *arguments: Path) -> Any:
-    """What a program without torch prints, from JSON; None where that is nothing."""
+    """Return the output of a program without torch, parsed as JSON; None if it is empty."""
     done = subprocess.run(
         [sys.executable, "-c", _REFUSE + program, *map(str, arguments)],
         env=dict(os.environ),
@@ -178,7 +182,7 @@ def test_a_checkpoint_of_torch(tmp_path: Path, writer: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["two_processes", "plain", "hugging_face_shards"])
 def test_what_torch_sharded_goes_into_shardings_of_jax(name: str) -> None:
-    """DTensors that two processes of torch saved, and others."""
+    """DTensors saved by two processes of torch, and others."""
     assert run(_LOAD_JAX, GOLDEN / name) > 0
 
 

@@ -1,4 +1,4 @@
-"""Zip directories: what torch and Python write is found, what is damaged or hostile is refused in little memory."""
+"""Zip directories of torch and Python are read; damaged and hostile ones are rejected with little memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointErr
 
 
 class _Object:
-    """Bytes that are read in ranges, and what was asked for."""
+    """An object that is read in ranges. Records the requests."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -264,7 +264,7 @@ def _codes(shape: str) -> str:
 
 
 def _read_damaged(data: bytes) -> None:
-    """It is refused, or what is found lies within it."""
+    """Assert that reading raises an error, or that all members are inside the zip."""
     try:
         members = _read(data)
     except CorruptCheckpointError:

@@ -1,4 +1,4 @@
-"""Arrays that tensorstore writes: any format, chunks and codecs that it has, as hypothesis strategies."""
+"""Hypothesis strategies for arrays written by tensorstore: any format, chunk shape and codec."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ DATABASES: Final = st.fixed_dictionaries(
         "compression": st.sampled_from([None, {"id": "zstd"}]),
     }
 )
-"""How databases are written: with deep trees or flat ones, with many versions, with values that stand with the keys."""
+"""Database options: deep or flat trees, many versions, inline values."""
 
 
 @dataclass(frozen=True)
 class ForeignArray:
-    """An array as other software writes it.
+    """An array written by other software.
 
     Attributes:
         zarr_format: 2 or 3.
-        metadata: as tensorstore takes it.
-        writes: what is written to it, each in a commit of its own; what is never written is missing.
-        stores_fill_value: whether chunks of nothing but the fill value are stored.
+        metadata: metadata for tensorstore.
+        writes: written elements, each in a commit of its own. Other elements are missing.
+        stores_fill_value: whether chunks that equal the fill value are stored.
     """
 
     zarr_format: Literal[2, 3]
@@ -55,7 +55,7 @@ class ForeignArray:
 
     @property
     def may_have_holes(self) -> bool:
-        """Whether a chunk that is missing stands for the fill value. Where zarr 2 states none, every chunk is stored."""
+        """Return whether missing chunks mean the fill value. If zarr 2 states none, every chunk is stored."""
         return not self.stores_fill_value and self.metadata["fill_value"] is not None
 
 
@@ -75,7 +75,7 @@ def _compressors(zarr_format: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def _codecs(draw: st.DrawFn, axes: int, plain: bool) -> list[Any]:
-    """The codecs of a read chunk."""
+    """Return the codecs of a read chunk."""
     if plain:
         return [_LITTLE, *draw(st.sampled_from([[], [_CRC]]))]
     transpose: list[Any] = []
@@ -147,13 +147,13 @@ def _fills(dtype: str) -> st.SearchStrategy[Any]:
         return st.sampled_from([[0.0, 0.0], [1.0, -2.0]])
     if "int" in dtype:
         return st.sampled_from([0, 1])
-    # Of float8_e8m0fnu tensorstore 0.1.86 takes 1.0 for 2 ** -64.
+    # For float8_e8m0fnu tensorstore 0.1.86 reads 1.0 as 2 ** -64.
     return st.sampled_from([0.0, 0.0 if dtype == "float8_e8m0fnu" else 1.0])
 
 
 @st.composite
 def foreign_arrays(draw: st.DrawFn, zarr_format: Literal[2, 3]) -> ForeignArray:
-    """Arrays of a version of zarr, some of them with holes."""
+    """Return arrays of a zarr version, some of them with missing chunks."""
     names = sorted(STORED_DTYPES[zarr_format])
     spec = ArraySpec(
         tuple(draw(st.lists(st.integers(1, 9), max_size=3))), draw(st.sampled_from(["float32", "int16", *names]))
@@ -181,7 +181,7 @@ def _kvstore(directory: Path, name: str, database: Mapping[str, Any] | None) -> 
 
 
 def open_array(directory: Path, name: str, array: ForeignArray, database: Mapping[str, Any] | None, **more: Any) -> Any:
-    """The array as tensorstore opens it; `more` is what else stands in its spec."""
+    """Open an array with tensorstore; `more` extends the spec."""
     spec = {
         "driver": "zarr3" if array.zarr_format == 3 else "zarr",
         "kvstore": _kvstore(directory, name, database),
@@ -191,7 +191,7 @@ def open_array(directory: Path, name: str, array: ForeignArray, database: Mappin
 
 
 def write_arrays(directory: Path, arrays: Mapping[str, ForeignArray], database: Mapping[str, Any] | None) -> None:
-    """Write a tree of arrays, which Orbax would read."""
+    """Write a tree of arrays that Orbax could read."""
     directory.mkdir(exist_ok=True)
     for name, array in arrays.items():
         opened = open_array(
@@ -217,7 +217,7 @@ def write_arrays(directory: Path, arrays: Mapping[str, ForeignArray], database: 
 
 
 def tree_file(names: Sequence[str], *, zarr_format: int, database: bool, stores_fill_value: bool) -> bytes:
-    """The `_METADATA` of Orbax of a dict of arrays."""
+    """Return Orbax's `_METADATA` for a dict of arrays."""
     table = {
         f"('{name}',)": {
             "key_metadata": [{"key": name, "key_type": 2}],

@@ -1,4 +1,4 @@
-"""States that go between ckptcore and Orbax, what comes out at the other end, and whether two are the same bit for bit."""
+"""States exchanged between ckptcore and Orbax, their expected results, and bitwise comparison."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ DTYPES = (
     "bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2",
     "float8_e4m3fnuz", "float16", "bfloat16", "float32", "complex64",
 )  # fmt: skip
-"""What JAX has without 64 bits."""
+"""Dtypes of JAX without 64-bit types."""
 
 WIDE = ("int64", "uint64", "float64", "complex128")
 
@@ -45,11 +45,11 @@ LAYOUTS = {
 """Layouts with their options."""
 
 FEW = ("ocdbt", "ocdbt-zarr2", "ocdbt-pieces", "zarr3", "zarr")
-"""Those of `LAYOUTS` that differ most."""
+"""The most distinct entries of `LAYOUTS`."""
 
 
 def numbers(dtype, shape=(2, 3), start=1):
-    """An array of NumPy with the numbers from `start` on."""
+    """Return a NumPy array with the numbers from `start` on."""
     count = np.arange(np.prod(shape, dtype=np.int64)) + start
     return (count % 2 if dtype == "bool" else count % 7).astype(getattr(ml_dtypes, dtype, dtype)).reshape(shape)
 
@@ -67,7 +67,7 @@ def small_values():
 
 
 def jax_state():
-    """Every dtype of JAX, random keys of every shape, containers, empty ones and values of Python."""
+    """Return every dtype of JAX, random keys of every shape, containers, empty ones, and Python values."""
     return {
         "arrays": {dtype: jnp.asarray(numbers(dtype)) for dtype in DTYPES},
         "zero_d": jnp.float32(0.3),
@@ -83,7 +83,7 @@ def jax_state():
 
 
 def numpy_state():
-    """Every dtype of NumPy and ml_dtypes, in any order and byte order."""
+    """Return every dtype of NumPy and ml_dtypes, with any strides and byte order."""
     return {
         "arrays": {dtype: numbers(dtype) for dtype in (*DTYPES, *WIDE)},
         "zero_d": np.asarray(0.3),
@@ -96,7 +96,7 @@ def numpy_state():
 
 
 def torch_state():
-    """Tensors: contiguous, strided, of dtypes that NumPy has not, a parameter, an empty one."""
+    """Return tensors: contiguous, strided, of dtypes that NumPy lacks, a parameter, an empty one."""
     base = torch.arange(12.0).reshape(3, 4)
     return {
         "weight": torch.nn.Parameter(base),
@@ -114,7 +114,7 @@ STATES = {"jax": jax_state, "numpy": numpy_state, "torch": torch_state}
 
 
 def sharded_state():
-    """Arrays over eight devices, cut along one axis, two, both axes of the mesh at once, unevenly, and not at all."""
+    """Return arrays over eight devices: sharded along one axis, two, both mesh axes on one, unevenly, replicated."""
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh, line = (
         jax.make_mesh((4, 2), ("data", "model"), axis_types=auto),
@@ -142,7 +142,7 @@ def sharded_state():
 
 
 class Iterator:
-    """An object that writes files of its own, by the protocol of Orbax and Grain, which is also ckptcore's."""
+    """An object that writes its own files, with the protocol of Orbax and Grain, which ckptcore shares."""
 
     def __init__(self, position):
         self.position = position
@@ -164,7 +164,7 @@ class Iterator:
 
 
 def saving(**options):
-    """The context of a save by version 1."""
+    """Return the context of a save by version 1."""
     storage = v1.options.ArrayOptions.Saving.StorageOptions(**options.pop("storage", {}))
     array = v1.options.ArrayOptions.Saving(storage_options=storage, **options)
     return v1.Context(array_options=v1.options.ArrayOptions(saving=array))
@@ -187,7 +187,7 @@ def by_version_0(handler, args):
 
 
 def seen_by_orbax(value):
-    """What Orbax gives for a state that ckptcore saved: its containers and leaves are fewer."""
+    """Return what Orbax loads for a state saved by ckptcore: it has fewer types of containers and leaves."""
     if isinstance(value, dict):
         return {str(key): seen_by_orbax(child) for key, child in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -201,13 +201,13 @@ def seen_by_orbax(value):
             return plain.numpy()
         return plain.reshape(-1).view(torch.uint8).numpy().view(getattr(ml_dtypes, name)).reshape(plain.shape)
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        # No version of zarr that tensorstore writes has four bits without a sign.
+        # No zarr version of tensorstore has unsigned 4-bit elements.
         return value.astype("uint8") if value.dtype == "uint4" else value if value.shape else value[()]
     return value
 
 
 def host(tree):
-    """A state with NumPy's arrays in the place of JAX's; random keys are their data."""
+    """Replace JAX arrays by NumPy arrays, and random keys by their data."""
 
     def plain(leaf):
         if not isinstance(leaf, jax.Array):
@@ -218,14 +218,14 @@ def host(tree):
 
 
 def assert_same(found, expected, where=""):
-    """That two states have the same containers, types, dtypes, shapes and bits."""
+    """Assert equal containers, types, dtypes, shapes and bits."""
     if isinstance(expected, dict):
         assert isinstance(found, dict), f"{where}: {type(found)} is no dict"
         assert set(found) == set(expected), f"{where}: {sorted(found)} is not {sorted(expected)}"
         for key, child in expected.items():
             assert_same(found[key], child, f"{where}/{key}")
     elif isinstance(expected, list | tuple):
-        # Orbax gives the keys of what it saved: that of an empty tuple is one.
+        # Orbax returns an empty tuple as the keys of an empty tuple.
         assert isinstance(found, type(expected)), f"{where}: {type(found)} is not {type(expected)}"
         assert len(found) == len(expected), f"{where}: {len(found)} is not {len(expected)}"
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -253,14 +253,14 @@ def _assert_same_bits(found, expected, where):
 
 
 def abstract_of(tree, array):
-    """A state with `array(leaf)` in the place of its arrays."""
+    """Replace the arrays of a state by `array(leaf)`."""
     return jax.tree.map(
         lambda leaf: array(leaf) if hasattr(leaf, "shape") else leaf, tree, is_leaf=lambda leaf: leaf is None
     )
 
 
 def files_of(location):
-    """The contents of all files below a directory, by their names there."""
+    """Return the contents of all files below a directory, by relative name."""
     return {
         str(path.relative_to(location)): path.read_bytes()
         for path in sorted(Path(location).rglob("*"))
@@ -276,7 +276,7 @@ def flipped(path, position, bit=0):
 
 
 def places_of(path, found):
-    """Every position in a file at which bytes are found."""
+    """Return every position of some bytes in a file."""
     data, position = path.read_bytes(), -1
     for _ in itertools.count():
         if (position := data.find(found, position + 1)) < 0:

@@ -1,4 +1,4 @@
-"""Steps of AXLearn: the index, the states of iterators, and what only TensorFlow reads."""
+"""Steps of AXLearn: the index, the states of iterators, and entries that only TensorFlow can read."""
 
 import json
 import shutil

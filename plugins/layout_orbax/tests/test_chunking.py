@@ -1,4 +1,4 @@
-"""Chunks: what grids shards give, how chunks are subdivided, and what another mesh reads of them."""
+"""Chunk grids for shards, the division into read chunks, and the bytes read by another mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 @st.composite
 def cut_arrays(draw: st.DrawFn) -> tuple[ArraySpec, tuple[tuple[int, ...], ...] | None]:
-    """An array, and where its shards meet: in any places, or in equal steps."""
+    """Return an array and its shard boundaries: arbitrary, or at equal steps."""
     shape = draw(SHAPES)
     cuts: list[tuple[int, ...]] = []
     for extent in shape:
@@ -39,7 +39,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[ArraySpec, tuple[tuple[int, ...], ...] 
         ((8, 6), None, 4, (8, 6)),
         ((8, 6), ((2, 4, 6), ()), 4, (2, 6)),
         ((8, 6), ((2, 4, 6), (3,)), 8, (2, 3)),
-        ((10,), ((3, 6, 9),), 4, (3,)),  # the last shard is shorter, as torch cuts
+        ((10,), ((3, 6, 9),), 4, (3,)),  # the last shard is shorter, as in torch
         ((10,), ((3, 5, 8),), 1, (3,)),
         ((10,), ((3, 5, 8),), 4, (1,)),
         ((10,), ((4, 6),), 2, (2,)),
@@ -83,22 +83,22 @@ def test_read_chunks_divide_write_chunks_down_to_the_size_that_was_asked_for(
 @pytest.mark.parametrize(
     ("shape", "cuts", "chunk_bytes", "expected"),
     [
-        # Along the axis that is cut most often.
+        # Along the axis with most shards.
         ((4096, 4096), (tuple(range(256, 4096, 256)), (1024, 2048, 3072)), 1 << 16, (16, 1024)),
         ((4096, 4096), ((1024, 2048, 3072), tuple(range(256, 4096, 256))), 1 << 16, (1024, 16)),
-        # Into 64 pieces of it, and then along the next.
+        # Into 64 pieces of it, then along the next axis.
         ((4096, 4096), (tuple(range(256, 4096, 256)), (1024, 2048, 3072)), 1 << 12, (4, 256)),
-        # The leading axis where none is cut, however many pieces that makes.
+        # The leading axis if none is sharded, with any number of pieces.
         ((4096, 4096), None, 1 << 14, (1, 4096)),
         ((4096, 4096), None, 1 << 12, (1, 1024)),
-        # Two to the third rather than seven, although seven pieces would be larger.
+        # Two to the third instead of seven, although seven pieces would be larger.
         ((896, 16), None, 896 * 16 * 4 // 7, (112, 16)),
-        # Three where that alone comes near.
+        # Three if only that is near the target.
         ((6, 100), None, 1000, (2, 100)),
-        # An axis that cannot be cut near the target leaves it to the next, if that can.
+        # An axis that cannot be divided near the target leaves it to the next one, if that can.
         ((7, 8), None, 128, (7, 4)),
         ((7, 11), None, 200, (1, 11)),
-        # Smaller than an element is not possible.
+        # Not smaller than an element.
         ((4, 4), None, 1, (1, 1)),
     ],
 )
@@ -131,7 +131,7 @@ def test_chunks_of_a_box_are_those_that_share_elements_with_it(shape: tuple[int,
 
 
 HIDDEN, FFN, HEADS, KEY_HEADS, HEAD, VOCABULARY = 512, 1792, 4, 1, 128, 16032
-"""Of Llama 3.1 8B (4096, 14336, 32 and 8 heads of 128, 128256), one eighth of it along each axis."""
+"""Llama 3.1 8B (4096, 14336, 32 and 8 heads of 128, 128256), one eighth of it along each axis."""
 
 WEIGHTS = [
     ((VOCABULARY, HIDDEN), ("tp", "fsdp")),
@@ -145,7 +145,7 @@ WEIGHTS = [
 
 
 def _boxes(shape: tuple[int, ...], axes: tuple[str, ...], mesh: dict[str, int]) -> list[Box]:
-    """The shards of an array over a mesh, cut evenly as JAX does."""
+    """Return the shards of an array over a mesh, divided evenly as in JAX."""
     ranges = []
     for extent, axis in zip(shape, axes, strict=True):
         assert extent % mesh[axis] == 0
@@ -158,7 +158,7 @@ def _boxes(shape: tuple[int, ...], axes: tuple[str, ...], mesh: dict[str, int]) 
 
 
 def _read_amplification(old: dict[str, int], new: dict[str, int], pieces: int | None) -> float:
-    """Elements of the whole read chunks that the shards of the new mesh touch, over elements that they need."""
+    """Return the elements of the read chunks that the new mesh reads, divided by those it needs."""
     read = needed = 0
     for shape, axes in WEIGHTS:
         spec = ArraySpec(shape, "bfloat16")

@@ -1,4 +1,4 @@
-"""Everything that a tree can hold, and everything that Orbax wrote, converted to every layout, over storages of each sort."""
+"""Conversions of all kinds of leaves and of all Orbax checkpoints to every layout, on storages of each kind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Pair(NamedTuple):
 def _state() -> dict[str, Any]:
     tied = bit_patterns(ArraySpec((13, 7), "bfloat16"), 5)
     mesh = jax.make_mesh((4, 2), ("x", "y"))
-    spec: Any = PartitionSpec  # JAX leaves its constructor untyped
+    spec: Any = PartitionSpec  # its constructor is untyped in JAX
     sharded = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec("x", "y")))
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
     return {
@@ -77,14 +77,14 @@ class _Files:
 
 
 def _stored(location: str) -> Any:
-    """What is stored of a tree: records with their notes, which arrays are tied, and the metadata of the user."""
+    """Return the stored tree: records with notes, ties, and the user's metadata."""
     metadata = ckptcore.metadata(location, context=_FAST)
     return metadata.tree.skeleton, metadata.tree.leaves, metadata.tree.aliases, metadata.custom
 
 
 def _assert_same(found: str, expected: str) -> None:
     assert ckptcore.verify(found, context=_FAST).ok
-    assert repr(_stored(found)) == repr(_stored(expected))  # no value of it is the same NaN
+    assert repr(_stored(found)) == repr(_stored(expected))  # NaN is not equal to itself
     assert_same_tree(ckptcore.load(found, context=_FAST), ckptcore.load(expected, context=_FAST))
 
 
@@ -101,7 +101,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 
 def test_layouts_hold_the_same(originals: Mapping[str, str]) -> None:
-    """Records, notes of shardings and random keys, ties and elements."""
+    """Compare records, notes of shardings and random keys, ties and elements."""
     for name in _LAYOUTS:
         _assert_same(originals[name], originals["safetensors"])
 
@@ -109,7 +109,7 @@ def test_layouts_hold_the_same(originals: Mapping[str, str]) -> None:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        *itertools.combinations(_LAYOUTS, 2),  # there and back: every conversion of one layout to another
+        *itertools.combinations(_LAYOUTS, 2),  # in both directions
         *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.combinations(reversed(_LAYOUTS), 2)),
     ],
 )
@@ -155,7 +155,7 @@ def _golden(name: str) -> Path:
 
 
 def _load(location: Any, context: ckptcore.Context = _FAST) -> Any:
-    """The tree, or the checkpointables where none is meant."""
+    """Load the tree, or the checkpointables if there is no default tree."""
     try:
         return ckptcore.load(location, context=context)
     except CompositeCheckpointError:
@@ -179,11 +179,11 @@ def test_what_orbax_wrote_converts_to_every_layout(name: str, target: str, tmp_p
         assert_same_tree(_load(there), _load(source))
 
 
-# --- storages that tensorstore does not know --------------------------------------------------------------------------
+# --- storages that tensorstore does not support -----------------------------------------------------------------------
 
 
 class _WithoutAddress:
-    """Opens ``nowhere://`` locations: local directories that do not say where they are."""
+    """Opens ``nowhere://`` locations: local directories without an address."""
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
@@ -204,7 +204,7 @@ _NOWHERE: Final = ckptcore.Context(
 
 @pytest.mark.parametrize("name", _EXPECTED)
 def test_what_orbax_wrote_loads_where_tensorstore_cannot_read(name: str) -> None:
-    """Compressed chunks are decoded in memory there."""
+    """Compressed chunks are decoded in memory."""
     assert_same_tree(_load(f"nowhere://{_golden(name)}", _NOWHERE), _load(_golden(name)))
 
 
@@ -273,7 +273,8 @@ def test_a_part_of_a_compressed_checkpoint_is_in_memory_at_a_time(writer: str, t
         [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert found.returncode == 0, found.stderr
-    # What is encoded or decoded at a time, 128 MiB, as it is stored and as elements, and what malloc keeps of it.
+    # The 128 MiB being encoded or decoded at a time, as stored bytes and as elements, and memory
+    # cached by malloc.
     assert int(found.stdout) < 512 * _MIB < _ARRAYS * _ARRAY_BYTES * 0.7
     loaded = ckptcore.load(tmp_path / target)
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())

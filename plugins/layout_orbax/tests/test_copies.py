@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax that ckptcore copied as they are: Orbax loads them."""
+"""Orbax loads checkpoints of Orbax that ckptcore copied unchanged."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 import ckptcore
 
 pytestmark = [
-    # Orbax warns of loads without shardings, which are meant here.
+    # Orbax warns of loads without shardings, which are intended here.
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
 ]
 

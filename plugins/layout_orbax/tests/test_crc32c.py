@@ -1,4 +1,4 @@
-"""CRC32C, against published values and against itself over the whole."""
+"""CRC32C, compared with published values and with itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Damaged checkpoints of other software: nothing but a CheckpointError comes out, and where checksums are, never wrong elements."""
+"""Damaged checkpoints of other software raise a CheckpointError, and never return wrong elements if
+there are checksums.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ pytestmark = pytest.mark.system
 _GOLDEN: Final = Path(__file__).parent / "golden"
 _NAMES: Final = sorted(path.stem for path in _GOLDEN.glob("*.json"))
 _MEMORY_BYTES: Final = 64 << 20
-"""More than any of the goldens needs; more than that is not there."""
+"""More memory than any golden needs; larger allocations fail."""
 
 _CONTEXT: Final = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1))
 
 
 def _location(name: str, directory: Path) -> Path:
-    """A copy of a golden, to be damaged."""
+    """Return a copy of a golden, to be damaged."""
     expected = json.loads((_GOLDEN / f"{name}.json").read_text())
     shutil.copytree(_GOLDEN / name, directory / name)
     location: Path = directory / name / expected.get("directory", "")
@@ -52,7 +54,7 @@ def _files(location: Path) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays that the goldens do not have cannot be had."""
+    """Make allocations fail that the goldens do not need."""
 
     def limited(spec: ArraySpec) -> HostArray:
         if spec.nbytes > _MEMORY_BYTES:
@@ -70,7 +72,7 @@ def _attempts(location: Path) -> Iterator[Callable[[], object]]:
 
 
 def _assert_harmless(location: Path, done: str) -> int:
-    """Fail unless only CheckpointErrors come; how many did."""
+    """Assert that all operations succeed or raise CheckpointErrors. Return the number of errors."""
     count = 0
     for attempt in _attempts(location):
         try:
@@ -102,7 +104,7 @@ def _changed(content: bytes, choices: random.Random) -> bytes:
 
 
 def _with_checksums(content: bytes) -> bytes:
-    """The same with right checksums of what looks like a manifest or a node of a database, so that more than them is tested."""
+    """Repair the checksums of what looks like manifests and nodes, so that tests reach the code behind them."""
     for magic in (MANIFEST_MAGIC, NODE_MAGIC):
         start = content.find(magic)
         while start >= 0:
@@ -149,7 +151,7 @@ def test_files_that_are_gone(name: str, tmp_path: Path) -> None:
         path.write_bytes(content)
 
 
-# --- documents that say what they should not --------------------------------------------------------------------------
+# --- documents with invalid contents ----------------------------------------------------------------------------------
 
 
 def _documents(location: Path) -> Iterator[tuple[Path, Any]]:
@@ -179,7 +181,7 @@ def test_much_tampered_documents(name: str, tmp_path: Path) -> None:
     _tamper(name, tmp_path, 100)
 
 
-# --- databases that are whole and lie ---------------------------------------------------------------------------------
+# --- intact databases with wrong contents -----------------------------------------------------------------------------
 
 _DATABASES: Final = [name for name in _NAMES if list((_GOLDEN / name).rglob("manifest.ocdbt"))]
 
@@ -187,7 +189,7 @@ _DATABASES: Final = [name for name in _NAMES if list((_GOLDEN / name).rglob("man
 def _tampered_values(
     entries: Sequence[tuple[bytes, ValueLocation]], choices: random.Random
 ) -> Sequence[tuple[bytes, ValueLocation]]:
-    """The entries of a database with one of them changed."""
+    """Return the entries of a database with one of them changed."""
     number = choices.randrange(len(entries))
     key, value = entries[number]
     last = key.rpartition(b"/")[2]
@@ -242,7 +244,7 @@ def _lie(name: str, directory: Path, count: int) -> None:
 
 
 def _inline_documents(key: bytes, value: ValueLocation, store: DirectoryReadStore) -> ValueLocation:
-    """Where metadata do not stand with the keys they are put there, so that they can be changed."""
+    """Move array metadata into inline values, so that they can be changed."""
     if value.inline is not None or not key.endswith((b"zarr.json", b".zarray")):
         return value
     data = store.get(value.file, value.offset, value.offset + value.length)
@@ -260,7 +262,7 @@ def test_databases_that_lie_much(name: str, tmp_path: Path) -> None:
     _lie(name, tmp_path, 1500)
 
 
-# --- what checksums of the format cover -------------------------------------------------------------------------------
+# --- checksums of the format ------------------------------------------------------------------------------------------
 
 _CHECKED: Final = {
     "ocdbt": OcdbtLayout(),
@@ -273,7 +275,7 @@ _CHECKED: Final = {
 
 @pytest.mark.parametrize("name", _CHECKED)
 def test_no_flipped_bit_of_the_data_goes_unseen_without_a_root(name: str, tmp_path: Path) -> None:
-    """As a checkpoint that Orbax wrote with the same codecs."""
+    """Reads it like a checkpoint that Orbax wrote with the same codecs."""
     layout: Layout = _CHECKED[name]
     location = tmp_path / "checkpoint"
     random_elements = np.random.default_rng(0)
@@ -294,7 +296,7 @@ def test_no_flipped_bit_of_the_data_goes_unseen_without_a_root(name: str, tmp_pa
             loaded = ckptcore.load(location, context=_CONTEXT)
         except CheckpointError:
             seen += 1
-        else:  # a byte that nothing reads: between chunks, or what is beyond the edge of an array
+        else:  # a byte that is not read: between chunks, or beyond the edge of an array
             assert all(np.array_equal(loaded[key], state[key]) for key in state), f"{path.name} is damaged"
         path.write_bytes(original)
     assert seen > 100

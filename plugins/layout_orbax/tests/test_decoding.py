@@ -1,4 +1,4 @@
-"""What tensorstore decodes: errors come out of it, and nothing goes on after them."""
+"""Decoding with tensorstore: errors are raised, and no operation continues after them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _write(directory: Path, name: str, elements: np.ndarray) -> StoredArray:
     return StoredArray(name, parse_zarr3((directory / name / "zarr.json").read_bytes(), name))
 
 
-@pytest.mark.parametrize("missing", ["error", "fill"])  # read by tensorstore from the directory, and decoded in memory
+@pytest.mark.parametrize("missing", ["error", "fill"])  # read by tensorstore, or decoded in memory
 def test_nothing_is_written_to_the_caller_s_memory_after_an_error(
     missing: Literal["error", "fill"], tmp_path: Path
 ) -> None:
-    """The caller has it back then: it may be used for something else."""
+    """The caller gets the buffer back and may reuse it."""
     random = np.random.default_rng(0)
     names = [f"array{number}" for number in range(10)]
     elements = random.integers(1, 16, 1 << 22, np.int32)
@@ -58,13 +58,13 @@ def test_nothing_is_written_to_the_caller_s_memory_after_an_error(
         list(DirectoryReadStore(tmp_path).read_boxes(index, items, buffers))
     held = [buffer[:: 1 << 16].copy() for buffer in buffers]
     time.sleep(0.3)
-    assert raised.traceback  # holds on to what the load had
+    assert raised.traceback  # keeps the objects of the load alive
     for buffer, before in zip(buffers, held, strict=True):
         assert np.array_equal(buffer[:: 1 << 16], before)
 
 
 def test_an_error_holds_nothing_of_tensorstore(tmp_path: Path) -> None:
-    """In a daemon thread: at the end of the program objects of tensorstore that an error holds would abort it."""
+    """In a daemon thread: at exit, tensorstore objects referenced by an error would abort the process."""
     elements = np.arange(1 << 10, dtype=np.int32)
     stored = _write(tmp_path, "array", elements)
     tree = TreeMetadata(Node("dict", ("array",), (LEAF,)), (ArrayRecord(ArraySpec(elements.shape, "int32")),))

@@ -1,4 +1,4 @@
-"""What is written and read without tensorstore is what tensorstore reads and writes."""
+"""Arrays written and read without tensorstore, compared with tensorstore."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _trials(draw: st.DrawFn) -> Trial:
 
 
 def _opened(written: Written, root: Path, name: str) -> Any:
-    """An array of a checkpoint, as tensorstore opens it; it is told nothing but where it is."""
+    """Open an array of a checkpoint with tensorstore, given only its location."""
     layout: Any = written.layout
     state: Any = written.state
     directory = f"{root / state['directory']}/"
@@ -128,7 +128,7 @@ def _assert_tensorstore_reads(trial: Trial, layout: Layout, data: st.DataObject)
 
 
 _Foreign: TypeAlias = tuple[Mapping[str, ForeignArray], Mapping[str, Any] | None]
-"""Arrays by name, and how their database is written; None for none."""
+"""Arrays by name, and the options of their database, or None."""
 
 
 @st.composite
@@ -167,7 +167,7 @@ def test_much_that_tensorstore_writes_is_read(foreign: _Foreign, data: st.DataOb
 
 
 def _assert_read(foreign: _Foreign, data: st.DataObject) -> None:
-    """Elements, or an error where tensorstore has one too: of chunks that are missing though all were said to be stored."""
+    """Compare elements. If tensorstore raises an error for missing chunks, so must ckptcore."""
     arrays, database = foreign
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) / "tree"
@@ -200,7 +200,7 @@ def _assert_read(foreign: _Foreign, data: st.DataObject) -> None:
 
 
 def test_holes_in_shards_within_shards_are_the_fill_value(tmp_path: Path) -> None:
-    """They are decoded in memory, and what is missing there is no part of a chunk that was lost."""
+    """They are decoded in memory, where missing parts do not mean that a chunk was lost."""
     spec = ArraySpec((2, 4), "float32")
     little = {"name": "bytes", "configuration": {"endian": "little"}}
 
@@ -224,7 +224,7 @@ def test_holes_in_shards_within_shards_are_the_fill_value(tmp_path: Path) -> Non
 
 
 def _read(opened: Any, box: Box) -> HostArray | None:
-    """What tensorstore reads; None where a chunk is missing."""
+    """Return what tensorstore reads, or None if a chunk is missing."""
     try:
         return np.asarray(opened[box.slices].read().result())
     except ValueError as error:
@@ -242,7 +242,8 @@ from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 
 location, foreign = sys.argv[1:]
 state = {"w": np.arange(3000.0).reshape(30, 100), "half": np.ones(7, np.float16), "text": "x", "one": 1}
-for number, layout in enumerate(("ocdbt", "zarr3", "zarr", OcdbtLayout(chunk_bytes=500, zarr_format=2), Zarr3Layout(chunk_bytes=500))):
+layouts = "ocdbt", "zarr3", "zarr", OcdbtLayout(chunk_bytes=500, zarr_format=2), Zarr3Layout(chunk_bytes=500)
+for number, layout in enumerate(layouts):
     there = f"{location}/{number}"
     ckptcore.save(there, state, layout=layout)
     loaded = ckptcore.load(there, {**state, "w": ckptcore.AbstractArray((30, 100), "float64")})
@@ -304,13 +305,14 @@ def test_no_byte_is_read_twice(layout: Layout, verified: bool, tmp_path: Path) -
 
 
 def test_boxes_of_shards_read_what_they_need(tmp_path: Path) -> None:
-    """One sixteenth of the rows is asked of an array that is stored in one shard of small read chunks."""
+    """Request one sixteenth of the rows of an array in one shard of small read chunks."""
     spec = ArraySpec((8192, 512), "float32")
     written = write_trial(OcdbtLayout(chunk_bytes=1 << 15), flat_trial({"w": spec}), local_directory(tmp_path))
     box = Box((512, 0), (1024, 512))
     wanted = box.size * 4
     checksums = math.ceil(wanted / (1 << 15)) * 4
-    # Verified reads are of whole blocks, whose checksums tell one save from another, where those are few more bytes.
+    # Verified reads use whole blocks, whose checksums identify the save, if those are only few more
+    # bytes.
     for verified, most in (True, wanted + 2 * BLOCK_BYTES), (False, wanted + checksums + 4):
         reader, _ = _counted(written, verified)
         written.assert_reads_back([(0, box)], stores=[reader])
@@ -318,18 +320,18 @@ def test_boxes_of_shards_read_what_they_need(tmp_path: Path) -> None:
 
 
 def _counted(written: Written, verified: bool) -> tuple[Any, FaultPlan]:
-    """The store that loads read through, and what it asks of the storage."""
+    """Return the store through which loads read, and its record of requests."""
     plan = FaultPlan()
     storage = with_faults(written.storage, plan)
     return ObjectReader(storage, written.records, IOThreads(1), verify=verified), plan
 
 
 def test_a_store_in_a_directory_is_read_by_its_address(tmp_path: Path) -> None:
-    """Compressed chunks of other software are read by tensorstore itself where it knows the storage."""
+    """tensorstore itself reads compressed chunks of other software from storages that it supports."""
     elements = np.arange(100, dtype=np.int32)
     spec = ArraySpec((100,), "int32")
-    metadata = {"shape": [100], "chunks": [60], "dtype": "<i4", "compressor": {"id": "zstd", "level": 1}, "filters": None,
-                "order": "C", "fill_value": None, "zarr_format": 2}  # fmt: skip
+    metadata = {"shape": [100], "chunks": [60], "dtype": "<i4", "compressor": {"id": "zstd", "level": 1},
+                "filters": None, "order": "C", "fill_value": None, "zarr_format": 2}  # fmt: skip
     write_arrays(tmp_path, {"a": ForeignArray(2, spec, metadata, [(Box.whole((100,)), elements)], True)}, None)
     storage = local_directory(tmp_path)
     store = StrictReadStore(storage)

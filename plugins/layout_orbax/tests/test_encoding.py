@@ -1,4 +1,4 @@
-"""Elements are encoded from memory that the save gives back: nothing reads it any more when a write has ended, however it ended."""
+"""After a write has ended, even by an error, no encoder reads memory of the snapshot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.saving.parts import describe_part
 
 
 class _FullStore:
-    """A `ckptcore.protocols.WriteStore` that takes nothing."""
+    """A `ckptcore.protocols.WriteStore` on which every write fails."""
 
     address = None
 
@@ -38,7 +38,7 @@ class _FullStore:
 @pytest.mark.parametrize("layout", [OcdbtLayout(compression="zstd"), Zarr3Layout(compression="zstd")], ids=str)
 def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_encoding, "_STARTED_BYTES", 1)
-    monkeypatch.setattr(writing, "ENCODED_FILE_BYTES", 1)  # the first chunk is written while others are being encoded
+    monkeypatch.setattr(writing, "ENCODED_FILE_BYTES", 1)  # write the first chunk while others are being encoded
     begun: list[object] = []
     ended: list[object] = []
     begin, settle, result = EncodingChunk.__init__, EncodingChunk.settle, EncodingChunk.result
@@ -64,5 +64,5 @@ def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch:
     (plan,) = description.plans(0, 1, "0" * 16)
     with pytest.raises(OSError, match="full") as raised:
         layout.write(ViewedSnapshot(plan, lambda number: [Ready(arrays[number])]), _FullStore())
-    assert raised.value.__traceback__ is not None  # it is held, with the frames that it passed
+    assert raised.value.__traceback__ is not None  # keeps its frames alive
     assert len(begun) > 2 and set(begun) == set(ended)

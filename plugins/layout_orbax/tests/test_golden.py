@@ -1,4 +1,4 @@
-"""Every golden checkpoint of Orbax and AXLearn loads as what was saved."""
+"""Every golden checkpoint of Orbax and AXLearn loads as it was saved."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def location_of(name):
 
 
 def built(expected):
-    """The value that the JSON of a golden stands for (see `golden/generate.py`)."""
+    """Return the value for a JSON value of a golden (see `golden/generate.py`)."""
     if isinstance(expected, dict) and len(expected) == 1 and next(iter(expected)).startswith("$"):
         ((tag, content),) = expected.items()
         match tag:

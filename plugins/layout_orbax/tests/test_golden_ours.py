@@ -1,4 +1,4 @@
-"""What the layouts wrote in earlier versions still loads, bit for bit, and as Orbax's readers know it."""
+"""Checkpoints written by earlier versions of the layouts load bit for bit, with ckptcore and with Orbax."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_loads_as_it_was_saved(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
 def test_it_loads_without_our_root(path: Path, tmp_path: Path) -> None:
-    """As other software finds it: by the files of Orbax alone. What Orbax cannot tell apart cannot be told apart."""
+    """Load with the files of Orbax only, without distinctions that Orbax cannot make."""
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     for part in copy.glob("checkpoint.*"):
@@ -89,7 +89,7 @@ def test_it_loads_without_our_root(path: Path, tmp_path: Path) -> None:
 
 
 def test_what_orbax_wrote_is_not_called_sound(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing was recorded that it could be compared with, and what we recorded is."""
+    """Checkpoints of Orbax have no recorded checksums to verify; those of ckptcore do."""
 
     def verified(path: Path) -> str:
         with pytest.raises(SystemExit) as ended:

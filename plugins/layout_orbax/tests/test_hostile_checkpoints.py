@@ -1,4 +1,4 @@
-"""Checkpoints of other software that are made to do harm: nothing is read from elsewhere, nothing hangs, every error is one of ours."""
+"""Hostile checkpoints of other software read no other files, never hang, and raise only ckptcore errors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ckptcore.model import Box, HostArray, Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
-"""Decoded by tensorstore; `LITTLE` is read straight into place."""
+"""Decoded by tensorstore; `LITTLE` is read directly."""
 
 CODECS = {"direct": LITTLE, "decoded": BIG}
 
 
 def zarr_json(shape: Sequence[int], chunk: Sequence[int] | None = None, **members: Any) -> dict[str, Any]:
-    """The metadata of an array of uint16."""
+    """Return the metadata of an array of uint16."""
     return {
         "chunk_grid": {"configuration": {"chunk_shape": list(chunk or shape)}, "name": "regular"},
         "chunk_key_encoding": {"name": "default"},
@@ -46,7 +46,7 @@ def zarr_json(shape: Sequence[int], chunk: Sequence[int] | None = None, **member
 
 
 def tree_file(names: Sequence[str] = ("a",), *, stores_fill_value: bool = True, **members: Any) -> bytes:
-    """The `_METADATA` of a dict of arrays."""
+    """Return the `_METADATA` of a dict of arrays."""
     table = {
         f"('{name}',)": {
             "key_metadata": [{"key": name, "key_type": 2}],
@@ -64,7 +64,7 @@ def tree_file(names: Sequence[str] = ("a",), *, stores_fill_value: bool = True, 
 
 
 def checkpoint(location: Path, files: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
-    """A directory of these files, bytes or JSON, and of a `_METADATA` where there is none among them."""
+    """Write a directory with these files, bytes or JSON, and a `_METADATA` if there is none among them."""
     for name, content in {"_METADATA": tree_file(), **files}.items():
         path = location / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def checkpoint(location: Path, files: Mapping[str, bytes | Mapping[str, Any]]) -
 
 
 def database(location: Path, values: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
-    """The same with arrays in a database; the tree lies in the file with the last value."""
+    """Write arrays into a database. The last value is in the file of the nodes."""
     checkpoint(location, {})
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{location}/"}).result()
     for key, value in values.items():
@@ -83,7 +83,7 @@ def database(location: Path, values: Mapping[str, bytes | Mapping[str, Any]]) ->
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file outside of what a checkpoint may refer to: checkpoints of these tests are in a directory of their own."""
+    """A file outside of the checkpoint, which checkpoints must not refer to. Checkpoints are in another directory."""
     path = tmp_path / "outside" / "0"
     path.parent.mkdir()
     path.write_bytes(b"0123456789abcdef")
@@ -93,10 +93,10 @@ def secret(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def ended_pipe(path: Path) -> Iterator[None]:
-    """End a named pipe after some seconds, so that a reader that waits for it fails and does not hang the tests."""
+    """Close a named pipe after some seconds, so that a blocked reader fails instead of hanging the tests."""
 
     def end() -> None:
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # no process reads it
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
     os.mkfifo(path)
@@ -131,7 +131,7 @@ def test_a_chunk_that_is_a_link_out(
 
 @pytest.mark.parametrize("codecs", CODECS)
 def test_a_chunk_that_is_a_named_pipe(codecs: str, tmp_path: Path) -> None:
-    """Nobody ever writes to it: who opens it to read waits for ever."""
+    """No process writes to it, so opening it for reading would block forever."""
     location = checkpoint(tmp_path / "checkpoint", {"a/zarr.json": zarr_json([8], codecs=CODECS[codecs])})
     (location / "a" / "c").mkdir()
     with ended_pipe(location / "a" / "c" / "0"), pytest.raises(CorruptCheckpointError, match="expected a file"):
@@ -141,7 +141,7 @@ def test_a_chunk_that_is_a_named_pipe(codecs: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: Path, tmp_path: Path) -> None:
-    elements = np.arange(1 << 12, dtype="<u2").tobytes()  # too many to stand with the keys
+    elements = np.arange(1 << 12, dtype="<u2").tobytes()  # too many for an inline value
     location = database(
         tmp_path / "inside" / "checkpoint",
         {"a/c/0": elements, "a/zarr.json": zarr_json([1 << 12], codecs=CODECS[codecs])},
@@ -164,7 +164,7 @@ def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: 
 )
 @pytest.mark.parametrize("below", [True, False])
 def test_names_of_directories_that_mean_something_in_a_url(name: str, below: bool, tmp_path: Path) -> None:
-    """Tensorstore is told by a URL where to read."""
+    """tensorstore gets the directory as a URL."""
     array = {"a/zarr.json": zarr_json([8], codecs=BIG)}
     for elsewhere in ("a", "elsewhere/a", "x/elsewhere/a", "a/a"):
         checkpoint(tmp_path / elsewhere, {"zarr.json": zarr_json([8], codecs=BIG), "c/0": b"\1" * 16})
@@ -203,7 +203,7 @@ def test_names_of_arrays_nest_where_none_goes_on_from_another(names: list[str]) 
 
 
 def test_an_index_of_axlearn_that_says_the_step_again_and_again(tmp_path: Path) -> None:
-    """It once took the square of their number."""
+    """It once took quadratic time."""
     (tmp_path / "gda").mkdir()
     (tmp_path / "index").write_text(json.dumps([["step", 1]] * 200_000))
     assert ckptcore.load(tmp_path) == {}
@@ -218,13 +218,13 @@ def test_an_array_of_msgpack_whose_shape_nothing_has(tmp_path: Path) -> None:
         ckptcore.metadata(tmp_path)
 
 
-# --- amounts ----------------------------------------------------------------------------------------------------------
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some bytes of zstd are 128 MiB of zeros: for each of them an array of eight elements."""
+    """A few bytes of zstd expand to 128 MiB of zeros, in each of several arrays of eight elements."""
     codecs = [*LITTLE, {"name": "zstd", "configuration": {"level": 1}}]
     zeros = zstandard.compress(bytes(128 << 20))
     names = [f"a{number}" for number in range(8)]
@@ -251,7 +251,7 @@ def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time
     assert max(running) <= 3
 
 
-# --- saves that were mixed up -----------------------------------------------------------------------------------------
+# --- mixed saves ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time
 def test_a_data_file_of_another_save(
     layout: type[Zarr3Layout | OcdbtLayout], shape: tuple[int, ...], chunk_bytes: int, tmp_path: Path
 ) -> None:
-    """It is whole by itself: only the checksums of the root tell that it does not belong there."""
+    """The file is valid by itself; only the checksums of the root show that it belongs to another save."""
     random = np.random.default_rng(0)
     for name in ("one", "other"):
         state = {"w": random.integers(0, 255, shape, np.uint8)}
@@ -283,7 +283,7 @@ def test_a_data_file_of_another_save(
 
 
 def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """A few bytes may state any shape, and nothing is compared with it before memory is asked for."""
+    """A few bytes may state any shape, which is validated before memory is allocated."""
     array = tmp_path / "w"
     array.mkdir()
     document = {

@@ -1,4 +1,4 @@
-"""Saves by several processes: each writes data files of its own, the leader one database of them all and no element."""
+"""Saves by several processes: each writes data files, and the leader writes one database without copying elements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """An array whose rows the processes of a job share."""
+    """An array whose rows are distributed over the processes of a job."""
 
     elements: np.ndarray[Any, Any]
     bounds: tuple[int, ...]
@@ -42,7 +42,7 @@ class Rows:
 
 
 class RowsHandler(LeafHandler):
-    """Says who holds which rows; what is loaded is plain NumPy."""
+    """Describes the rows of each process; loads plain NumPy arrays."""
 
     priority = 0
 

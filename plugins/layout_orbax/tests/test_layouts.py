@@ -1,4 +1,4 @@
-"""The layouts are what the protocol asks for, with every sort of option, and what a save that dies leaves of them."""
+"""Conformance tests of the layouts with all kinds of options, including failed saves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
     ArrayRule(pattern="shared", chunk_bytes=10_000),
     ArrayRule(pattern="b/*", chunk_bytes=10_000),
 )
-"""The arrays of the tests that would fall into very many chunks of 64 bytes."""
+"""Arrays in the tests that would have very many chunks of 64 bytes."""
 
 
 class _LayoutTests(LayoutTests):
-    """What takes long is marked so: other sets of options in this file meet the same code in every run."""
+    """Marks long tests as slow: other option sets in this file run the same code every time."""
 
     tampered_states = 300
 
@@ -44,7 +44,7 @@ class _LayoutTests(LayoutTests):
 
 
 class _SystemSweeps(LayoutTests):
-    """The damage of `LayoutTests`, which `make test-system` tries: with these options it takes seconds."""
+    """Runs the damage tests of `LayoutTests` in `make test-system`, because they take seconds with these options."""
 
     tampered_states = 300
 
@@ -62,7 +62,7 @@ class _SystemSweeps(LayoutTests):
 
 
 class _OtherOptions(_LayoutTests):
-    """Sets of options that differ from those of another class here in one thing only."""
+    """Option sets that differ from another class here in only one option."""
 
     @pytest.mark.system
     def test_a_hostile_state_is_an_error(self, place: StorageBackend) -> None:
@@ -82,28 +82,28 @@ class _OtherOptions(_LayoutTests):
 
 
 class TestOcdbt(_LayoutTests):
-    """As a user gets it by name."""
+    """The default options."""
 
     def layout(self) -> Layout:
         return OcdbtLayout()
 
 
 class TestOcdbtInPieces(_SystemSweeps):
-    """Read chunks within chunks, and several data files."""
+    """Several read chunks per write chunk, and several data files."""
 
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, data_file_bytes=4096, rules=_FEWER_CHUNKS)
 
 
 class TestOcdbtWithoutChecksums(_OtherOptions):
-    """Read chunks that nothing stands behind, in a tree that has no directory of its own."""
+    """Read chunks without checksums, in a tree without a directory of its own."""
 
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, checksum=False, item="", rules=_FEWER_CHUNKS)
 
 
 class TestOcdbtOfZarr2(_OtherOptions):
-    """As version 0 of Orbax has it."""
+    """As in version 0 of Orbax."""
 
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, zarr_format=2, item="default", rules=_FEWER_CHUNKS)
@@ -122,7 +122,7 @@ class TestZarr3(_OtherOptions):
 
 
 class TestZarr3Mixed(_SystemSweeps):
-    """Some arrays are compressed, others are not, and some of either have no checksums."""
+    """Compressed and uncompressed arrays, some of each without checksums."""
 
     ties = False
 
@@ -184,7 +184,7 @@ class TestZarrDying(LayoutCrashTests):
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(chunk_bytes=64), Zarr3Layout(chunk_bytes=8), ZarrLayout(chunk_bytes=8)])
 def test_read_chunks_that_lie_wholly_beyond_an_array(layout: Layout, tmp_path: Path) -> None:
-    """A chunk at the edge is as large as any other, and what one process holds comes in several boxes."""
+    """A chunk at the edge has full size, and a process has several boxes of it."""
     boxes = [Box((0, 0, 0), (1, 1, 6)), Box((0, 1, 0), (1, 4, 6)), Box((1, 0, 0), (5, 4, 6))]
     trial = flat_trial({"odd": ArraySpec((5, 4, 6), "bool")}, parts={0: [boxes]})
     write_trial(layout, trial, local_directory(tmp_path)).assert_reads_back()
@@ -196,7 +196,7 @@ class TestOcdbtForetold(LayoutForecastTests):
 
 
 class TestZarr3Foretold(LayoutForecastTests):
-    """Some arrays compressed, and some not."""
+    """Compressed and uncompressed arrays."""
 
     def layout(self) -> Layout:
         return Zarr3Layout(chunk_bytes=65536, rules=[ArrayRule(pattern="shared", compression="zstd")])

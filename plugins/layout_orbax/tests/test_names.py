@@ -1,4 +1,4 @@
-"""Arrays have the names under which Orbax looks for them, and others where such a name is another's or no name at all."""
+"""Arrays have the names by which Orbax finds them, unless such a name is ambiguous or invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of others on S3 are read by tensorstore itself where an address says how, and by ckptcore where none can."""
+"""Arrays of other software on S3: read by tensorstore if an address is sufficient, else by ckptcore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No credentials but those that a test gives, and no files of the user's."""
+    """No credentials except those of a test, and no files of the user."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no config"))
@@ -39,7 +39,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def location(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What Orbax wrote, in compressed chunks; put there file by file."""
+    """A checkpoint of Orbax with compressed chunks, uploaded file by file."""
     directory = tmp_path_factory.mktemp("orbax") / "checkpoint"
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -61,7 +61,7 @@ def _storage(url: str, options: Mapping[str, Any]) -> Any:
 
 @pytest.fixture
 def native_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What tensorstore was asked to read by itself: its specs."""
+    """The specs that tensorstore was asked to read by itself."""
     asked: list[Any] = []
     true_read = chunk_decoding.read_native
 
@@ -155,12 +155,15 @@ def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[Checkpoi
         ("s3://bucket/", {"credentials": "anonymous", "ca_bundle": "/file"}, None),
         (
             "s3://bucket/d%20e/",
-            {"endpoint": "https://s3.eu-west-1.amazonaws.com", "region": "eu-west-1", "requester_pays": True, "credentials": "environment"},
+            {"endpoint": "https://s3.eu-west-1.amazonaws.com", "region": "eu-west-1", "requester_pays": True,
+             "credentials": "environment"},
             {"driver": "s3", "bucket": "bucket", "path": "d e/", "aws_region": "eu-west-1", "requester_pays": True,
              "aws_credentials": {"type": "environment"}},
         ),
-        ("gs://bucket/d/", {"endpoint": "https://storage.googleapis.com", "credentials": "default"}, {"driver": "gcs", "bucket": "bucket", "path": "d/"}),
-        ("gs://bucket/d/", {"user_project": "p"}, {"driver": "gcs", "bucket": "bucket", "path": "d/", "gcs_user_project": {"project_id": "p"}}),
+        ("gs://bucket/d/", {"endpoint": "https://storage.googleapis.com", "credentials": "default"},
+         {"driver": "gcs", "bucket": "bucket", "path": "d/"}),
+        ("gs://bucket/d/", {"user_project": "p"},
+         {"driver": "gcs", "bucket": "bucket", "path": "d/", "gcs_user_project": {"project_id": "p"}}),
         ("gs://bucket/d/", {"endpoint": "http://127.0.0.1:1"}, None),
         ("gs://bucket/d/", {"credentials": "token"}, None),
     ],

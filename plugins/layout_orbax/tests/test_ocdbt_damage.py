@@ -1,4 +1,4 @@
-"""Databases with wrong bytes: no damage goes unseen, and where the checksum is right all the same, no other error comes."""
+"""Databases with wrong bytes: damage is always detected, and with valid checksums only ckptcore errors occur."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _list(directory: Path, most: int = 100_000) -> list[tuple[bytes, ValueLocati
     return list(islice(Database.open(DirectoryReadStore(directory), "").range(), most))
 
 
-# --- what is damaged by chance: the checksum says so ------------------------------------------------------------------
+# --- random damage: detected by the checksum --------------------------------------------------------------------------
 
 
 def _written_by_tensorstore(directory: Path, compression: object) -> None:
@@ -98,7 +98,7 @@ def test_no_damage_goes_unseen(tmp_path: Path, writer: str) -> None:
         data = path.read_bytes()
         path.write_bytes(_damaged(data, chance))
         try:
-            assert _list(tmp_path) == expected  # values and older nodes lie in the files of tensorstore's too
+            assert _list(tmp_path) == expected  # tensorstore's files also contain values and older nodes
         except CorruptCheckpointError as error:
             assert error.key == path.relative_to(tmp_path).as_posix()
             seen += 1
@@ -156,8 +156,7 @@ def test_values_that_are_not_there(tmp_path: Path) -> None:
     assert database.read(ValueLocation(None, "ocdbt.process_0/d/x", 2, 7)) == bytes(7)
 
 
-# --- what is made on purpose: the checksum is right
-# ---------------------------------------------------------------------
+# --- intentional damage: the checksum is valid ------------------------------------------------------------------------
 
 
 def _change(body: bytes, chance: random.Random) -> bytes:
@@ -184,7 +183,7 @@ def test_many_tampered_databases(tmp_path: Path, seed: int) -> None:
 
 
 def _tamper(tmp_path: Path, chance: random.Random, times: int) -> None:
-    """With the checksum made anew nothing is known to be wrong; but no other error comes, and no endless list."""
+    """With a recomputed checksum damage may be undetected, but only ckptcore errors occur, and listings end."""
     _written_here(tmp_path)
     manifest = (tmp_path / "manifest.ocdbt").read_bytes()
     nodes = (tmp_path / _NODE_FILE).read_bytes()

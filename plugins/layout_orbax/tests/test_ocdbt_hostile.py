@@ -1,4 +1,4 @@
-"""Hostile trees and manifests: their checksums are right, and what they tell cannot be."""
+"""Hostile trees and manifests with valid checksums."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ def _little_memory(most: int) -> Iterator[None]:
     assert peak < most, f"{peak} bytes were taken at most"
 
 
-# --- trees
-# --------------------------------------------------------------------------------------------------------------
+# --- trees ------------------------------------------------------------------------------------------------------------
 
 
 def _write_tree(directory: Path, bodies: Sequence[bytes], num_keys: int, *, root_length: int | None = None) -> None:
-    """Nodes one behind the other, the root last, and a manifest."""
+    """Write consecutive nodes, the root last, and a manifest."""
     frames = [encode_frame(body, NODE_MAGIC) for body in bodies]
     _put(directory, _NODE_FILE, b"".join(frames))
     offset = sum(map(len, frames[:-1]))
@@ -70,7 +69,7 @@ def _write_tree(directory: Path, bodies: Sequence[bytes], num_keys: int, *, root
 def _parent(
     height: int, keys: Sequence[bytes], children: Sequence[tuple[int, int, int]], shares: Sequence[int]
 ) -> bytes:
-    """An interior node over (offset, length, keys) in the one file."""
+    """Return an interior node over (offset, length, keys) in the one file."""
     count = len(keys)
     files = _column(1, len(_NODE_FILE), 0) + _NODE_FILE.encode()
     lengths = _column(*[0] * (count - 1), *map(len, keys), *shares)
@@ -90,7 +89,7 @@ def test_a_tree_that_is_right(tmp_path: Path) -> None:
     ("keys", "shares"),
     [
         ([b"aa", b"ac"], [0, 0]),  # the last key of the first child is that of the second
-        ([b"ab", b"ad"], [0, 0]),  # the first key of the second child is less than told
+        ([b"ab", b"ad"], [0, 0]),  # the first key of the second child is less than stated
         ([b"aa", b"ab1ab"], [0, 3]),  # the last key of the first child is more than the first of the second
         ([b"b", b"c"], [0, 0]),
         ([b"1ab", b"1ac"], [1, 1]),
@@ -125,7 +124,7 @@ def test_a_tree_too_high(tmp_path: Path) -> None:
 
 
 def test_a_tree_of_more_keys_than_can_be_listed(tmp_path: Path) -> None:
-    """Forty nodes that each lead to the next one twice tell of 2**41 keys in 3 kB."""
+    """Forty nodes that each refer to the next one twice state 2**41 keys in 3 kB."""
     bodies = [_LEAF]
     offset, keys = 0, 2
     for height in range(1, 41):
@@ -141,8 +140,7 @@ def test_a_tree_of_more_keys_than_can_be_listed(tmp_path: Path) -> None:
     assert database.get(b"12" * 20 + b"ab") == ValueLocation(b"xyz", "", 0, 3)
 
 
-# --- manifests
-# ----------------------------------------------------------------------------------------------------------
+# --- manifests --------------------------------------------------------------------------------------------------------
 
 
 def _manifest(

@@ -1,4 +1,4 @@
-"""Hostile nodes: their checksum is right, and their numbers are not."""
+"""Hostile nodes with valid checksums and invalid numbers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _leaf(
     offsets: Sequence[int] = (7,),
     inlines: bytes = b"xyz",
 ) -> bytes:
-    """A leaf of ``ab`` with the inline value ``xyz`` and ``ac`` with bytes 7 to 16 of ``d/0123``."""
+    """Return a leaf of ``ab`` with the inline value ``xyz`` and ``ac`` with bytes 7 to 16 of ``d/0123``."""
     columns = (*shared, *lengths)
     return b"".join(
         (
@@ -102,7 +102,7 @@ def _interior(
     child_shares: Sequence[int] = (0, 0),
     places: Sequence[int] = (0, 0, 0, 50, 50, 50, 2, 2, 0, 0, 0, 0),
 ) -> bytes:
-    """An interior node of the keys ``ab`` and ``ac`` with two leaves of 50 bytes and two keys each."""
+    """Return an interior node of the keys ``ab`` and ``ac`` with two leaves of 50 bytes and two keys each."""
     columns = _column(1, *lengths) + _column(*child_shares)
     return b"\1" + files + _column(2) + columns + b"abc" + _column(*places)
 
@@ -188,8 +188,7 @@ def test_hostile_interior_nodes(name: str) -> None:
         _decode(_INTERIORS[name], height=1, count=4)
 
 
-# --- frames
-# -------------------------------------------------------------------------------------------------------------
+# --- frames -----------------------------------------------------------------------------------------------------------
 
 
 def _decode_data(data: bytes) -> LeafNode | InteriorNode:
@@ -236,7 +235,7 @@ def test_hostile_frames(name: str) -> None:
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_what_grows_without_end(stated: bool) -> None:
-    """Zeros to which zstd finds a ten-thousandth."""
+    """Zeros, which zstd compresses to a ten-thousandth."""
     compressor = zstandard.ZstdCompressor(level=1).compressobj(size=300 << 20 if stated else -1)
     body = b"".join([*(compressor.compress(bytes(1 << 20)) for _ in range(300)), compressor.flush()])
     assert len(body) < 60_000
@@ -246,7 +245,7 @@ def test_what_grows_without_end(stated: bool) -> None:
 
 
 def test_entries_that_grow_without_end() -> None:
-    """Half a million keys of 3 bytes that ascend, with values of no bytes: some kB with zstd, 75 MB as objects."""
+    """Half a million ascending 3-byte keys with empty values: some kB with zstd, 75 MB as objects."""
     count = 1 << 19
     keys = np.arange(count, dtype=">u4").view(np.uint8).reshape(-1, 4)[:, 1:]
     shared = (keys[1:] == keys[:-1]).cumprod(1).sum(1).astype(np.uint64)
@@ -268,7 +267,7 @@ def test_entries_that_grow_without_end() -> None:
 
 
 def test_keys_that_share_without_end() -> None:
-    """300,000 keys of 60,000 bytes, each of which shares all but 3 with the one before."""
+    """300,000 keys of 60,000 bytes, each of which shares all but 3 bytes with the previous key."""
     count = 300_000
     ends = b"".join([number.to_bytes(3, "big") for number in range(count)])
     body = b"".join(

@@ -1,4 +1,4 @@
-"""Databases that tensorstore and Orbax wrote, read here: the keys and values that tensorstore finds in them."""
+"""Databases written by tensorstore and Orbax have the keys and values that tensorstore reads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _contents(kvstore: Any) -> dict[bytes, bytes]:
 
 
 def _assert_same(store: DirectoryReadStore, directory: str, expected: Mapping[bytes, bytes]) -> None:
-    """Hold a database to what is in it: all of it, each key, what is between keys, and ranges."""
+    """Compare a database with its expected contents: all keys, single keys, missing keys, and ranges."""
     database = Database.open(store, directory)
     listed = list(database.range())
     keys = list(expected)
@@ -89,7 +89,7 @@ _VALUES = st.one_of(st.binary(max_size=4), st.binary(min_size=5, max_size=40), s
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What one transaction does."""
+    """The operations of one transaction."""
 
     puts: Mapping[bytes, bytes]
     deletes: frozenset[bytes]
@@ -117,7 +117,7 @@ def _apply(change: _Change, kvstore: Any) -> None:
     for key in change.deletes:
         del within[key]
     transaction.commit_async().result()
-    if change.deleted_range is not None:  # on its own: tensorstore 0.1.86 crashes on some within a transaction
+    if change.deleted_range is not None:  # separately: tensorstore 0.1.86 crashes on some within a transaction
         kvstore.delete_range(ts.KvStore.KeyRange(*change.deleted_range)).result()
     if change.copied_range is not None:
         start, stop, target = change.copied_range
@@ -136,7 +136,7 @@ def _check(config: Mapping[str, Any], changes: list[_Change]) -> None:
             _apply(change, kvstore)
         expected = _contents(kvstore)
         if not (directory / "manifest.ocdbt").exists():
-            assert not expected  # nothing was ever written
+            assert not expected  # nothing was written
             with pytest.raises(ObjectNotFoundError):
                 Database.open(DirectoryReadStore(Path(name)), "state")
             return
@@ -170,7 +170,7 @@ def test_a_tree_of_several_levels(tmp_path: Path, compression: object) -> None:
 
 @pytest.mark.parametrize("kind", ["single", "numbered"])
 def test_the_newest_of_many_versions(tmp_path: Path, kind: str) -> None:
-    """So many that older ones are in nodes of versions of several heights."""
+    """Enough versions that older ones are in version nodes of several heights."""
     kvstore = _open(tmp_path, {"manifest_kind": kind, "version_tree_arity_log2": 1}, _context())
     for number in range(60):
         kvstore[f"{number % 8}"] = bytes([number])
@@ -192,7 +192,7 @@ def test_a_database_keeps_the_version_it_was_opened_at(tmp_path: Path) -> None:
 
 
 def test_a_merge_of_processes_as_orbax_does_it(tmp_path: Path) -> None:
-    """Each process writes a database of its own; the merged one refers to their files, from leaves and by base paths."""
+    """Each process writes a database; the merged one refers to their files, from leaves and by base paths."""
     context = _context()
     config = {"max_inline_value_bytes": 8, "max_decoded_node_bytes": 300, "manifest_kind": "single"}
     merged = _open(tmp_path / "state", config, context)
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:
     }
     orbax.save(tmp_path / "checkpoint", state)
     places = [path.parent for path in sorted((tmp_path / "checkpoint").rglob("manifest.ocdbt"))]
-    assert len(places) == 2  # the merged one, and that of the process
+    assert len(places) == 2  # in the merged database, and in that of the process
     for place in places:
         kvstore = ts.KvStore.open({"driver": "ocdbt", "base": place.as_uri() + "/"}).result()
         contents = _contents(kvstore)

@@ -1,4 +1,4 @@
-"""Varints, against the definition of LEB128."""
+"""Varints, compared with the definition of LEB128."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_known_bytes() -> None:
     assert encode_varints(np.array([], np.uint64)) == b""
 
 
-# More than the few numbers for which a loop is quicker, and fewer.
+# More than the few numbers for which a loop is faster, and fewer.
 @given(st.lists(_NUMBERS, max_size=60), st.binary(max_size=5), st.binary(max_size=30))
 def test_there_and_back(numbers: list[int], before: bytes, after: bytes) -> None:
     encoded = b"".join(map(_encode, numbers))

@@ -1,4 +1,4 @@
-"""Databases that are encoded here: tensorstore lists and reads them, goes on writing them, and copies out of them."""
+"""tensorstore lists and reads databases encoded by ckptcore, writes to them, and copies from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptcore.errors import InvalidLocationError, NameCollisionError, Unsupporte
 _UUID = bytes(range(16))
 _NODE_FILE = "d/00112233445566778899aabbccddeeff"
 _ORBAX = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
-"""What Orbax opens its databases with, to read and to write."""
+"""Options with which Orbax opens its databases, to read and to write."""
 
 
 def _open(directory: Path, config: Mapping[str, Any] | None = None) -> Any:
@@ -54,7 +54,7 @@ def _write(directory: Path, entries: Sequence[tuple[bytes, ValueLocation]], node
 def _place(
     values: Mapping[bytes, bytes | None], files: Sequence[str], directory: Path, alignment: int
 ) -> list[tuple[bytes, ValueLocation]]:
-    """Write values into files in turn, with gaps that align each, and those that are None inline."""
+    """Write values into files in turn, with gaps for alignment; values without a file are inline."""
     contents = {file: bytearray(b"head") for file in files}
     entries = []
     for number, (key, value) in enumerate(values.items()):
@@ -121,7 +121,7 @@ def test_generated_databases(
             assert sorted(kvstore.list(bounds).result()) == keys[len(keys) // 3 : len(keys) * 2 // 3]
         for key in keys[::3]:
             assert not kvstore.read(key + b"\0x").result().value
-        # And read here.
+        # And read by ckptcore.
         database = Database.open(DirectoryReadStore(directory), "")
         assert [(key, database.read(value)) for key, value in database.range()] == list(expected.items())
         assert list(database.range()) == sorted(entries)
@@ -130,7 +130,7 @@ def test_generated_databases(
 
 @pytest.mark.parametrize("node_bytes", [1, 200, 1 << 16, 1 << 30])
 def test_trees_state_what_tensorstore_states(tmp_path: Path, node_bytes: int) -> None:
-    """The statistics of every node are those of the nodes and values below."""
+    """The statistics of every node are the sums over the nodes and values below it."""
     values: dict[bytes, bytes | None] = {
         f"params.{number % 13}/c/{number}".encode(): bytes(number % 50) for number in range(1000)
     }
@@ -211,7 +211,7 @@ def test_tensorstore_copies_out_of_it_by_reference(tmp_path: Path) -> None:
 
 
 def test_nodes_in_a_database_elsewhere(tmp_path: Path) -> None:
-    """Files are looked for from the base path of the file that a node is in, as tensorstore does it."""
+    """Files are relative to the base path of the file that contains the node, as in tensorstore."""
     values: dict[bytes, bytes | None] = {f"{number:04d}".encode(): bytes([number]) * 20 for number in range(100)}
     inner = tmp_path / "state" / "inner"
     _write(inner, _place(values, ["d/data"], inner, 1), 150)

@@ -1,4 +1,4 @@
-"""The files beside arrays: what we write is what Orbax writes and reads, and comes back as it was."""
+"""Metadata files: Orbax writes and reads the same, and they round-trip."""
 
 import json
 import math
@@ -26,7 +26,9 @@ ON_ONE = {"sharding": {"type": "SingleDeviceSharding", "device": "cpu:0"}}
 
 
 def described(value):
-    """The tree of a value of dicts, lists, tuples, arrays (NumPy ones, and ``jax`` ones as (array, notes)) and values."""
+    """Return the tree of a value of dicts, lists, tuples, arrays (NumPy ones, and JAX ones as
+    (array, notes)) and values.
+    """
     leaves, arrays = [], {}
 
     def node(inner):
@@ -98,7 +100,7 @@ LOADED = {
 
 
 def write_item(path, value, *, use_zarr3=True):
-    """What the layout will do, with tensorstore for the arrays: a directory for each."""
+    """Write an item like the layout, with tensorstore for the arrays: a directory for each."""
     tree, arrays = described(value)
     for name, data in item_files(tree, {}, use_ocdbt=False, use_zarr3=use_zarr3).items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +136,7 @@ def assert_same(found, expected, where=""):
         assert found == expected, where
 
 
-@pytest.mark.filterwarnings("ignore")  # Orbax and JAX warn of each other
+@pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
 @pytest.mark.parametrize("use_zarr3", [True, False])
 def test_orbax_loads_what_the_files_describe(tmp_path, use_zarr3):
     import jax
@@ -156,7 +158,7 @@ def test_orbax_loads_what_the_files_describe(tmp_path, use_zarr3):
     assert metadata.init_timestamp_nsecs == 1767323045678000000
 
 
-@pytest.mark.filterwarnings("ignore")  # Orbax and JAX warn of each other
+@pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
 def test_orbax_version_0_restores_what_the_files_describe(tmp_path):
     import orbax.checkpoint as ocp
 
@@ -166,7 +168,7 @@ def test_orbax_version_0_restores_what_the_files_describe(tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.arange(3.0), 5, {}, "x"], ids=str)
-@pytest.mark.filterwarnings("ignore")  # Orbax and JAX warn of each other
+@pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
 def test_a_tree_that_is_one_leaf_or_none(tmp_path, value):
     from orbax.checkpoint.experimental import v1
 
@@ -261,7 +263,8 @@ def test_markers_and_metrics_come_back(tmp_path):
 @pytest.mark.parametrize(
     "note",
     [
-        {"type": "NamedSharding", "mesh": {"x": 2, "y": 2}, "spec": [None, "x", ["x", "y"]], "devices": [3, 1, 2, 0], "axis_types": ["Auto", "Explicit"]},
+        {"type": "NamedSharding", "mesh": {"x": 2, "y": 2}, "spec": [None, "x", ["x", "y"]],
+         "devices": [3, 1, 2, 0], "axis_types": ["Auto", "Explicit"]},
         {"type": "NamedSharding", "mesh": {"x": 1}, "spec": [], "devices": [0]},
         {"type": "SingleDeviceSharding", "device": "TPU_0(process=0,(0,0,0,0))"},
     ],
@@ -297,7 +300,7 @@ def test_types_of_axes_that_are_all_auto_are_written_and_not_noted():
     assert parse_shardings(said, "_sharding") == {"a": note}
 
 
-@pytest.mark.filterwarnings("ignore")  # Orbax and JAX warn of each other
+@pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
 def test_orbax_reads_our_shardings():
     import jax
     from orbax.checkpoint._src.metadata.sharding import from_serialized_string

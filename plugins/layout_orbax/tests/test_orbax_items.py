@@ -1,4 +1,4 @@
-"""What is found in the golden checkpoints, before any array is read."""
+"""Inspection of the golden checkpoints, before any array is read."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def store_of(name):
 
 
 def trees_of(name):
-    """The trees found in a golden, by the name of the checkpointable; the one that a plain load means as None."""
+    """Return the trees in a golden by the name of the checkpointable; the default tree as None."""
     store = store_of(name)
     found = {}
     if (step := find_axlearn(store)) is not None:
@@ -44,7 +44,7 @@ def trees_of(name):
 
 
 def assert_describes(skeleton, leaves, expected):
-    """That a tree has the containers of the JSON, and values where they are known before arrays are read."""
+    """Assert that a tree has the containers of the JSON, and the values that are known before arrays are read."""
     if isinstance(expected, dict) and len(expected) == 1 and next(iter(expected)).startswith("$"):
         ((tag, content),) = expected.items()
         if tag == "$tuple":
@@ -73,7 +73,7 @@ def assert_describes(skeleton, leaves, expected):
     assert not isinstance(skeleton, Node)
     leaf = next(leaves)
     if leaf.value_type == "scalar":
-        assert leaf.value is None  # an array, which the reader reads
+        assert leaf.value is None  # an array
     else:
         assert leaf.value.value == expected
         assert leaf.value.kind == ("none" if expected is None else type(expected).__name__)
@@ -313,7 +313,7 @@ def test_a_hostile_file_raises_nothing_but_our_errors(tmp_path, name, file):
         except CheckpointError as error:
             outcomes.add("refused")
             assert str(error)
-    assert "refused" in outcomes or file == "config/metadata"  # where any JSON is right
+    assert "refused" in outcomes or file == "config/metadata"  # any JSON is valid there
 
 
 @pytest.mark.parametrize(("name", "file"), [*FILES, ("legacy_msgpack", "checkpoint")])

@@ -1,4 +1,4 @@
-"""What ckptcore saves, Orbax loads: every layout and option, by every reader of both its versions."""
+"""Orbax loads everything that ckptcore saves: every layout and option, with every reader of both Orbax versions."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ from plugins.layout_orbax.tests.orbax_states import (
 )
 
 pytestmark = [
-    # Orbax warns of loads without shardings, which are meant here.
+    # Orbax warns of loads without shardings, which are intended here.
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
-    # Where a load of Orbax's raises, its other tasks end after their event loop.
+    # After an error in a load of Orbax, its other tasks outlive their event loop.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -33,7 +33,7 @@ CUSTOM = {"run": "a", "nested": {"seed": 3, "list": [1, 2.5, None, True]}}
 
 
 def described_state():
-    """What Orbax can tell the metadata of: with a bool of Python in it, it tells nothing at all, also of its own."""
+    """Return a state whose metadata Orbax can read. It fails for every tree with a Python bool, also its own."""
     state = STATES["jax"]()
     state["values"] = {name: value for name, value in state["values"].items() if not isinstance(value, bool)}
     return {name: leaf for name, leaf in state.items() if name not in ("key", "keys")}
@@ -41,7 +41,7 @@ def described_state():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function that gives the location of a state in a layout: each is saved once."""
+    """Return a function that returns the location of a state in a layout. Each is saved once."""
     made = {}
 
     def save(layout, state, item=None):
@@ -65,7 +65,7 @@ def test_version_1_loads_every_bit(saved, layout, state):
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_version_1_loads_every_bit_of_what_sessions_wrote(layout, state, tmp_path):
-    """Three sessions, of which each has some of the entries and some of the arrays."""
+    """Three sessions, each with some of the entries and some of the arrays."""
     whole = STATES[state]()
     tied = np.arange(30.0, dtype=np.float32).reshape(5, 6)
     whole |= {"tied": {"first": tied, "second": tied}, "boxes": np.arange(48, dtype=np.int16).reshape(12, 4)}
@@ -90,7 +90,7 @@ def test_version_1_loads_the_checkpointable(saved, layout, state):
 
 @pytest.mark.parametrize("layout", FEW)
 def test_version_1_loads_as_the_abstract_tree_asks(saved, layout):
-    """Onto a mesh of eight devices, leaves left out, and values of Python by their types."""
+    """Onto a mesh of eight devices, with omitted leaves, and with Python values by type."""
     expected = STATES["jax"]()
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -110,7 +110,7 @@ def test_version_1_loads_as_the_abstract_tree_asks(saved, layout):
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("layout", FEW)
 def test_version_1_loads_as_arrays_of_numpy(saved, layout, state):
-    """Whatever framework they were saved from; random keys are their data."""
+    """For every source framework; random keys are loaded as their data."""
     expected = host(seen_by_orbax(STATES[state]()))
     asked = abstract_of(expected, lambda leaf: np.empty(leaf.shape, leaf.dtype))
     assert_same(v1.load(saved(layout, state), asked), expected)
@@ -201,7 +201,7 @@ STEP = {"w": jnp.arange(6.0).reshape(2, 3), "key": jax.random.key(1), "count": 3
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A function that gives a directory with three steps, in the item that it is given."""
+    """Return a function that creates a directory with three steps in a given item."""
     made = {}
 
     def steps(item):
@@ -231,7 +231,7 @@ def test_the_checkpointer_of_version_1_loads_steps(run):
 
 
 def test_the_checkpointer_of_version_1_goes_on_with_our_run(run, tmp_path):
-    """It saves and keeps among steps of ours, and ckptcore sees what it did."""
+    """It saves and deletes among steps of ckptcore, and ckptcore sees its changes."""
     directory = tmp_path / "steps"
     with ckptcore.Checkpointer(directory, layout="ocdbt") as ours:
         ours.save(1, STEP)
@@ -293,7 +293,7 @@ def test_several_checkpointables_load(tmp_path, layout):
 
 
 def test_objects_with_files_of_their_own_load(tmp_path):
-    """Grain's iterators, say: Orbax finds their files where ckptcore let them write."""
+    """Such as Grain's iterators: Orbax finds their files at the path that ckptcore passed to them."""
     ckptcore.save_checkpointables(tmp_path / "c", {"model": STEP, "data": Iterator(7)}, layout="ocdbt")
     there = Iterator(0)
     loaded = v1.load_checkpointables(tmp_path / "c", {"model": None, "data": there})
@@ -308,7 +308,7 @@ def test_tied_arrays_load_under_each_name(tmp_path, layout):
     loaded = v1.load(tmp_path / "c")
     assert_same(loaded, {"embed": tied, "head": {"w": tied}, "other": tied + 1})
     size = sum(path.stat().st_size for path in (tmp_path / "c").rglob("*") if path.is_file())
-    saved_once = layout in ("ocdbt", "ocdbt-zarr2")  # with few chunks the keys of all take little
+    saved_once = layout in ("ocdbt", "ocdbt-zarr2")  # with few chunks additional keys are small
     assert size < 3 * tied.nbytes if saved_once else size > 3 * tied.nbytes
 
 
@@ -349,7 +349,7 @@ def test_sharded_arrays_load_onto_another_mesh(tmp_path):
     "layout", [OcdbtLayout(), OcdbtLayout(chunk_bytes=64), Zarr3Layout(), Zarr3Layout(compression="zstd")]
 )
 def test_orbax_sees_a_flipped_bit_of_ours(tmp_path, layout):
-    """The CRC32C that ckptcore puts behind each chunk is verified by every reader of zarr v3."""
+    """Every zarr v3 reader verifies the CRC32C after each chunk."""
     array = jnp.arange(500.0)
     ckptcore.save(tmp_path / "c", {"w": array}, layout=layout)
     assert_same(v1.load(tmp_path / "c"), {"w": array})
@@ -359,7 +359,7 @@ def test_orbax_sees_a_flipped_bit_of_ours(tmp_path, layout):
         if path.is_file() and ("process" in str(path.parent) if layout.name == "ocdbt" else path.name == "0")
     ]
     whole = path.read_bytes()
-    # Of the last chunk no part of its index: orbax verifies that too, but a bit of padding means nothing.
+    # Avoid the index of the last chunk: Orbax verifies it too, but padding bits are unused.
     for position in range(0, 1900 if layout.compression is None else len(whole), 190):
         damaged = bytearray(whole)
         damaged[position] ^= 4

@@ -1,4 +1,4 @@
-"""States of training that Orbax saved, loaded as abstract trees of the same states: every container and leaf comes back."""
+"""Training states saved by Orbax load into abstract trees of the same states, with every container and leaf."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def params() -> Any:
 
 
 def updated(optimizer: Any) -> Any:
-    """The state of an optimizer after a step, so that nothing in it is as it was made."""
+    """Return the state of an optimizer after a step, so that no part has its initial value."""
     state = optimizer.init(params())
     gradients = jax.tree.map(lambda leaf: leaf + 1, params())
     extra = {"value": 1.0, "grad": gradients, "value_fn": lambda _: 1.0}
@@ -36,7 +36,7 @@ def updated(optimizer: Any) -> Any:
 
 
 def assert_same(loaded: Any, expected: Any) -> None:
-    """Of the same types, and the same arrays bit for bit."""
+    """Assert equal types, and equal arrays bit for bit."""
     assert jax.tree.structure(loaded) == jax.tree.structure(expected)
     for (path, found), leaf in zip(jax.tree_util.tree_leaves_with_path(loaded), jax.tree.leaves(expected), strict=True):
         where = jax.tree_util.keystr(path)
@@ -49,7 +49,7 @@ def assert_same(loaded: Any, expected: Any) -> None:
 
 
 def zeros(tree: Any) -> Any:
-    """The same tree with other elements, to load into: a load that gave back what it was given would be seen."""
+    """Return the same tree with other elements, so that a load that returns its target is detected."""
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
@@ -97,7 +97,7 @@ def test_a_train_state_of_flax(write: str, tmp_path: Path) -> None:
 
 
 def train_state(step: Any) -> Any:
-    """As flax makes it: its `step` is an int until the first jitted step returns an array."""
+    """Create a Flax state: its `step` is an int until the first jitted step returns an array."""
     from flax.training.train_state import TrainState
 
     return TrainState.create(apply_fn=len, params=params(), tx=OPTIMIZER).replace(step=step)
@@ -251,7 +251,7 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
 
 
 def test_a_conversion_of_ours_is_loaded_as_strictly_as_what_we_saved(tmp_path: Path) -> None:
-    """The types that tell an int from a text are lost with Orbax, and a checkpoint of ours says what it holds."""
+    """Orbax loses the key types that distinguish an int from text. A checkpoint of ckptcore has them."""
     v1.save(tmp_path / "c", {1: jnp.ones(2)})
     ckptcore.copy(tmp_path / "c", tmp_path / "ours", layout="safetensors")
     with pytest.raises(TreeMismatchError, match=r"missing: \[1\]"):

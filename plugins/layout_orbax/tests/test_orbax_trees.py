@@ -1,4 +1,4 @@
-"""Trees of Flax and optax, and any tree, that Orbax saves: loaded as themselves; any tree goes the other way too."""
+"""Trees of Flax, optax and hypothesis, saved by Orbax and loaded by ckptcore, and the reverse."""
 
 import tempfile
 
@@ -47,7 +47,7 @@ def train_state():
 
 @pytest.mark.parametrize("writer", ["v1", "v0-pytree"])
 def test_a_train_state_loads_as_itself(tmp_path, writer):
-    """With the state of optax in it, which has empty named tuples."""
+    """With a state of optax, which has empty named tuples."""
     state = train_state()
     WRITERS[writer](tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", state)
@@ -56,7 +56,7 @@ def test_a_train_state_loads_as_itself(tmp_path, writer):
 
 
 def test_a_train_state_loads_as_its_shapes(tmp_path):
-    """As `jax.eval_shape` gives them: the step, a number of Python in a fresh state, is an array there."""
+    """With shapes from `jax.eval_shape`: the step, a Python number in a new state, becomes an array."""
     state = train_state()
     v1.save(tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", jax.eval_shape(lambda: state))
@@ -94,7 +94,7 @@ def test_the_state_of_nnx_loads_as_itself(tmp_path, pure):
     assert_same(jax.tree.leaves(loaded), jax.tree.leaves(state))
 
 
-# Orbax cannot save a string below a key with a tilde, and takes a dot and a backslash for parts of a path.
+# Orbax cannot save a string below a key with a tilde, and splits keys at dots and backslashes.
 KEYS = st.text(st.characters(codec="utf-8", exclude_characters="./~\\\0"), min_size=1, max_size=5)
 LEAVES = st.one_of(
     st.builds(
@@ -126,7 +126,7 @@ TREES = st.dictionaries(
 )
 
 
-UNSHRUNK = [Phase.explicit, Phase.generate]  # a failing tree is small enough, and Orbax takes its time
+UNSHRUNK = [Phase.explicit, Phase.generate]  # failing trees are small enough, and Orbax is slow
 
 
 def _goes_both_ways(tree, writer, layout):

@@ -1,4 +1,6 @@
-"""What Orbax saves, ckptcore loads: over the options of both its versions, as NumPy and as abstract trees of JAX ask."""
+"""ckptcore loads everything that Orbax saves, with the options of both versions, as NumPy arrays
+and into JAX trees.
+"""
 
 import json
 import os
@@ -30,7 +32,7 @@ from plugins.layout_orbax.tests.orbax_states import (
 )
 
 pytestmark = [
-    # Orbax warns of loads without shardings, which are meant here.
+    # Orbax warns of loads without shardings, which are intended here.
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -67,7 +69,7 @@ FEW = ("v1", "v1-plain", "v1-plain-zarr2-files", "v1-chunks", "v0", "v0-zarr3-fi
 
 
 def state_of_jax():
-    """What Orbax saves and gives back: not `uint4`, which comes back as another type."""
+    """Return a state that Orbax can load again: without `uint4`, which changes its type."""
     state = jax_state()
     del state["arrays"]["uint4"]
     return state
@@ -84,7 +86,7 @@ STATES = {"jax": state_of_jax, "numpy": state_of_numpy}
 
 def made(state, writer):
     made = STATES[state]()
-    if writer == "v0":  # `StandardSave` refuses strings
+    if writer == "v0":  # `StandardSave` rejects strings
         made.pop("nested", None)
         made["values"] = {name: value for name, value in made["values"].items() if not isinstance(value, str)}
     return made
@@ -92,7 +94,7 @@ def made(state, writer):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function that gives the location of a state as a writer saved it, and the state: each is saved once."""
+    """Return a function that returns a state and its location, saved by a writer. Each is saved once."""
     locations = {}
 
     def save(writer, state="jax"):
@@ -118,7 +120,7 @@ def onto(sharding):
 
 @pytest.mark.parametrize("writer", FEW)
 def test_abstract_trees_of_jax_load(saved, writer):
-    """Every leaf as it was, random keys too, on all eight devices."""
+    """Every leaf is equal, including random keys, on all eight devices."""
     location, expected = saved(writer)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     everywhere, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, None, ("y",))))
@@ -157,7 +159,7 @@ def test_conversions_keep_every_bit(saved, tmp_path, writer, layout):
     location, expected = saved(writer)
     ckptcore.copy(location, tmp_path / "converted", layout=layout)
     assert_same(ckptcore.load(tmp_path / "converted"), ckptcore.load(location))
-    # Orbax stores a tuple as a list, and what is converted is what is stored.
+    # Orbax stores a tuple as a list, and a conversion keeps the stored type.
     either = ckptcore.Matching(sequences="either")
     assert_same(ckptcore.load(tmp_path / "converted", expected, matching=either), expected)
     assert ckptcore.verify(tmp_path / "converted").ok
@@ -208,7 +210,7 @@ def test_arrays_that_orbax_cast_load_as_they_are_stored(tmp_path):
 
 
 def test_random_keys_without_metadata_are_their_data(tmp_path):
-    """Nothing says then that they are keys; whoever asks for keys gets an error, and never other keys."""
+    """Without metadata they are plain arrays. Loading them as keys is an error, and never returns other keys."""
     key = jax.random.key(7)
     with saving(array_metadata_store=None):
         v1.save(tmp_path / "c", {"key": key})
@@ -232,7 +234,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("writer", SHARDED)
 def test_sharded_arrays_load(tmp_path, writer):
-    """As NumPy, as they were, onto another mesh that cuts them elsewhere, and onto one device."""
+    """As NumPy arrays, with their sharding, with another mesh, and on one device."""
     state = sharded_state()
     SHARDED[writer](tmp_path / "c", state)
     assert_same(ckptcore.load(tmp_path / "c"), host(state))
@@ -272,7 +274,7 @@ print(f"loaded {len(sys.argv) - 2}")
 
 @pytest.mark.system
 def test_arrays_of_eight_devices_load_on_one(tmp_path):
-    """Without a word about shardings: nothing of theirs is needed to load."""
+    """Without shardings in the abstract tree, loading does not need the saved ones."""
     state = {name: leaf for name, leaf in sharded_state().items() if name != "keys"}
     locations = [tmp_path / name for name in ("v1", "v1-replicas", "v0", "ours")]
     for location in locations[:3]:
@@ -339,7 +341,7 @@ def test_several_checkpointables_are_converted(composite, tmp_path, layout):
 
 
 def test_grain_iterators_load(tmp_path):
-    """What Orbax saved of a real one, where it stands in the middle of its data."""
+    """With a real iterator, in the middle of its data."""
     grain = pytest.importorskip("grain")
     data = grain.MapDataset.range(20).shuffle(seed=1).batch(2).to_iter_dataset()
     iterator = iter(data)
@@ -383,8 +385,8 @@ def test_a_run_of_version_1_is_a_run_of_ours(tmp_path):
 
 
 def test_a_run_of_version_0_goes_on_as_ours(tmp_path):
-    """The manager's steps are seen, kept and followed by steps that the manager sees."""
-    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])  # keeps no metrics without
+    """The manager's steps are listed, retained, and followed by steps that the manager finds."""
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])  # required to store metrics
     with ocp.CheckpointManager(tmp_path / "run", options=best) as manager:
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave({**MODEL, "count": step}), metrics={"loss": 1 / step})

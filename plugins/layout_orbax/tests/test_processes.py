@@ -1,4 +1,4 @@
-"""What would end the process instead of raising an error, each in a process of its own whose return code is looked at."""
+"""Cases that would end the process instead of raising an error, each in a subprocess whose return code is checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ARRAYS: Final = 6
 
 
 def _run(program: str, *arguments: object) -> str:
-    """What a program prints; fails unless it ends as programs do."""
+    """Return the output of a program. Fails unless it exits normally."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
         capture_output=True, text=True, timeout=120, check=False,
@@ -34,7 +34,7 @@ def _run(program: str, *arguments: object) -> str:
 
 @pytest.fixture(params=["ckptcore", "other"])
 def compressed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A checkpoint that is decoded in memory, and one that tensorstore reads by itself."""
+    """A checkpoint decoded in memory, and one that tensorstore reads by itself."""
     location = tmp_path / "checkpoint"
     random = np.random.default_rng(0)
     state = {f"w{number}": random.integers(0, 20, 1 << 18, np.int32) for number in range(_ARRAYS)}
@@ -87,7 +87,7 @@ ckptcore.load(location)
 
 
 def test_a_forked_child_gets_an_error_and_not_an_abort(compressed: Path, tmp_path: Path) -> None:
-    """What needs no tensorstore works in it."""
+    """Operations without tensorstore work in the child."""
     assert _run(_FORK, compressed, tmp_path / "scratch", "load").split() == ["refused", "refused", "done", "done"]
     assert list(ckptcore.load(tmp_path / "scratch")["w"]) == list(range(1000))
 
@@ -96,7 +96,7 @@ def test_a_child_that_was_forked_before_tensorstore_was_used_uses_it(compressed:
     assert _run(_FORK, compressed, tmp_path / "scratch", "nothing").split() == ["done"] * 4
 
 
-# --- the end of the program -------------------------------------------------------------------------------------------
+# --- exit of the program ----------------------------------------------------------------------------------------------
 
 _END: Final = """
 import sys, threading, time
@@ -167,7 +167,7 @@ def test_who_waits_for_such_a_thread_at_the_end_does_not_wait_for_ever(compresse
     assert _run(_END_AND_JOIN, compressed) == "joined\n"
 
 
-# --- chunks that ask for memory ---------------------------------------------------------------------------------------
+# --- chunks that request memory ---------------------------------------------------------------------------------------
 
 _BOMB: Final = """
 import resource, sys
@@ -183,11 +183,13 @@ class WithoutAddress:
     @hookimpl
     def ckpt_storages(self):
         def opened(url, options):
-            return with_faults(installed_plugins().storage("file")(url.replace("nowhere", "file", 1), options), FaultPlan())
+            files = installed_plugins().storage("file")(url.replace("nowhere", "file", 1), options)
+            return with_faults(files, FaultPlan())
         return {"nowhere": opened}
 
 
-tensorstore.open({"driver": "zarr3", "kvstore": "memory://"}, create=True, dtype="int8", shape=[3]).result()[:].write(1).result()
+spec = {"driver": "zarr3", "kvstore": "memory://"}
+tensorstore.open(spec, create=True, dtype="int8", shape=[3]).result()[:].write(1).result()
 context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(WithoutAddress(),)))
 with open("/proc/self/statm") as counts:
     taken = int(counts.read().split()[0]) * resource.getpagesize()
@@ -204,7 +206,7 @@ _BOMB_BYTES: Final = 1 << 29
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_a_small_chunk_that_blosc_decodes_to_half_a_gigabyte_is_refused(zarr_format: int, tmp_path: Path) -> None:
-    """tensorstore takes the memory first, and the process is aborted where there is not so much."""
+    """tensorstore allocates the memory first, and the process is aborted if there is not enough."""
 
     def write(size: int) -> Path:
         blosc = {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle" if zarr_format == 3 else 0, "blocksize": 0}
@@ -236,8 +238,8 @@ def test_a_small_chunk_that_blosc_decodes_to_half_a_gigabyte_is_refused(zarr_for
     chunk = "w/c/0" if zarr_format == 3 else "w/0"
     checkpoint.joinpath("_METADATA").write_text(
         '{"tree_metadata": {"(\'w\',)": {"key_metadata": [{"key": "w", "key_type": 2}], "value_metadata": '
-        '{"value_type": "np.ndarray", "skip_deserialize": false}}}, "use_ocdbt": false, "store_array_data_equal_to_fill_value": '
-        f'true, "use_zarr3": {str(zarr_format == 3).lower()}}}'
+        '{"value_type": "np.ndarray", "skip_deserialize": false}}}, "use_ocdbt": false, '
+        f'"store_array_data_equal_to_fill_value": true, "use_zarr3": {str(zarr_format == 3).lower()}}}'
     )
     assert ckptcore.load(checkpoint)["w"].sum() == 64
     bomb = write(_BOMB_BYTES) / chunk

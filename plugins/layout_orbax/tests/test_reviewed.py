@@ -1,4 +1,4 @@
-"""What a review of the layouts found: each test failed once."""
+"""Regression tests for errors found in a review of the layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.protocols import Layout
 
 
 def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
-    """Where directories cannot be renamed, what a dead save left must not stand where the next one writes."""
+    """Without directory renames, files of a failed save must not collide with those of the next one."""
     nodes: set[str] = set()
     for number in range(3):
         place = tmp_path / str(number)
@@ -30,7 +30,7 @@ def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
 
 
 class _FullDisk(DirectoryWriteStore):
-    """A storage that is full after some objects, and takes its time to say so."""
+    """A storage that becomes full after some objects, and reports it slowly."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -58,7 +58,7 @@ class _FullDisk(DirectoryWriteStore):
     ids=["zarr", "zarr3", "zarr compressed", "zarr3 compressed"],
 )
 def test_an_error_of_the_storage_is_not_met_again_for_every_object(layout: Layout, tmp_path: Path) -> None:
-    """A storage may try for minutes before it gives an object up, and there may be a hundred thousand of them."""
+    """A storage may retry for minutes per object, and there may be a hundred thousand objects."""
     trial = flat_trial({str(number): ArraySpec((4, 4), "float32") for number in range(200)})
     plan = trial.plan(0)
     store = _FullDisk(tmp_path / "chunks")
@@ -74,7 +74,7 @@ def test_an_error_of_the_storage_is_not_met_again_for_every_object(layout: Layou
 
 
 def _written_by(first: Layout, second: Layout, directory: Path) -> tuple[Trial, list[Receipt]]:
-    """Half an array by a process with the one layout, and half by a process with the other."""
+    """Write half of an array by a process with one layout, and half by a process with the other."""
     parts = {0: [[Box((0, 0), (16, 8))], [Box((16, 0), (32, 8))]]}
     trial = flat_trial({"x": ArraySpec((32, 8), "float32")}, parts=parts, size=2)
     receipts = []
@@ -100,7 +100,9 @@ def _written_by(first: Layout, second: Layout, directory: Path) -> tuple[Trial, 
     ids=["chunk_bytes", "checksum", "compression", "zarr_format", "item", "rules", "ocdbt and zarr3", "zarr and zarr3"],
 )
 def test_processes_with_different_options_do_not_commit(first: Layout, second: Layout, tmp_path: Path) -> None:
-    """Each wrote its chunks in a form of its own, and the leader states one form for all: that could be committed, not read."""
+    """Each process wrote chunks with its own options, but the leader describes one format: the
+    result would be unreadable.
+    """
     trial, receipts = _written_by(first, second, tmp_path)
     with pytest.raises(CheckpointError, match="rank 1 wrote arrays with other options"):
         first.finish(trial.tree, receipts, DirectoryWriteStore(tmp_path))
@@ -113,7 +115,7 @@ def test_processes_may_differ_in_the_size_of_data_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(), OcdbtLayout(compression="zstd")], ids=["direct", "encoded"])
 def test_chunks_are_not_compared_with_every_box_that_a_process_holds(layout: Layout, tmp_path: Path) -> None:
-    """One process with 512 devices holds 512 boxes of every array."""
+    """One process with 512 devices has 512 boxes of every array."""
     boxes = [Box((row,), (row + 1,)) for row in range(200)]
     trial = flat_trial({"x": ArraySpec((200,), "int32")}, parts={0: [boxes, []]}, size=2)
     intersect = Box.intersect.__code__
@@ -133,7 +135,7 @@ def test_chunks_are_not_compared_with_every_box_that_a_process_holds(layout: Lay
 
 
 def test_a_name_that_no_database_takes_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """And not by the leader when all has been written."""
+    """Before the write, and not by the leader afterwards."""
     trial = flat_trial({"k" * 64_001: ArraySpec((3,), "int32")})
     with pytest.raises(UnsupportedKeyError, match="64001 bytes"):
         OcdbtLayout().check(trial.tree, 1)
@@ -154,7 +156,7 @@ def test_a_name_that_no_database_takes_is_refused_before_anything_is_written(tmp
     ids=["axes", "axes of bytes", "extents"],
 )
 def test_what_no_load_takes_is_refused_before_it_is_written(layout: Layout, spec: ArraySpec, reason: str) -> None:
-    """NumPy has arrays of up to 64 axes, TensorStore of 32: such a checkpoint was committed, and none of it could be loaded."""
+    """NumPy supports 64 axes, TensorStore 32: such a checkpoint was committed but could not be loaded."""
     skeleton = Node("dict", ("x",), (LEAF,))
     with pytest.raises(UnsupportedLeafError, match=reason):
         layout.check(TreeMetadata(skeleton, (ArrayRecord(spec),)), 1)

@@ -1,4 +1,4 @@
-"""Where Orbax is known to be weak: ckptcore is right there, and what it wrote misleads no reader of Orbax's."""
+"""Known weaknesses of Orbax, which ckptcore does not share; and Orbax readers never misread what ckptcore writes."""
 
 import collections
 import logging
@@ -27,7 +27,7 @@ from plugins.layout_orbax.tests.orbax_states import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
-    # Where a load of Orbax's raises, its other tasks end after their event loop.
+    # After an error in a load of Orbax, its other tasks outlive their event loop.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -35,7 +35,7 @@ KINDS = {"ocdbt": OcdbtLayout(), "zarr3": Zarr3Layout(), "zarr": ZarrLayout()}
 
 
 def plainly(location, state, **options):
-    """What Orbax saves without compression."""
+    """Save with Orbax, uncompressed."""
     saving = v1.options.ArrayOptions.Saving(use_compression=False, **options)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
         v1.save(location, state)
@@ -46,7 +46,7 @@ def files_in(location):
 
 
 def file_of(location, array):
-    """The file in which the elements of an array are, and where they begin in it."""
+    """Return the file with the elements of an array, and their offset in it."""
     found = [(path, place) for path in files_in(location) for place in places_of(path, array.tobytes())]
     assert len(found) == 1
     return found[0]
@@ -67,7 +67,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("layout", DAMAGED)
 def test_no_flipped_bit_of_ours_gives_other_elements(tmp_path, layout):
-    """In any file, at any place: payload, checksum, index, node, manifest, metadata. What is not needed does no harm."""
+    """In any file, at any position: data, checksum, index, node, manifest, metadata. Unused bits have no effect."""
     location = tmp_path / "c"
     noise = np.random.default_rng(0).normal(size=600).astype(np.float32)
     state = {
@@ -91,7 +91,7 @@ def test_no_flipped_bit_of_ours_gives_other_elements(tmp_path, layout):
             else:
                 assert_same(loaded, state, f"{path.name}[{position}]")
             flipped(path, position, position % 8)
-    assert seen > 12  # those in the elements at least
+    assert seen > 12  # at least those in the elements
     assert_same(ckptcore.load(location), state)
 
 
@@ -127,7 +127,7 @@ def test_orbax_sees_a_flipped_bit_in_what_describes_our_arrays(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_flipped_bit_that_orbax_keeps_no_checksum_of_cannot_be_seen(tmp_path, compressed):
-    """Its chunks have a checksum of their index alone, compressed ones too. A conversion gives them one each."""
+    """Its chunks have a checksum only for their index, compressed or not. A conversion adds one for each chunk."""
     noise = np.random.default_rng(0).normal(size=600).astype(np.float32)
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=False)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_what_describes_arrays_of_orbax_is_seen(tmp_path, name)
 
 @pytest.mark.parametrize(("files", "compressed"), [(False, False), (True, False), (True, True)])
 def test_a_flipped_bit_in_the_index_of_a_chunk_of_orbax_moves_no_element(tmp_path, files, compressed):
-    """It has a checksum; where there is one read chunk in it only, nothing in it is needed."""
+    """The index has a checksum. If there is only one read chunk, the index is not needed."""
     array = np.random.default_rng(0).normal(size=600)
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=not files)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
@@ -178,7 +178,7 @@ def test_a_flipped_bit_in_the_index_of_a_chunk_of_orbax_moves_no_element(tmp_pat
 
 @pytest.mark.parametrize("name", ["_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "process_0"])
 def test_a_flipped_bit_in_json_of_orbax_is_no_other_kind_of_error(tmp_path, name):
-    """It has no checksum: what cannot be read is an error of ours, and what can is a tree with the right elements."""
+    """JSON has no checksum: invalid files raise a ckptcore error, and valid ones return the right elements."""
     state = {"w": jnp.arange(6.0), "key": jax.random.key(0), "name": "text"}
     plainly(tmp_path / "c", state)
     (path,) = (path for path in files_in(tmp_path / "c") if path.name == name)
@@ -233,7 +233,7 @@ def test_names_that_are_one_path_never_give_one_for_the_other(tmp_path, layout, 
 
 
 def _check_unique(tmp_path, layout, tree):
-    """Ours is what was saved; Orbax's is too, as far as it has such trees, or it is an error."""
+    """ckptcore returns the saved tree. Orbax does too, if it supports such trees, or raises an error."""
     ckptcore.save(tmp_path / "c", tree, layout=KINDS[layout])
     assert_same(ckptcore.load(tmp_path / "c"), tree)
     try:
@@ -299,10 +299,10 @@ def test_flags_are_no_obstacle_to_the_metadata(tmp_path, writer):
     assert abstract["w"].shape == (3,)
 
 
-# What Orbax refuses or changes
+# What Orbax rejects or changes
 
 
-Pair = collections.namedtuple("Pair", ["mu", "nu"])  # what users have
+Pair = collections.namedtuple("Pair", ["mu", "nu"])  # as in user code
 ODD = {
     "zero-size": np.zeros((0, 3), np.float32),
     "zero-size of JAX": jnp.zeros((2, 0), jnp.bfloat16),
@@ -329,7 +329,7 @@ ODD = {
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("name", ODD)
 def test_leaves_and_containers_that_orbax_has_not(tmp_path, layout, name):
-    """Come back as they were; Orbax loads what is nearest to them, and all else beside them."""
+    """ckptcore returns them unchanged. Orbax loads the closest type, and all other leaves."""
     state = {"odd": ODD[name], "w": np.ones(3)}
     ckptcore.save(tmp_path / "c", state, layout=KINDS[layout])
     loaded = ckptcore.load(tmp_path / "c")
@@ -354,7 +354,7 @@ def test_named_tuples_keep_their_fields(tmp_path):
     assert_same(v1.load(tmp_path / "c"), seen_by_orbax(state))
 
 
-# What is missing
+# Missing files
 
 
 OPTIONAL = ("_sharding", "orbax.checkpoint", "commit_success.txt", "_CHECKPOINT_METADATA", "array_metadatas")
@@ -371,7 +371,7 @@ def test_optional_files_of_orbax_may_be_missing(tmp_path, name):
 
 @pytest.mark.parametrize("layout", [*KINDS, "ocdbt-zstd"])
 def test_ours_is_a_checkpoint_of_orbax_without_the_root(tmp_path, layout):
-    """Who copies only what Orbax knows loses what only ckptcore knows, and not an element."""
+    """A copy of only the files that Orbax knows has all elements, without ckptcore's own metadata."""
     state = jax_state()
     ckptcore.save(tmp_path / "c", state, layout=LAYOUTS[layout], metadata={"run": 1})
     (tmp_path / "c" / "checkpoint.json").unlink()
@@ -382,7 +382,7 @@ def test_ours_is_a_checkpoint_of_orbax_without_the_root(tmp_path, layout):
 
 @pytest.mark.parametrize("layout", KINDS)
 def test_a_missing_file_of_ours_is_an_error(tmp_path, layout):
-    """Where elements or what describes them are gone; what only Orbax reads may be."""
+    """If elements or their metadata are missing; files that only Orbax reads may be missing."""
     state = {"w": np.arange(500.0), "v": np.ones(3)}
     ckptcore.save(tmp_path / "c", state, layout=KINDS[layout])
     missed = 0
@@ -402,7 +402,7 @@ def test_a_missing_file_of_ours_is_an_error(tmp_path, layout):
 @pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_missing_file_with_elements_of_orbax_is_an_error(tmp_path, files, compressed):
-    """And not zeros: Orbax says that it stored every chunk."""
+    """Not zeros: Orbax states that it stored every chunk."""
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=not files)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
         v1.save(tmp_path / "c", {"w": np.random.default_rng(0).normal(size=5000)})
@@ -413,7 +413,7 @@ def test_a_missing_file_with_elements_of_orbax_is_an_error(tmp_path, files, comp
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "_strings.json", "_METADATA"])
 def test_files_of_orbax_that_are_needed(tmp_path, name):
-    """An error; without the file that describes the tree, what the names of the arrays tell."""
+    """An error; without the file that describes the tree, array names describe it."""
     v1.save(tmp_path / "c", {"a": {"w": np.ones(3)}, "text": "a"})
     (tmp_path / "c" / "state" / name).unlink()
     if name == "_METADATA":

@@ -1,4 +1,4 @@
-"""Arrays of zarr 2 and 3, in both directions against TensorStore."""
+"""Arrays of zarr 2 and 3, compared with TensorStore in both directions."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ OTHER_DTYPES = [
 
 
 class Kept:
-    """Objects in memory, and TensorStore on top of them."""
+    """Objects in memory, accessed by TensorStore."""
 
     def __init__(self) -> None:
         self.context = ts.Context()
         self.objects: Any = ts.KvStore.open("memory://", context=self.context).result()
 
     def open(self, format: ArrayFormat) -> Any:
-        """The array of the metadata that is there."""
+        """Open the array of the existing metadata."""
         driver = "zarr3" if format.zarr_format == 3 else "zarr"
         spec = {
             "driver": driver,
@@ -51,23 +51,23 @@ class Kept:
             "fill_missing_data_reads": False,
             "store_data_equal_to_fill_value": True,
         }
-        # A new context has no cache of the chunks.
+        # A new context has no cached chunks.
         return ts.open(spec, open=True, context=ts.Context({}, parent=self.context)).result()
 
     def create(self, driver: str, metadata: dict[str, Any], **more: Any) -> Any:
-        """An array that TensorStore makes."""
+        """Create an array with TensorStore."""
         spec = {"driver": driver, "kvstore": "memory://", "metadata": metadata, **more}
         return ts.open(spec, create=True, context=self.context).result()
 
     def parse(self) -> ArrayFormat:
-        """The format of the array that is there."""
+        """Return the format of the existing array."""
         if b"zarr.json" in self.objects.list().result():
             return parse_zarr3(self.objects["zarr.json"], "zarr.json")
         return parse_zarr2(self.objects[".zarray"], ".zarray")
 
 
 def filled(spec: ArraySpec) -> np.ndarray[Any, Any]:
-    """Bits of every kind, as far as the dtype has them."""
+    """Return an array with varied bits, as far as the dtype allows."""
     bits = np.random.default_rng(3).integers(0, 256, max(1, spec.nbytes), np.uint8)
     if spec.dtype == "bool":
         bits &= 1
@@ -79,7 +79,7 @@ def filled(spec: ArraySpec) -> np.ndarray[Any, Any]:
 
 
 def padded(array: np.ndarray[Any, Any], box: Box) -> bytes:
-    """The bytes of a chunk that may go beyond the array."""
+    """Return the bytes of a chunk that may exceed the array."""
     chunk = np.zeros(box.shape, array.dtype)
     found = array[box.slices]
     chunk[tuple(slice(extent) for extent in found.shape)] = found
@@ -87,7 +87,7 @@ def padded(array: np.ndarray[Any, Any], box: Box) -> bytes:
 
 
 def write_by_hand(kept: Kept, format: ArrayFormat, array: np.ndarray[Any, Any]) -> None:
-    """Write an array as its format says, byte by byte."""
+    """Write an array as its format states, byte by byte."""
     kept.objects[format.metadata_key] = encode_metadata(format)
     for index, box in iter_chunks(format.chunk, Box.whole(format.spec.shape)):
         inner_chunks = []
@@ -103,7 +103,7 @@ def write_by_hand(kept: Kept, format: ArrayFormat, array: np.ndarray[Any, Any]) 
 
 
 def read_by_hand(kept: Kept, format: ArrayFormat) -> np.ndarray[Any, Any]:
-    """Read an array from where its format says that elements lie."""
+    """Read the elements of an array at the offsets of its format."""
     assert format.direct
     array: np.ndarray[Any, Any] = np.empty(
         tuple(a * b for a, b in zip(format.grid, format.chunk, strict=True)), format.spec.numpy_dtype
@@ -128,7 +128,7 @@ def read_by_hand(kept: Kept, format: ArrayFormat) -> np.ndarray[Any, Any]:
 
 
 def same(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays are equal bit by bit."""
+    """Return whether two arrays are equal bit by bit."""
     return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
 
 
@@ -159,7 +159,7 @@ def test_tensorstore_reads_what_we_write(dtype: str) -> None:
             assert kept.parse() == format
             if not array.size:
                 continue
-            # What it writes over ours is where ours was: the keys, and all that they hold.
+            # It overwrites the same keys, with chunks of the same contents.
             before = {key: kept.objects[key] for key in kept.objects.list().result()}
             opened.write(array).result()
             assert set(kept.objects.list().result()) == before.keys()
@@ -244,7 +244,7 @@ def test_compressed_arrays(compression: Compression, dtype: str) -> None:
         kept.open(format).write(array).result()
         assert same(np.asarray(kept.open(format).read().result()), array)
         assert kept.parse() == format
-        # One inner chunk by itself: its bytes, and metadata that decodes them.
+        # A single inner chunk: its bytes, and metadata that decodes them.
         data = kept.objects[format.chunk_key((0, 0))]
         piece = data
         if format.sharded:
@@ -275,13 +275,13 @@ ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 
 
 def sharding(codecs: list[Any], **more: Any) -> list[Any]:
-    """A chain of the codec ``sharding_indexed`` with inner chunks of (2, 3)."""
+    """Return a chain of the codec ``sharding_indexed`` with inner chunks of (2, 3)."""
     configuration = {"chunk_shape": [2, 3], "codecs": codecs, "index_codecs": [LITTLE, CRC], **more}
     return [{"name": "sharding_indexed", "configuration": configuration}]
 
 
 def transposed(order: Any) -> dict[str, Any]:
-    """A codec."""
+    """Return a transpose codec."""
     return {"name": "transpose", "configuration": {"order": order}}
 
 
@@ -443,10 +443,10 @@ def test_fill_values(dtype: str, fill: Any) -> None:
     found = np.frombuffer((kept.parse().fill or b"") * 2, dtype_from_name(dtype))
     expected = np.asarray(opened.read().result())
     if isinstance(fill, str) and not fill.startswith("0x"):
-        assert str(found) == str(expected)  # which of the NaNs is not said
+        assert str(found) == str(expected)  # without distinguishing NaNs
     elif "NaN" in np.array(fill, object).ravel().tolist():
         assert str(found) == str(expected)
     elif dtype.startswith("int"):
-        assert found.tolist() == expected.tolist()  # the upper bits of a byte mean nothing to int4
+        assert found.tolist() == expected.tolist()  # the upper bits of an int4 byte are unused
     else:
         assert same(found, expected)

@@ -1,4 +1,4 @@
-"""Programs that read zarr list what a checkpoint holds: zarr-python and, of zarr 3, xarray open it with every array in it."""
+"""zarr readers list the arrays of a checkpoint: zarr-python, and xarray for zarr 3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.protocols import Coordinator
 LAYOUTS: Mapping[str, Any] = {"zarr": ZarrLayout, "zarr3": Zarr3Layout}
 KEYS = {"zarr": ".zgroup", "zarr3": "zarr.json"}
 
-# zarr names each object of a directory that is no node.
+# zarr warns about each object that is not a node.
 pytestmark = pytest.mark.filterwarnings("ignore:Object at .* is not recognized:UserWarning")
 
 
@@ -44,7 +44,7 @@ EXPECTED = {
     "..": "%..",
     "step": "step",
 }
-"""Where the array is of which the keys are joined by dots."""
+"""Path of the array whose name has keys joined by dots."""
 
 
 def _arrays(group: zarr.Group) -> dict[str, Any]:
@@ -188,11 +188,11 @@ def test_sessions_and_updates_have_groups(tmp_path: Path, layout: str) -> None:
 
 
 def test_xarray_opens_the_tree(tmp_path: Path) -> None:
-    import xarray  # its import takes a second, and other tests do without it
+    import xarray  # a slow import that other tests do not need
 
     state = _state()
     state["params"]["square"] = np.arange(16, dtype=np.int64).reshape(4, 4)
-    state["text"] = np.array(["ab", "c"])  # stored with one more axis, of bytes
+    state["text"] = np.array(["ab", "c"])  # stored with an additional axis of bytes
     ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(chunk_bytes=16))
     expected = {**_replace_arrays(), "params.square": state["params"]["square"]}
     with xarray.open_datatree(tmp_path / "c", engine="zarr", consolidated=False) as tree:
@@ -208,7 +208,7 @@ def test_xarray_opens_the_tree(tmp_path: Path) -> None:
 
 
 def test_equal_arrays_of_zarr_3_share_their_metadata_in_the_root(tmp_path: Path) -> None:
-    """Axes have names by their number and length, not by their array."""
+    """Axis names depend on the number and length of the axis, not on the array."""
     ckptcore.save(tmp_path / "c", {f"w{number}": np.ones((2, 3)) for number in range(10)}, layout="zarr3")
     root = (tmp_path / "c" / "checkpoint.json").read_text()
     assert root.count('"axis0_2"') == root.count('"axis1_3"') == 1
@@ -216,7 +216,7 @@ def test_equal_arrays_of_zarr_3_share_their_metadata_in_the_root(tmp_path: Path)
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_arrays_without_names_of_axes_load(tmp_path: Path, compression: str | None) -> None:
-    """Names of axes are optional in zarr 3. With zstd, TensorStore opens the files itself."""
+    """Axis names are optional in zarr 3. With zstd, TensorStore opens the files itself."""
     state: dict[str, Any] = {"params": {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, "a/b": np.arange(5)}
     ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(compression=compression))
     ours: Any = ckptcore.load(tmp_path / "c")
@@ -234,7 +234,7 @@ def test_arrays_without_names_of_axes_load(tmp_path: Path, compression: str | No
 
 
 def test_a_database_has_no_groups(tmp_path: Path) -> None:
-    """No reader of zarr opens a database; TensorStore, which does, opens arrays."""
+    """No zarr reader opens a database. TensorStore does, and opens arrays, not groups."""
     ckptcore.save(tmp_path / "c", _state(), layout=OcdbtLayout())
     store = {"driver": "ocdbt", "base": f"file://{tmp_path}/c/state/"}
     opened = tensorstore.KvStore.open(store).result()

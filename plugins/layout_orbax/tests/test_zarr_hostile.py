@@ -1,4 +1,4 @@
-"""Metadata and indexes of zarr arrays that were damaged or made to harm."""
+"""Damaged and hostile metadata and shard indexes of zarr arrays."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ VERSION2 = [zarr2_array(SPEC, (4, 6)), zarr2_array(SPEC, (4, 6), compression=Com
 
 
 def document(format: ArrayFormat, **changes: Any) -> bytes:
-    """The metadata of an array with members changed, or left out where they are ``...``."""
+    """Return the metadata of an array with members changed, or removed if ``...``."""
     changed = {**json.loads(encode_metadata(format)), **changes}
     return json.dumps({member: value for member, value in changed.items() if value is not ...}).encode()
 
 
 def parse(data: bytes, zarr_format: int) -> ArrayFormat | None:
-    """What the metadata says, or None where it is refused as it has to be."""
+    """Return the format, or None if the metadata is rejected with the expected error."""
     try:
         return parse_zarr3(data, "a/zarr.json") if zarr_format == 3 else parse_zarr2(data, "a/.zarray")
     except CheckpointError as error:
@@ -68,7 +68,7 @@ def test_tampered_metadata_is_refused_or_means_what_tensorstore_says(format: Arr
 
 
 def tensorstore_opens(data: bytes, zarr_format: int) -> Any:
-    """The array, as TensorStore sees it; None where it does not take the metadata."""
+    """Open the array with TensorStore, or return None if it rejects the metadata."""
     context = ts.Context()
     objects: Any = ts.KvStore.open("memory://", context=context).result()
     objects["zarr.json" if zarr_format == 3 else ".zarray"] = data
@@ -163,7 +163,8 @@ def test_metadata_that_says_more_than_we_need(changes: dict[str, Any]) -> None:
         {"shape": [8]}, {"chunks": [0, 6]}, {"chunks": ...}, {"dtype": 3}, {"dtype": ...}, {"compressor": ...},
         {"compressor": 1}, {"compressor": {}}, {"filters": ...}, {"filters": 1}, {"order": "A"}, {"order": ...},
         {"fill_value": "a"}, {"fill_value": ...}, {"dimension_separator": "../"}, {"zarr_format": 3},
-        {"dtype": "|S5", "fill_value": "!"}, {"dtype": "|S5", "fill_value": "AAAA"}, {"dtype": "<U2", "fill_value": "abc"},
+        {"dtype": "|S5", "fill_value": "!"}, {"dtype": "|S5", "fill_value": "AAAA"},
+        {"dtype": "<U2", "fill_value": "abc"},
         {"dtype": "<U2", "fill_value": "\ud800"}, {"dtype": "<c8", "fill_value": 1},
     ],
 )  # fmt: skip
@@ -225,7 +226,7 @@ def test_members_that_stand_twice_are_refused() -> None:
 
 
 def index_of(*entries: tuple[int, int]) -> bytes:
-    """An index with a right checksum."""
+    """Return an index with a valid checksum."""
     data = b"".join(struct.pack("<2Q", *entry) for entry in entries)
     return data + CRC32C.encode(crc32c_of(data))
 

@@ -1,16 +1,16 @@
-"""Writes the golden checkpoints in this directory, with torch and with ckptcore. Run by hand; the tests only read them.
+"""Writes the golden checkpoints in this directory, with torch and with ckptcore. Run by hand; tests only read them.
 
     python generate.py [name ...]
 
-Each golden is a directory and a JSON file of the same name that says what is in it:
+Each golden is a directory and a JSON file of the same name that describes its contents:
 
-    {"written_with": the versions of torch and, of our own, of ckptcore and its format,
-     "tree": what `ckptcore.load` gives, where the checkpoint is one tree,
-     "checkpointables": {name: what `ckptcore.load_checkpointables` gives}, where there are several,
-     "files": {file in it: what `ckptcore.load` gives for it}, where files have a location of their own,
-     "torch_loads": whether `torch.distributed.checkpoint.load` gives the tensors of the tree}
+    {"written_with": the versions of torch and, for our own, of ckptcore and its format,
+     "tree": result of `ckptcore.load`, if the checkpoint is one tree,
+     "checkpointables": {name: result of `ckptcore.load_checkpointables`}, if there are several,
+     "files": {file in it: result of `ckptcore.load` for it}, if files have their own location,
+     "torch_loads": whether `torch.distributed.checkpoint.load` returns the tensors of the tree}
 
-Values are JSON; what JSON lacks is written as an object with one key that begins with ``$``:
+Values are JSON. Types that JSON lacks are objects with one key that begins with ``$``:
 
     {"$array": [dtype, shape, start]}  the numbers start, start + 1, ... in C order, modulo 100
     {"$tuple": [...]}                  a tuple
@@ -47,13 +47,14 @@ import ckptcore
 HERE = Path(__file__).resolve().parent
 MADE: dict[str, Any] = {}
 DTYPES = (
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64",
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
+    "float64",
     "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
 )  # fmt: skip
 
 
 def golden(function: Any) -> Any:
-    """Register a function that writes a golden into a path and returns what is in it."""
+    """Register a function that writes a golden into a path and returns its description."""
     MADE[function.__name__] = function
     return function
 
@@ -68,7 +69,7 @@ def tensor(dtype: str, shape: list[int], start: int) -> torch.Tensor:
 
 
 def built(value: Any) -> Any:
-    """What stands for a value of the JSON, to be saved."""
+    """Return the value to save for a JSON value."""
     if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$"):
         ((tag, content),) = value.items()
         made = {
@@ -89,7 +90,9 @@ EVERY_DTYPE = {dtype: array(dtype, (2, 3)) for dtype in DTYPES} | {
     "empty": array("float32", (0, 2)),
 }
 TRAINING = {
-    "model": {"layers": [{"weight": array("float32", (3, 4)), "bias": array("float32", (3,), 7)}, {"odd.key": array("int64")}]},
+    "model": {
+        "layers": [{"weight": array("float32", (3, 4)), "bias": array("float32", (3,), 7)}, {"odd.key": array("int64")}]
+    },
     "optimizer": {
         "state": {"0": {"exp_avg": array("bfloat16", (3, 4), 50), "step": array("float32", (), 9)}},
         "param_groups": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.999]}, "params": [0, 1], "name": None, "fused": True}],
@@ -241,7 +244,7 @@ def versions(path: Path) -> dict[str, str]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    os.chdir(HERE)  # DCP writes the path that it was given into the checkpoint
+    os.chdir(HERE)  # DCP writes the given path into the checkpoint
     for name in sys.argv[1:] or MADE:
         path = Path(name)
         shutil.rmtree(path, ignore_errors=True)

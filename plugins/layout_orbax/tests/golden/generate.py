@@ -1,19 +1,19 @@
-"""Writes the golden checkpoints in this directory, with Orbax and tensorstore. Run by hand; the tests only read them.
+"""Writes the golden checkpoints in this directory, with Orbax and tensorstore. Run by hand; tests only read them.
 
     python generate.py [name ...]
 
-Each golden is a directory and a JSON file of the same name that says what is in it:
+Each golden is a directory and a JSON file of the same name that describes its contents:
 
-    {"directory": where in the golden the checkpoint is,
-     "tree": what `ckptcore.load` gives, where the checkpoint is one tree or one tree is meant by it,
-     "checkpointables": {name: what `ckptcore.load_checkpointables` gives}, where there are several,
-     "custom": metadata of the user's, "metrics": metrics of the step}
+    {"directory": directory of the checkpoint in the golden,
+     "tree": result of `ckptcore.load`, if the checkpoint is one tree or has a default tree,
+     "checkpointables": {name: result of `ckptcore.load_checkpointables`}, if there are several,
+     "custom": the user's metadata, "metrics": metrics of the step}
 
-Values are JSON; what JSON lacks is written as an object with one key that begins with ``$``:
+Values are JSON. Types that JSON lacks are objects with one key that begins with ``$``:
 
     {"$array": [dtype, shape, start]}  the numbers start, start + 1, ... in C order, modulo 100
     {"$key": [implementation, data]}   JAX's random keys; an array of uint32
-    {"$tuple": [...]}                  a tuple, where the file keeps it
+    {"$tuple": [...]}                  a tuple, if the file preserves it
     {"$scalar": [dtype, number]}       a NumPy scalar
     {"$complex": [real, imaginary]}    a complex number
     {"$bytes": hexadecimal digits}     bytes
@@ -50,7 +50,7 @@ MADE: dict[str, Any] = {}
 
 
 def golden(function: Any) -> Any:
-    """Register a function that writes a golden into a path and returns what is in it."""
+    """Register a function that writes a golden into a path and returns its description."""
     MADE[function.__name__] = function
     return function
 
@@ -65,7 +65,7 @@ def numbers(dtype: str, shape: list[int], start: int) -> np.ndarray:
 
 
 def built(value: Any, place: Any = jnp.asarray) -> Any:
-    """What stands for a value of the JSON, to be saved."""
+    """Return the value to save for a JSON value."""
     if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$"):
         ((tag, content),) = value.items()
         if tag == "$array":
@@ -99,7 +99,7 @@ def v1_default(path: Path) -> Any:
 
 @golden
 def v1_leaves(path: Path) -> Any:
-    """Every sort of leaf and container that Orbax takes."""
+    """Every type of leaf and container that Orbax supports."""
     tree = {
         "arrays": {
             name: array(name, (2, 3))
@@ -130,7 +130,7 @@ def v1_leaves(path: Path) -> Any:
 
 @golden
 def v1_root_leaf(path: Path) -> Any:
-    """A tree that is one array: its name is empty."""
+    """A tree that is one array, whose name is empty."""
     tree = array("float32", (2, 3), 4)
     v1.save(path, built(tree))
     return {"tree": tree}
@@ -138,9 +138,9 @@ def v1_root_leaf(path: Path) -> Any:
 
 @golden
 def v1_optimizer(path: Path) -> Any:
-    """Named tuples, also empty ones, as optax makes them: dicts, and None."""
-    adam = collections.namedtuple("ScaleByAdamState", ["count", "mu"])  # what users have
-    empty = collections.namedtuple("EmptyState", [])  # what users have
+    """Named tuples of optax, also empty ones: Orbax returns dicts, and None."""
+    adam = collections.namedtuple("ScaleByAdamState", ["count", "mu"])  # as in user code
+    empty = collections.namedtuple("EmptyState", [])  # as in user code
     count, mu = array("int32", (), 5), {"w": array("float32", (3,))}
     v1.save(path, {"opt": ((adam(built(count), built(mu)), empty()), empty())})
     return {"tree": {"opt": [[{"count": count, "mu": mu}, None], None]}}
@@ -148,7 +148,7 @@ def v1_optimizer(path: Path) -> Any:
 
 @golden
 def v1_numpy(path: Path) -> Any:
-    """NumPy arrays, also of dtypes that JAX has not; tuples and int keys come back as Orbax keeps them."""
+    """NumPy arrays, also of dtypes that JAX lacks; tuples and int keys as Orbax stores them."""
     tree = {
         "float64": array("float64", (3,)),
         "int64": array("int64", (2, 2)),
@@ -176,7 +176,7 @@ def _options(**saving: Any) -> v1.Context:
 
 @golden
 def v1_zarr3_plain(path: Path) -> Any:
-    """One directory for each array, not compressed."""
+    """A directory for each array, uncompressed."""
     with _options(use_ocdbt=False, use_zarr3=True, use_compression=False):
         v1.save(path, built(PARAMS))
     return {"tree": PARAMS}
@@ -195,7 +195,7 @@ def _mesh(**sizes: int) -> jax.sharding.Mesh:
 
 @golden
 def v1_sharded(path: Path) -> Any:
-    """Four devices: cut along one axis, two, both axes of the mesh at once, none; chunks within shards."""
+    """Four devices: sharded along one axis, two, both mesh axes on one array axis, or replicated; with read chunks."""
     tree = {
         "columns": array("float32", (8, 8)),
         "rows": array("float32", (8, 4)),
@@ -273,7 +273,7 @@ def training(path: Path) -> Any:
 
 @golden
 def v0_standard(path: Path) -> Any:
-    """zarr2 in OCDBT, the defaults of the years before."""
+    """zarr2 in OCDBT, an earlier default."""
     tree = {**PARAMS, "empty": {}, "none": None, "count": 12, "key": {"$key": ["threefry2x32", [3, 4]]}}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, built(tree))
@@ -283,7 +283,7 @@ def v0_standard(path: Path) -> Any:
 
 @golden
 def v0_pytree_plain(path: Path) -> Any:
-    """zarr2, one directory for each array."""
+    """zarr2, a directory for each array."""
     checkpointer = ocp.PyTreeCheckpointer(use_ocdbt=False)
     checkpointer.save(path, built({**PARAMS, "name": "plain"}))
     checkpointer.close()
@@ -300,7 +300,7 @@ def v0_zarr3(path: Path) -> Any:
 
 @golden
 def v0_without_metadata(path: Path) -> Any:
-    """As before there was `_METADATA`: the tree is in the names of directories."""
+    """Without `_METADATA`, as in old versions: directory names describe the tree."""
     v0_pytree_plain(path)
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "commit_success.txt"):
         (path / name).unlink(missing_ok=True)
@@ -309,8 +309,8 @@ def v0_without_metadata(path: Path) -> Any:
 
 @golden
 def v0_rich_types(path: Path) -> Any:
-    """Tuples and named tuples are kept where the writer was asked to."""
-    pair = collections.namedtuple("Pair", ["mu", "nu"])  # what users have
+    """Tuples and named tuples, preserved by an option of the writer."""
+    pair = collections.namedtuple("Pair", ["mu", "nu"])  # as in user code
     handler = ocp.PyTreeCheckpointHandler(pytree_metadata_options=PyTreeMetadataOptions(support_rich_types=True))
     checkpointer = ocp.Checkpointer(handler)
     mu, nu, first = array("float32", (2,)), array("float32", (3,), 4), array("int32", (2,), 8)
@@ -389,7 +389,7 @@ def manager_items(path: Path) -> Any:
 
 @golden
 def numbered_manifest(path: Path) -> Any:
-    """An Orbax checkpoint whose database keeps its versions in numbered manifests, as it may on some file systems."""
+    """An Orbax checkpoint whose database has numbered manifests, which occur on some file systems."""
     v1_zarr2(path)
     state = path / "state"
     source = ts.KvStore.open({"driver": "ocdbt", "base": state.as_uri() + "/"}).result()
@@ -415,7 +415,7 @@ def _aggregate(path: Path, tree: Any) -> None:
 
 @golden
 def legacy_msgpack(path: Path) -> Any:
-    """One file of msgpack for everything small, and arrays in directories beside it."""
+    """One msgpack file for small values, and directories of arrays."""
     v0_pytree_plain(path)
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "_sharding", "commit_success.txt"):
         (path / name).unlink(missing_ok=True)
@@ -455,7 +455,7 @@ def legacy_msgpack(path: Path) -> Any:
 
 @golden
 def flax_msgpack(path: Path) -> Any:
-    """Only the file of msgpack, as Flax wrote checkpoints through Orbax's handler."""
+    """Only the msgpack file, as Flax wrote checkpoints through Orbax's handler."""
     path.mkdir()
     tree = {"params": {"w": array("float32", (2, 3))}, "step": 9}
     _aggregate(path / "checkpoint", {"params": {"w": np.asarray(built(tree["params"]["w"]))}, "step": 9})
@@ -464,7 +464,7 @@ def flax_msgpack(path: Path) -> Any:
 
 @golden
 def axlearn(path: Path) -> Any:
-    """A step as AXLearn writes it: an index in JSON, zarr2 for each array, the state of an iterator in msgpack."""
+    """A step of AXLearn: a JSON index, zarr2 for each array, the state of an iterator in msgpack."""
     step = path / "step_00000004"
     arrays = {
         "model/decoder/emb/weight": array("float32", (8, 4)),
@@ -505,13 +505,13 @@ def axlearn(path: Path) -> Any:
 
 
 def main(names: list[str]) -> None:
-    """Write the goldens of these names, or all."""
+    """Write the goldens with these names, or all."""
     for name in names or MADE:
         path = HERE / name
         shutil.rmtree(path, ignore_errors=True)
         content = MADE[name](path)
         for file in path.rglob("commit_success.txt"):
-            file.write_text("Checkpoint commit was successful")  # Orbax puts a path of this machine here
+            file.write_text("Checkpoint commit was successful")  # Orbax writes a path of this machine
         (HERE / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         print(name, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()), "bytes")
 

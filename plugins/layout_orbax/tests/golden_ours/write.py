@@ -1,7 +1,7 @@
-"""Writes the golden checkpoints of what the layouts write today, once: ``python write.py`` in this directory.
+"""Writes golden checkpoints of the current layouts, once: ``python write.py`` in this directory.
 
-Never run by tests, and never again for a version that has been written: golden checkpoints show that old ones still load. A
-change of the format gets a directory of its own.
+Tests never run it. Do not write a version again: golden checkpoints prove that old checkpoints
+still load. A change of the format gets a new directory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import ckptcore
 from ckptcore.protocols import Layout
 
 VERSION: Final = "state-1"
-"""The version of the state that the layouts keep in the root."""
+"""Version of the layouts' state in the root."""
 
 
 def golden_layouts() -> Mapping[str, Layout]:
-    """Every form in which arrays are stored."""
+    """Return the layouts with every storage option."""
     return {
         "ocdbt": OcdbtLayout(),
         "ocdbt-files": OcdbtLayout(data_file_bytes=256, checksum=False),
@@ -40,7 +40,7 @@ def golden_layouts() -> Mapping[str, Layout]:
 
 
 def golden_state() -> dict[str, Any]:
-    """Arrays of several frameworks and dtypes, tied ones, values, and names that are hard to store."""
+    """Return arrays of several frameworks and dtypes, tied arrays, values, and difficult names."""
     weights = np.arange(24, dtype=np.float32).reshape(6, 4)
     return {
         "params": {
@@ -67,7 +67,7 @@ def golden_state() -> dict[str, Any]:
 
 
 def save_golden(name: str, directory: Path) -> None:
-    """Save the golden state in one of the layouts, with a fixed save id and time."""
+    """Save the golden state in a layout, with a fixed save id and time."""
     with fixed_saves():
         ckptcore.save(directory, golden_state(), layout=golden_layouts()[name], metadata={"made for": "golden"})
 

@@ -76,8 +76,8 @@ def zarr3_array(
         0 < part <= size and size % part == 0 for size, part in zip(chunk, inner, strict=True)
     ):
         raise ValueError(
-            f"chunk shape {chunk} with inner chunk shape {inner} makes no grid for array {spec}: expected one number of "
-            "at least 1 per axis, and chunks that are multiples of inner chunks"
+            f"chunk shape {chunk} with inner chunk shape {inner} makes no grid for array {spec}: expected one number "
+            "of at least 1 per axis, and chunks that are multiples of inner chunks"
         )
     itemsize = spec.numpy_dtype.itemsize
     sharded = inner != chunk
