@@ -100,7 +100,7 @@ def loads(rank: int, directory: Path) -> None:
     read = {}
     for reads in ("all", "broadcast"):
         storage = CountedStorage()
-        # Without checksums, because the blocks that they are of are read whole.
+        # Without checksums, because verification reads whole blocks.
         context = Context(
             job=JobOptions(reads=reads), plugins=PluginOptions(extra=[storage]), io=IOOptions(verify=False)
         )

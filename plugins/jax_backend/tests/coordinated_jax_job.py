@@ -180,7 +180,7 @@ def orbax(directory: Path) -> None:
     from orbax.checkpoint import v1 as ocp
 
     mesh, other = over_all(2, 2), over_all(1, 4)
-    # Orbax refuses arrays that each process has for itself.
+    # Orbax refuses arrays that each process has separately.
     saved, wanted = (
         {name: leaf for name, leaf in state(over, 3).items() if name not in ("own", "key")} for over in (mesh, other)
     )

@@ -136,7 +136,7 @@ def main(directory: Path) -> None:
     read: dict[str, dict[str, int]] = {}
     for name, reads in READS.items():
         storage = CountedStorage()
-        # Without checksums, because the blocks that they are of are read whole.
+        # Without checksums, because verification reads whole blocks.
         context = Context(
             job=JobOptions(reads=reads), plugins=PluginOptions(extra=[storage]), io=IOOptions(verify=False)
         )

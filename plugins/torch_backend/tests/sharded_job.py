@@ -223,7 +223,7 @@ if __name__ == "__main__":
         TASKS[sys.argv[1]](Path(sys.argv[2]))
     finally:
         dist.destroy_process_group()
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs
-    # its lock, gets none, and aborts the process (seen with torch 2.13.0: ~AsyncWork,
+    # Skip the interpreter's exit: a gloo thread that drops its last collective then needs the
+    # interpreter lock, cannot get it, and aborts the process (torch 2.13.0: ~AsyncWork,
     # ~ThreadLocalState).
     os._exit(0)
