@@ -190,18 +190,18 @@ class Plugins:
         if self.dispatch_named(value).files is not None:
             return "which writes files of its own; save it under a name of its own with save_checkpointables"
         if hint := install_hint(value_type=type(value)):
-            return f"which no installed plugin handles; install support for it with {hint}"
+            return f"which no installed plugin handles: install support for it with {hint}"
         for getter, setter in _STATE_METHODS:
             if callable(getattr(value, getter, None)) and not isinstance(value, type):
                 if not callable(getattr(value, setter, None)):
-                    return f"which has {getter} but not {setter}; add {setter} to its class, or save its {getter}()"
-                return f"whose {getter} and {setter} need other arguments; call them as {getter}() and {setter}(state)"
+                    return f"which has {getter} but not {setter}: add {setter} to its class, or save its {getter}()"
+                return f"whose {getter} and {setter} need other arguments than {getter}() and {setter}(state)"
         if isinstance(value, set | frozenset):
-            return "which no installed plugin handles; convert it to a sorted list"
-        if callable(value):
-            return "which no installed plugin handles; code is not saved: remove it from the tree"
+            return "which no installed plugin handles: convert it to a sorted list"
+        if hasattr(value, "__qualname__"):  # a function, method or class
+            return "which no installed plugin handles: code is not saved, remove it from the tree"
         return (
-            "which no installed plugin handles; convert it to arrays, numbers, text or containers, give its class "
+            "which no installed plugin handles: convert it to arrays, numbers, text or containers, give its class "
             "state_dict and load_state_dict, or remove it from the tree"
         )
 
@@ -253,8 +253,8 @@ class Plugins:
             known = sorted({*factories, *(name for one in DISTRIBUTIONS for name in one.layouts)})
             remedy = f"; install it with {hint}" if hint else did_you_mean(LAYOUTS.get(layout, layout), known)
             raise UnknownPluginError(
-                f"no installed plugin has a layout {layout!r}{remedy}. Installed: {', '.join(sorted(factories))}"
-                f"{self._failures()}"
+                f"no installed plugin has a layout {layout!r}. Installed: {', '.join(sorted(factories))}"
+                f"{self._failures()}{remedy}"
             )
         plugin_name, factory = factories[layout]
         try:
@@ -307,8 +307,8 @@ class Plugins:
                 # The plugin of https:// opens further schemes, which no table lists.
                 remedy = f"; install it with {hint}" if scheme in known else f"{remedy}; {hint} adds what fsspec opens"
             raise UnknownPluginError(
-                f"no installed plugin opens {scheme}:// locations{remedy}. Installed: "
-                f"{', '.join(f'{name}://' for name in sorted(openers))}{self._failures()}"
+                f"no installed plugin opens {scheme}:// locations. Installed: "
+                f"{', '.join(f'{name}://' for name in sorted(openers))}{self._failures()}{remedy}"
             )
         return cast(StorageOpener, found[0][1])
 

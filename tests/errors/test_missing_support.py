@@ -115,11 +115,11 @@ class _NeedsArguments:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({1, 2}, "builtins.set, which no installed plugin handles; convert it to a sorted list"),
-        (lambda: 1, "builtins.function, which no installed plugin handles; code is not saved: remove it"),
-        (int, "builtins.type, which no installed plugin handles; code is not saved: remove it"),
+        ({1, 2}, "builtins.set, which no installed plugin handles: convert it to a sorted list"),
+        (lambda: 1, "builtins.function, which no installed plugin handles: code is not saved, remove it"),
+        (int, "builtins.type, which no installed plugin handles: code is not saved, remove it"),
         (object(), "convert it to arrays, numbers, text or containers, give its class state_dict and load_state_dict"),
-        (_OnlyGives(), "which has state_dict but not load_state_dict; add load_state_dict to its class"),
+        (_OnlyGives(), "which has state_dict but not load_state_dict: add load_state_dict to its class"),
         (_NeedsArguments(), "whose get_state and set_state need other arguments"),
     ],
     ids=["set", "function", "class", "object", "state_dict", "get_state"],

@@ -74,7 +74,7 @@ def test_an_unknown_scheme_is_an_error_with_the_installed_ones(monkeypatch: pyte
     with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*Installed: .*file://.*memory://"):
         plugins.storage("no-such-scheme")
     monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)
-    with pytest.raises(UnknownPluginError, match=r"ckptcore\[fsspec\].*file://.*memory://"):
+    with pytest.raises(UnknownPluginError, match=r"file://.*memory://.*ckptcore\[fsspec\]"):
         plugins.storage("no-such-scheme")
 
 
