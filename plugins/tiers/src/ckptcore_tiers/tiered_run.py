@@ -53,7 +53,7 @@ class TieredRun:
         self._leads = agreement.rank == 0
         self._saves = ownership.saves
         near, far = steps.directories
-        self._cleaner = DeletionQueue(far.display)
+        self._deletions = DeletionQueue(far.display)
         if steps.host_steps is not None:
             self.hosts = find_hosts(agreement.part("hosts"), near.open_to_write())
         own = partial(OwnedDirectory, context=context, if_in_use=ownership.if_in_use)
@@ -93,7 +93,7 @@ class TieredRun:
         )
         self.uploads.resume()  # before deletions, which must not delete waiting steps
         if self.near is not None:
-            self._cleaner.begin(self.near.deleter.clean)
+            self._deletions.begin(self.near.deleter.clean)
 
     # --- saves ------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class TieredRun:
         """Apply the near directory's preservation policy in the background. The leader decides for all hosts."""
         near = self.near
         if near is not None and self._leads and (self.hosts is not None or not isinstance(near.policy, PreserveAll)):
-            self._cleaner.begin(partial(self._collect, near))
+            self._deletions.begin(partial(self._collect, near))
 
     def _collect(self, near: OwnedDirectory) -> None:
         near.deleter.collect(near.policy, keep=self._kept, broken=frozenset(near.steps.broken))
@@ -153,7 +153,7 @@ class TieredRun:
         """On other hosts, delete the steps that the leader does not keep."""
         if self.near is not None and not self._leads:
             steps = frozenset(step for step in kept if isinstance(step, int)) if isinstance(kept, list) else frozenset()
-            self._cleaner.begin(partial(self._keep_only, self.near, steps))
+            self._deletions.begin(partial(self._keep_only, self.near, steps))
 
     def _keep_only(self, near: OwnedDirectory, steps: frozenset[int]) -> None:
         policy = CustomPreservation(lambda infos, now: steps)
@@ -186,13 +186,13 @@ class TieredRun:
             _cancel(begun)
             raise
         if self._leads:
-            self._cleaner.begin(partial(deleted.lead, "deleted", partial(self._remove, step, begun)))
+            self._deletions.begin(partial(deleted.lead, "deleted", partial(self._remove, step, begun)))
             return
         names = [tier.name(step) if step in tier.candidates() else None for tier in self.steps.directories]
         for number, tier in enumerate(self.steps.directories):
             if not begun or number != 0:  # a begun deletion forgets the near step itself
                 tier.forget([step])
-        self._cleaner.begin(partial(self._await_deletion, step, names, begun, deleted))
+        self._deletions.begin(partial(self._await_deletion, step, names, begun, deleted))
 
     def _begin_deletions(self, step: int) -> list[PendingDeletion]:
         """Hide a step in every directory that this process owns."""
@@ -251,7 +251,7 @@ class TieredRun:
 
     def take_errors(self) -> Sequence[BaseException]:
         """See `OwnedRun`. Includes steps that cannot be uploaded because they are damaged."""
-        errors = list(self._cleaner.take_errors())
+        errors = list(self._deletions.take_errors())
         try:
             self.uploads.raise_unreported()
         except UploadError as error:
@@ -269,10 +269,10 @@ class TieredRun:
 
     def release(self) -> None:
         """See `OwnedRun`."""
-        self._cleaner.refuse()
+        self._deletions.refuse()
         try:
             self.uploads.stop()
-            self._cleaner.close()
+            self._deletions.close()
         finally:
             for owned in reversed(self._owned):
                 owned.close()

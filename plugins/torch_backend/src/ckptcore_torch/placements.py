@@ -26,7 +26,7 @@ __all__ = ["DTensorPlacement", "LocalPart", "local_part", "sharding_cuts", "shar
 
 _CACHED: Final = 1 << 14
 
-Run = tuple[int, int]
+IndexRange = tuple[int, int]
 """A half-open range of indices along one axis of the whole tensor."""
 
 
@@ -68,11 +68,11 @@ def local_part(placed: DTensorPlacement, coordinate: tuple[int, ...]) -> LocalPa
     Raises:
         UnsupportedLeafError: for partial sums and unknown placements.
     """
-    axes = [_runs_at(placed, axis, coordinate) for axis in range(len(placed.shape))]
+    axes = [_ranges_at(placed, axis, coordinate) for axis in range(len(placed.shape))]
     boxes: dict[Box, tuple[slice, ...]] = {}
-    for runs in itertools.product(*[_with_offsets(axis) for axis in axes]):
-        box = Box(tuple([start for start, _, _ in runs]), tuple([stop for _, stop, _ in runs]))
-        boxes[box] = tuple([slice(local, local + stop - start) for start, stop, local in runs])
+    for ranges in itertools.product(*[_with_offsets(axis) for axis in axes]):
+        box = Box(tuple([start for start, _, _ in ranges]), tuple([stop for _, stop, _ in ranges]))
+        boxes[box] = tuple([slice(local, local + stop - start) for start, stop, local in ranges])
     replica, replicas = 0, 1
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if isinstance(placement, Replicate):
@@ -92,7 +92,7 @@ def sharding_cuts(placed: DTensorPlacement) -> tuple[tuple[int, ...], ...] | Non
         ranges = [range(size if cut else 1) for size, cut in zip(placed.mesh_shape, along, strict=True)]
         if any(along):
             for coordinate in itertools.product(*ranges):
-                for start, stop in _runs_at(placed, axis, coordinate):
+                for start, stop in _ranges_at(placed, axis, coordinate):
                     found.update(bound for bound in (start, stop) if 0 < bound < extent)
         cuts.append(tuple(sorted(found)))
     return tuple(cuts) if any(cuts) else None
@@ -132,33 +132,33 @@ def _axis_of(placement: Placement, axes: int) -> int | None:
     )
 
 
-def _runs_at(placed: DTensorPlacement, axis: int, coordinate: Sequence[int]) -> Sequence[Run]:
+def _ranges_at(placed: DTensorPlacement, axis: int, coordinate: Sequence[int]) -> Sequence[IndexRange]:
     """Return the indices along one axis for the process at a coordinate, in the order of its local tensor."""
-    runs: Sequence[Run] = [(0, placed.shape[axis])]
+    ranges: Sequence[IndexRange] = [(0, placed.shape[axis])]
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if _axis_of(placement, len(placed.shape)) != axis:
             continue
-        size = sum(stop - start for start, stop in runs)
+        size = sum(stop - start for start, stop in ranges)
         factor = int(getattr(placement, "split_factor", 1))
-        taken: list[Run] = []
+        taken: list[IndexRange] = []
         for first, last in _chunks(0, size, factor):
             start, stop = _chunks(first, last, extent)[position]
-            taken.extend(_sub_runs(runs, start, stop))
-        runs = _merge_adjacent(taken)
-    return runs
+            taken.extend(_sub_ranges(ranges, start, stop))
+        ranges = _merge_adjacent(taken)
+    return ranges
 
 
-def _chunks(start: int, stop: int, count: int) -> Sequence[Run]:
+def _chunks(start: int, stop: int, count: int) -> Sequence[IndexRange]:
     """Divide a range as `torch.chunk` does. The last chunks can be empty."""
     step = math.ceil((stop - start) / count)
     return [(min(start + step * number, stop), min(start + step * (number + 1), stop)) for number in range(count)]
 
 
-def _sub_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Return elements `start` to `stop` of the concatenated runs."""
+def _sub_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> list[IndexRange]:
+    """Return elements `start` to `stop` of the concatenated ranges."""
     found = []
     position = 0
-    for first, last in runs:
+    for first, last in ranges:
         low, high = max(start - position, 0), min(stop - position, last - first)
         if low < high:
             found.append((first + low, first + high))
@@ -166,9 +166,9 @@ def _sub_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     return found
 
 
-def _merge_adjacent(runs: Sequence[Run]) -> Sequence[Run]:
-    found: list[Run] = []
-    for start, stop in runs:
+def _merge_adjacent(ranges: Sequence[IndexRange]) -> Sequence[IndexRange]:
+    found: list[IndexRange] = []
+    for start, stop in ranges:
         if found and found[-1][1] == start:
             found[-1] = (found[-1][0], stop)
         else:
@@ -176,11 +176,11 @@ def _merge_adjacent(runs: Sequence[Run]) -> Sequence[Run]:
     return found
 
 
-def _with_offsets(runs: Sequence[Run]) -> Sequence[tuple[int, int, int]]:
-    """Return the runs with their offsets in the local tensor."""
+def _with_offsets(ranges: Sequence[IndexRange]) -> Sequence[tuple[int, int, int]]:
+    """Return the ranges with their offsets in the local tensor."""
     found = []
     position = 0
-    for start, stop in runs:
+    for start, stop in ranges:
         found.append((start, stop, position))
         position += stop - start
     return found
