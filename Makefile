@@ -74,7 +74,7 @@ bench: $(STAMP)  ## compare ckptcore with the libraries a user would pick instea
 	$(BIN)/python -m benchmarks --out benchmarks/results.json --chart
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs auto docs docs/_build/html
 
 clean:  ## remove what was built; .venv stays
 	rm -rf docs/_build build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,7 +18,7 @@ class CodeBlock:
 
     Attributes:
         language: the first word after the fence, or the argument of a ``{code-block}`` directive.
-        code: what stands between the fences.
+        code: the text between the fences.
         line: the line of the page on which the code begins, from 1.
     """
 
@@ -28,12 +28,12 @@ class CodeBlock:
 
 
 def documentation_pages() -> list[Path]:
-    """Every Markdown page of the repository."""
+    """Return every Markdown page of the repository, without those of tests."""
     return [path for path in project_files(".md") if path.relative_to(ROOT).parts[0] not in {"tests"}]
 
 
 def code_blocks(text: str) -> list[CodeBlock]:
-    """The fenced blocks of a page, in order, also those within lists and quotes."""
+    """Return the fenced blocks of a page in order, also those in lists and quotes."""
     blocks = []
     for token in MarkdownIt("commonmark").parse(text):
         if token.type != "fence" or token.map is None:

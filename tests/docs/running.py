@@ -1,4 +1,4 @@
-"""Runs the Python blocks of a page of the documentation."""
+"""Run the Python blocks of a page of the documentation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["page_module", "run_program", "run_python"]
 
 
 def page_module(page: Path, purpose: str) -> ModuleType:
-    """A module for the names of a page; dataclasses and pickle find it in `sys.modules`.
+    """Create a module for the names of a page. Dataclasses and pickle find it in `sys.modules`.
 
-    Two purposes of one page have modules of their own: pickle refuses a class that is not the one which is found there.
+    Each purpose has its own module, because pickle refuses a class that is not the one in its module.
     """
     module = ModuleType(f"page_{page.stem.replace('-', '_').replace('.', '_')}_{purpose}")
     sys.modules[module.__name__] = module
@@ -28,17 +28,16 @@ def run_python(block: CodeBlock, page: Path, module: ModuleType) -> None:
     """Execute a block so that a traceback shows the page and its line."""
     name = f"{page}:{block.line}"
     linecache.cache[name] = (len(block.code), None, block.code.splitlines(keepends=True), name)
-    exec(compile(block.code, name, "exec", dont_inherit=True), vars(module))  # noqa: S102  # what this file is for
+    exec(compile(block.code, name, "exec", dont_inherit=True), vars(module))  # noqa: S102  # the purpose of this file
 
 
 def run_program(blocks: Sequence[CodeBlock], directory: Path) -> None:
     """Execute the blocks of a page as one program, with the line numbers of the page.
 
-    For pages whose code starts processes that are to get classes of the page, which those of a program are sent by
-    value.
+    For pages that start processes and send them classes of the page: classes of a program are sent by value.
 
     Raises:
-        AssertionError: if the program fails, with what it printed.
+        AssertionError: the program failed. The message has its output.
     """
     lines: list[str] = []
     for block in blocks:

@@ -1,4 +1,4 @@
-"""The examples of the pages about plugins pass the tests that these pages tell plugin authors to inherit."""
+"""The examples of the pages about plugins pass the tests that these pages recommend to plugin authors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = ("write-a-coordinator", "write-a-layout", "write-a-leaf-handler", "write
 
 
 def classes_of(page_name: str) -> dict[str, object]:
-    """The test classes that a page defines; its code runs once, in a directory of its own."""
+    """Return the test classes that a page defines. Its code runs once, in a temporary directory."""
     page = ROOT / "docs" / "how-to" / f"{page_name}.md"
     module = page_module(page, "examples")
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
@@ -26,8 +26,7 @@ def classes_of(page_name: str) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if name.startswith("Test") and isinstance(value, type)}
 
 
-# Pytest collects classes that are here when this module was imported. A page that fails must not take the others with
-# it.
+# Pytest collects the classes of this module after its import. An error in one page must not hide the others.
 _FOUND: dict[str, dict[str, object] | Exception] = {}
 for _page in PAGES:
     try:

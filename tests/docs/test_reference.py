@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -15,9 +16,10 @@ from ckptcore_testing.plugins import PUBLIC_MODULES
 from sphinx.util.inspect import TypeAliasForwardRef
 from sphinx.util.typing import stringify_annotation
 
+from ckptcore.distributions import lazy_names
 from ckptcore.hookspecs import HookSpecs
 from tests.architecture.sources import ROOT
-from tests.docs.pages import documentation_pages
+from tests.docs.pages import code_blocks, documentation_pages
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("ckpt_")]
 REFERENCE = ROOT / "docs" / "reference"
@@ -64,6 +66,17 @@ def documented_names(module: str, page: Path) -> set[str]:
     return found
 
 
+def imported_names(code: str) -> set[str]:
+    """Return the names of our modules that a block of code imports, or uses as attributes of `ckptcore`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckptcore"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ckptcore":
+            names.add(f"ckptcore.{node.attr}")
+    return names
+
+
 def test_the_documentation_has_every_hook_with_its_signature() -> None:
     lines = (ROOT / "docs/how-to/write-a-plugin.md").read_text(encoding="utf-8").splitlines()
     missing = [hook for hook in HOOKS if written_signature(hook) not in lines]
@@ -87,6 +100,23 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_every_public_module_has_a_page() -> None:
     assert set(PUBLIC_MODULES) <= set(documented_modules())
+
+
+def test_the_reference_has_every_name_that_examples_import() -> None:
+    documented = {f"ckptcore.{name}" for name in lazy_names()}
+    for page in REFERENCE.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        documented |= {name.partition("(")[0] for name in DIRECTIVE.findall(text)}
+        for module in re.findall(r"^\.\. automodule:: (\S+)", text, re.MULTILINE):
+            documented |= {module, *[f"{module}.{name}" for name in documented_names(module, page)]}
+    missing = {
+        f"{page.name}: {name}"
+        for page in documentation_pages()
+        for block in code_blocks(page.read_text(encoding="utf-8"))
+        for name in (imported_names(block.code) if block.language == "python" else ())
+        if name not in documented
+    }
+    assert not missing, sorted(missing)
 
 
 def test_the_reference_names_no_internal_module() -> None:
