@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, ReadResult, StagedExecutor
+from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, StagedExecutor, StagedReadResult
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
 from ckptcore.errors import RankFailedError, UnsupportedLeafError
@@ -221,14 +221,14 @@ class WorkerProcesses(StagedExecutor):
         boxes: Sequence[Box] = abstract.boxes[worker]
         return boxes
 
-    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> ReadResult:
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> StagedReadResult:
         """See `StagedExecutor`."""
         made = [replace(leaf.abstract, number=next(self._numbers)) for leaf in leaves]
         begun = {}
         for worker, stage in stages.items():
             names = tuple([(leaf.number, leaf.boxes[worker]) for leaf in made])
             begun[worker] = self._threads.submit(self.ask, worker, _Read(names, stage))
-        return ReadResult({worker: report.result() for worker, report in begun.items()}, made)
+        return StagedReadResult({worker: report.result() for worker, report in begun.items()}, made)
 
 
 @dataclass(frozen=True, slots=True)

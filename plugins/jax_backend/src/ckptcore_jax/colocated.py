@@ -21,7 +21,7 @@ from ckptcore_jax.array_creation import cast_elements, check_dtype, with_weak_ty
 from ckptcore_jax.leaves import data_array, is_committed, with_elements
 from ckptcore_jax.placements import box_of
 from ckptcore_jax.shardings import concrete_sharding
-from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, ReadResult, StagedExecutor
+from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, StagedExecutor, StagedReadResult
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
@@ -173,7 +173,7 @@ class ColocatedExecutor(StagedExecutor):
             cast_elements(np.empty(0, stored.spec.numpy_dtype), abstract.dtype)  # raises an error for impossible casts
         return tuple(self._placement(_data_sharding(abstract), stored.spec.shape).boxes[worker])
 
-    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> ReadResult:
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> StagedReadResult:
         """Run the stages on the workers, and assemble the leaves."""
         running = {}
         for worker, stage in stages.items():
@@ -200,7 +200,7 @@ class ColocatedExecutor(StagedExecutor):
                 for box in self.wanted(leaf.abstract, leaf.stored, worker)
             }
             built.append(self._assemble(leaf, parts))
-        return ReadResult(reports, built)
+        return StagedReadResult(reports, built)
 
     def _assemble(self, leaf: WantedLeaf, parts: Mapping[tuple[int, Box], jax.Array]) -> jax.Array:
         """Copy boxes from the memory of the hosts to the devices of their host, and build the leaf."""

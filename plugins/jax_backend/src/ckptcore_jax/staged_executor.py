@@ -28,7 +28,7 @@ from ckptcore_jax.worker_stages import (
     read_report,
 )
 
-__all__ = ["HeldElements", "LeafBoxes", "ReadResult", "StagedExecutor"]
+__all__ = ["HeldElements", "LeafBoxes", "StagedExecutor", "StagedReadResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LeafBoxes:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadResult:
+class StagedReadResult:
     """Result of a read by several workers.
 
     Attributes:
@@ -129,7 +129,7 @@ class StagedExecutor(ABC):
         """
 
     @abstractmethod
-    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> ReadResult:
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> StagedReadResult:
         """Run read stages on the workers, and build the leaves there. Return when all are done.
 
         Args:

@@ -79,7 +79,7 @@ class HostSave(PlainSave):
 
 
 @dataclass(frozen=True, slots=True)
-class _HostCopies:
+class _ReplicaCopies:
     """The boxes of a tree that a process copies for its host, as a separate tree with an array for each box.
 
     Attributes:
@@ -145,7 +145,7 @@ def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
             if items:
                 source = WritePlan(tree, tuple(items), 0, 1, save_id, description.name)
                 plugins = runtime_of(save.context).registry
-                copies.append(_HostCopies(description, source).part(part.directory, rank, plugins))
+                copies.append(_ReplicaCopies(description, source).part(part.directory, rank, plugins))
     return copies
 
 
