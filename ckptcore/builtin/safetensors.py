@@ -115,14 +115,14 @@ class SafetensorsLayout(Layout):
     def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]]:
         """Return the arrays of each file, wide elements first, so that every element is aligned to its size."""
         arrays = [
-            (leaf, record.spec)
+            (-record.spec.numpy_dtype.itemsize, leaf, prod(record.spec.shape))
             for leaf, record in enumerate(tree.leaves)
             if isinstance(record, ArrayRecord) and leaf not in tree.aliases
         ]
         files: list[list[int]] = [[]]
         room = self.max_file_bytes
-        for leaf, spec in sorted(arrays, key=lambda array: -array[1].numpy_dtype.itemsize):
-            nbytes = spec.nbytes
+        for itemsize, leaf, size in sorted(arrays):
+            nbytes = -itemsize * size
             if nbytes > room and files[-1]:
                 files.append([])
                 room = self.max_file_bytes

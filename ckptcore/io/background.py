@@ -11,8 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
 from ckptcore.io.requests import call_into, reset_in_children
@@ -119,8 +118,7 @@ class BackgroundThreads:
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Progress of a save.
 
     Attributes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -44,12 +43,11 @@ _Target: TypeAlias = tuple[int, Box, HostArray]
 """The number of an item, its box and its buffer."""
 
 
-@dataclass(slots=True)
-class _Wanted:
+class _Wanted(NamedTuple):
     """A chunk, and the targets that need elements of it."""
 
     chunk: Chunk
-    targets: list[_Target] = field(default_factory=list)
+    targets: list[_Target]
 
 
 class StoredFormat:
@@ -123,12 +121,12 @@ def read_boxes(
                 key = chunk.leaf, chunk.number
                 wanted = exact.get(key)
                 if wanted is None:
-                    wanted = exact[key] = _Wanted(chunk)
+                    wanted = exact[key] = _Wanted(chunk, [])
             else:
                 of_leaf = others.setdefault(chunk.leaf, {})
                 wanted = of_leaf.get(chunk.number)
                 if wanted is None:
-                    wanted = of_leaf[chunk.number] = _Wanted(chunk)
+                    wanted = of_leaf[chunk.number] = _Wanted(chunk, [])
             wanted.targets.append(target)
         if missing:
             raise CorruptCheckpointError(
@@ -171,8 +169,7 @@ def _chunk_read(wanted: _Wanted, key: str, offset: int, checksum: Checksum | Non
     return ChunkRead(key, offset, wanted.chunk.box, targets[0][2].itemsize, targets, checksum)
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
+class _Encoded(NamedTuple):
     """The bytes of an encoded chunk; `inline` if they are stored with its key."""
 
     wanted: _Wanted
@@ -182,8 +179,7 @@ class _Encoded:
     inline: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoding:
+class _Decoding(NamedTuple):
     """A chunk that is being decoded, and the bytes of its elements."""
 
     wanted: _Wanted

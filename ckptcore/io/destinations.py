@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,8 +30,7 @@ _SMALL_BYTES: Final = 16 << 10
 """Up to this size an array is filled by NumPy assignment, which for some dtypes holds the interpreter lock."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectShape:
+class ObjectShape(NamedTuple):
     """The sizes of reads of one object.
 
     Attributes:

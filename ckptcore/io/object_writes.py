@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ckptcore.io.checksums import BlockChecksums, checksums_of
 from ckptcore.io.memory import map_pages
@@ -258,8 +257,7 @@ class ObjectWrites:
             return map_pages(self._sizes.write).memory()
 
 
-@dataclass(slots=True)
-class _Small:
+class _Small(NamedTuple):
     """An object that one thread writes, with the bytes of each segment."""
 
     number: int

@@ -33,17 +33,18 @@ class ViewedSnapshot:
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`."""
         with self._lock:
-            self._start_item(item)
+            if item not in self._pending:
+                self._start_item(item)
             while self._next < len(self.plan.items) and self._outstanding < _AHEAD_BYTES:
-                self._start_item(self._next)
+                if self._next not in self._pending:
+                    self._start_item(self._next)
                 self._next += 1
             pending = self._pending[item]
         return [array.result() for array in pending]
 
     def _start_item(self, item: int) -> None:
-        if item not in self._pending:
-            self._pending[item] = self._start(item)
-            self._outstanding += self.plan.items[item].nbytes
+        self._pending[item] = self._start(item)
+        self._outstanding += self.plan.items[item].nbytes
 
     def release(self, item: int) -> None:
         """See `Snapshot`."""

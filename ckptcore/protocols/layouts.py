@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -146,12 +145,13 @@ class ReadStore(Protocol):
         ...
 
 
+_EMPTY: Final[Mapping[str, Any]] = {}
+
 MemberKind: TypeAlias = Literal["tree", "files"]
 """The kind of a checkpointable: a tree of arrays and values, or files that its object wrote."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(NamedTuple):
     """A checkpoint that other software wrote.
 
     Attributes:
@@ -166,13 +166,12 @@ class Inspection:
     tree: TreeMetadata
     state: JSON
     writer: str
-    custom: Mapping[str, JSON] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    custom: Mapping[str, JSON] = _EMPTY
+    metrics: Mapping[str, float] = _EMPTY
     created: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InspectedComposite:
+class InspectedComposite(NamedTuple):
     """A checkpoint of several checkpointables that other software wrote.
 
     Attributes:
@@ -184,13 +183,12 @@ class InspectedComposite:
 
     members: Mapping[str, MemberKind]
     writer: str
-    custom: Mapping[str, JSON] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    custom: Mapping[str, JSON] = _EMPTY
+    metrics: Mapping[str, float] = _EMPTY
     created: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
+class CheckpointInfo(NamedTuple):
     """Information about a checkpoint as a whole, for metadata files of a layout.
 
     Attributes:
@@ -202,9 +200,9 @@ class CheckpointInfo:
     """
 
     created: str
-    custom: Mapping[str, JSON] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    members: Mapping[str, MemberKind] = field(default_factory=dict)
+    custom: Mapping[str, JSON] = _EMPTY
+    metrics: Mapping[str, float] = _EMPTY
+    members: Mapping[str, MemberKind] = _EMPTY
 
 
 class ChunkIndex(Protocol):

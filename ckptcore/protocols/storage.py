@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
@@ -34,9 +34,10 @@ __all__ = [
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous bytes. A `memoryview` is one-dimensional with format ``B``."""
 
+_EMPTY: Final[Mapping[str, JSON]] = {}
 
-@dataclass(frozen=True, slots=True)
-class StorageAddress:
+
+class StorageAddress(NamedTuple):
     """The address of the same objects for native I/O.
 
     Attributes:
@@ -48,11 +49,10 @@ class StorageAddress:
     """
 
     url: str
-    options: Mapping[str, JSON] = field(default_factory=dict)
+    options: Mapping[str, JSON] = _EMPTY
 
 
-@dataclass(frozen=True, slots=True)
-class StorageOptions:
+class StorageOptions(NamedTuple):
     """Options for opening a storage.
 
     Attributes:
@@ -61,7 +61,7 @@ class StorageOptions:
     """
 
     durable: bool = True
-    config: Mapping[str, JSON] = field(default_factory=dict)
+    config: Mapping[str, JSON] = _EMPTY
 
 
 @dataclass(frozen=True, slots=True)

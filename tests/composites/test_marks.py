@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -91,7 +90,7 @@ def test_several_are_marked_once_beside_their_directories(place: str, context: c
     ckptcore.save_checkpointables(place + "/c", state, layout=layout, metadata={"run": 1}, context=context)
     created = ckptcore.metadata(place + "/c", context=context).created
     members = {"params": "tree", "ema": "tree", "data": "tree", "words": "files"}
-    assert [dataclasses.asdict(about) for about in layout.about] == [
+    assert [about._asdict() for about in layout.about] == [
         {"created": created, "custom": {"run": 1}, "metrics": {}, "members": members}
     ]
     assert layout.names == ["params", "ema", "data"]
