@@ -26,7 +26,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from tests.copying.places import new_place, objects_at
+from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.states import same_value
 
 _LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3", "zarr"]
@@ -228,6 +228,15 @@ def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
     assert objects_at(place.rpartition("/")[0]) == {}
     ckptcore.save(place, {"b": 2})
     assert ckptcore.load(place) == {"b": 2}
+
+
+def test_a_partial_save_does_not_replace_other_files(place: str) -> None:
+    """Not even a checkpoint of other software, which a save with `overwrite` replaces."""
+    store_at(place).put("model.safetensors", safetensors.numpy.save({"w": np.ones(3)}))
+    before = objects_at(place)
+    with pytest.raises(CheckpointExistsError, match=r"model\.safetensors"):
+        ckptcore.partial(place).save({"b": 1})
+    assert objects_at(place) == before
 
 
 def test_a_checkpointer_leaves_it_alone(place: str) -> None:
