@@ -279,7 +279,7 @@ def test_files_that_no_file_system_holds_beside_each_other(forgery: _Forgery) ->
     store.put("files/checkpoint.json", sealed)
     store.put("files/a", b"two")
     found = Files({"as it": b"was"})
-    with pytest.raises(CheckpointError, match="or as a directory too"):
+    with pytest.raises(CheckpointError, match="or also as a directory"):
         ckptcore.load_checkpointables(location, into={"files": found})
     assert found.files == {"as it": b"was"}
 
