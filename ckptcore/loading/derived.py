@@ -280,10 +280,10 @@ def derive(
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
             continue
-        made: ArraySpec | None = derivations[leaf].spec if leaf in derivations else None
-        if made != record.spec:
+        spec: ArraySpec | None = derivations[leaf].spec if leaf in derivations else None
+        if spec != record.spec:
             path = format_path(tree.paths[leaf])
-            raise TransformError(f"{path} is declared as {record.spec}, but its derivation is {made or 'missing'}")
+            raise TransformError(f"{path} is declared as {record.spec}, but its derivation is {spec or 'missing'}")
     if opened.derived is not None:
         description = f"{opened.derived.description}\n{description}"
     limit = most_bytes or _DEFAULT_BYTES

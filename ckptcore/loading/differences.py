@@ -180,32 +180,32 @@ def lost_scales(
             yield Difference("dtype", f"{path}: dtype: {reason}")
 
 
-def container_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]:
+def container_differences(requested: Skeleton, stored: Skeleton) -> list[Difference]:
     """Find differences between lists and tuples, and between empty dicts and empty sequences, in either direction.
 
     Keys match like those of leaves. Containers with children are compared by their leaves.
     """
     found: list[Difference] = []
-    _compare(asked, stored, (), found)
+    _compare(requested, stored, (), found)
     return found
 
 
-def _compare(asked: Skeleton, stored: Skeleton, path: TreePath, found: list[Difference]) -> None:
-    if not isinstance(asked, Node) or not isinstance(stored, Node):
+def _compare(requested: Skeleton, stored: Skeleton, path: TreePath, found: list[Difference]) -> None:
+    if not isinstance(requested, Node) or not isinstance(stored, Node):
         return
     # An object that is loaded without its class is a dict or a list.
-    empty = not asked.keys and not stored.keys and "object" not in (asked.kind, stored.kind)
-    if {asked.kind, stored.kind} == {"list", "tuple"}:
-        line = f"{format_path(path)}: sequence: a {asked.kind} is requested, a {stored.kind} is stored"
+    empty = not requested.keys and not stored.keys and "object" not in (requested.kind, stored.kind)
+    if {requested.kind, stored.kind} == {"list", "tuple"}:
+        line = f"{format_path(path)}: sequence: a {requested.kind} is requested, a {stored.kind} is stored"
         found.append(Difference("sequence", line, Remedy("sequences", "either")))
-    elif empty and (asked.kind in _SEQUENCES) != (stored.kind in _SEQUENCES):
-        line = f"{format_path(path)}: kind: an empty {asked.kind} is requested, an empty {stored.kind} is stored"
+    elif empty and (requested.kind in _SEQUENCES) != (stored.kind in _SEQUENCES):
+        line = f"{format_path(path)}: kind: an empty {requested.kind} is requested, an empty {stored.kind} is stored"
         found.append(Difference("kind", line))
-    if not any(isinstance(child, Node) for child in asked.children):
+    if not any(isinstance(child, Node) for child in requested.children):
         return
     exact = dict(zip(stored.keys, stored.children, strict=True))
     loose = {_plain(key): child for key, child in exact.items()}
-    for key, child in zip(asked.keys, asked.children, strict=True):
+    for key, child in zip(requested.keys, requested.children, strict=True):
         other = exact.get(key, loose.get(_plain(key)))
         if other is not None:
             _compare(child, other, (*path, key), found)
@@ -215,7 +215,7 @@ def _plain(key: Key) -> Key:
     return key.name if isinstance(key, Attribute) else key
 
 
-def adjust(path: str, asked: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:
+def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:
     """Find the change from a stored array to the requested one. Returns all differences if there is none.
 
     Args:
@@ -223,23 +223,23 @@ def adjust(path: str, asked: ArraySpec, stored: ArraySpec, matching: Matching) -
         asked, stored: different specs of plain arrays.
         matching: the allowed differences.
     """
-    both = f"{asked} is requested, {stored} is stored"
+    both = f"{requested} is requested, {stored} is stored"
     refused: list[Difference] = []
-    shapes = _shape_changes(asked.shape, stored.shape, matching)
+    shapes = _shape_changes(requested.shape, stored.shape, matching)
     if shapes is None:
-        remedy = _remedy(asked.shape, stored.shape, matching)
+        remedy = _remedy(requested.shape, stored.shape, matching)
         refused.append(Difference("shape", f"{path}: shape: {both}", remedy))
-    casting = _casting(asked.dtype, stored.dtype)
+    casting = _casting(requested.dtype, stored.dtype)
     if casting is None:
-        refused.append(Difference("dtype", f"{path}: dtype: {both}; no cast from {stored.dtype} to {asked.dtype}"))
+        refused.append(Difference("dtype", f"{path}: dtype: {both}; no cast from {stored.dtype} to {requested.dtype}"))
     elif casting != "error" and matching.cast not in ("narrowing", casting):
         why = "casts are not allowed by default"
         if matching.cast == "safe":
-            why = f"{asked.dtype} cannot represent every value of {stored.dtype}"
+            why = f"{requested.dtype} cannot represent every value of {stored.dtype}"
         refused.append(Difference("dtype", f"{path}: dtype: {both}; {why}", Remedy("cast", casting)))
     if refused or shapes is None or casting is None:
         return refused
-    change = LeafChange(stored, asked, casting, shapes, matching.pad_value if "pad" in shapes else None)
+    change = LeafChange(stored, requested, casting, shapes, matching.pad_value if "pad" in shapes else None)
     try:
         made = _make(Stored(stored, 0), change)
     except ValueError as error:  # the dtype cannot represent the pad value
@@ -247,39 +247,39 @@ def adjust(path: str, asked: ArraySpec, stored: ArraySpec, matching: Matching) -
     return replace(change, loaded=made.spec)
 
 
-def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
+def _remedy(requested: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
     """Return the option that allows a shape."""
     for shapes in _WAYS:
-        changes = _shape_changes(asked, stored, replace(matching, shapes=shapes))
+        changes = _shape_changes(requested, stored, replace(matching, shapes=shapes))
         if changes is not None:
             return Remedy("shapes", frozenset(changes))
     return None
 
 
 def _shape_changes(
-    asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching
+    requested: tuple[int, ...], stored: tuple[int, ...], matching: Matching
 ) -> frozenset[ShapeChange] | None:
     """Return the changes from a stored to a requested shape; None if they are not allowed."""
     needed: set[ShapeChange] = set()
-    if asked == stored:
+    if requested == stored:
         return frozenset()
-    if "reshape" in matching.shapes and ArraySpec(asked, "bool").size == ArraySpec(stored, "bool").size:
+    if "reshape" in matching.shapes and ArraySpec(requested, "bool").size == ArraySpec(stored, "bool").size:
         return frozenset(("reshape",))
-    if len(asked) != len(stored):
+    if len(requested) != len(stored):
         return None
-    for new, old in zip(asked, stored, strict=True):
+    for new, old in zip(requested, stored, strict=True):
         if new != old:
             needed.add("truncate" if new < old else "pad")
     return frozenset(needed) if needed <= set(matching.shapes) else None
 
 
-def _casting(asked: str, stored: str) -> Casting | None:
+def _casting(requested: str, stored: str) -> Casting | None:
     """Return the cast from a stored to a requested dtype; None if there is none."""
-    if asked == stored:
+    if requested == stored:
         return "error"
-    if has_all_values_of(asked, stored):
+    if has_all_values_of(requested, stored):
         return "safe"
-    return "narrowing" if is_narrowing(asked, stored) else None
+    return "narrowing" if is_narrowing(requested, stored) else None
 
 
 def _make(stored: DerivedArray, change: LeafChange) -> DerivedArray:
@@ -288,17 +288,17 @@ def _make(stored: DerivedArray, change: LeafChange) -> DerivedArray:
     Raises:
         ValueError: its dtype cannot represent the pad value.
     """
-    made, asked = stored, change.loaded
+    made, requested = stored, change.loaded
     if "reshape" in change.shapes:
-        made = reshape(made, asked.shape)
+        made = reshape(made, requested.shape)
     if "truncate" in change.shapes:
-        made = cut(made, Box.whole(tuple(map(min, asked.shape, made.spec.shape))))
+        made = cut(made, Box.whole(tuple(map(min, requested.shape, made.spec.shape))))
     if change.cast != "error":
-        made = cast(made, asked.dtype) if change.cast == "safe" else narrow(made, asked.dtype)
+        made = cast(made, requested.dtype) if change.cast == "safe" else narrow(made, requested.dtype)
     if change.pad_value is not None:
-        before = (0,) * len(asked.shape)
-        after = [new - old for new, old in zip(asked.shape, made.spec.shape, strict=True)]
-        _check_pad_value(asked.dtype, change.pad_value)
+        before = (0,) * len(requested.shape)
+        after = [new - old for new, old in zip(requested.shape, made.spec.shape, strict=True)]
+        _check_pad_value(requested.dtype, change.pad_value)
         made = pad(made, before, after, change.pad_value)
     return made
 

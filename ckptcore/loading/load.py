@@ -74,12 +74,12 @@ AS_IT_IS: Final = LoadRequest()
 
 @dataclass(frozen=True, slots=True)
 class LoadAs(Generic[T]):
-    """Options for the load of one of several checkpointables: those that `ckptcore.load` takes, for one name.
+    """Options for the load of one of several checkpointables. See `ckptcore.load`.
 
     Attributes:
         like: its abstract tree, or the object to restore in place; None: the saved value.
-        select, transforms, matching, report: as for `ckptcore.load`, or for `ckptcore.load_into` if an object is
-            restored in place. For trees only, not for the files of objects.
+        select, transforms, matching, report: see `ckptcore.load`, or `ckptcore.load_into` if an object is restored in
+            place. For trees only, not for the files of objects.
     """
 
     like: T
@@ -147,7 +147,7 @@ class Load(Generic[T]):
         self.attempts = tree_attempts(source, context)
         self.has_begun = False
         self._read_through: ReadThrough | None = None
-        self._account = None if request.report is None else ReportBuilder(request.report)
+        self._report_builder = None if request.report is None else ReportBuilder(request.report)
 
     def run(self) -> T:
         """Load with the strategy of the request. The default, which the Context selects, is alone or collective."""
@@ -155,8 +155,8 @@ class Load(Generic[T]):
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
         result = self.run_here() if strategy is None else strategy.run(self)
-        if self._account is not None:
-            self._account.done()
+        if self._report_builder is not None:
+            self._report_builder.finish()
         return result
 
     def run_here(self, read_through: ReadThrough | None = None) -> T:
@@ -184,11 +184,11 @@ class Load(Generic[T]):
         if self.request.transforms:
             with self.recording.phase("open"):
                 checkpoint = transformed(checkpoint, self.request.transforms, self.context)
-        if self._account is not None:
-            self._account.opened(checkpoint)
+        if self._report_builder is not None:
+            self._report_builder.begin(checkpoint)
         matched = self.target.match(self, checkpoint)
-        if self._account is not None:
-            self._account.planned(matched)
+        if self._report_builder is not None:
+            self._report_builder.add_plan(matched)
         if matched.changes:
             from ckptcore.loading.differences import adjusted  # only if arrays are adjusted
 
@@ -249,16 +249,16 @@ class ReportBuilder:
         self._opened: tuple[Checkpoint, int] | None = None
         self._matched: Matched | None = None
 
-    def opened(self, checkpoint: Checkpoint) -> None:
+    def begin(self, checkpoint: Checkpoint) -> None:
         """Begin an attempt, before it reads. Discards the data of an earlier attempt."""
         if self._report is not None:
             self._opened = checkpoint, _bytes_read(checkpoint)
 
-    def planned(self, matched: Matched) -> None:
+    def add_plan(self, matched: Matched) -> None:
         """Add the leaves that the attempt loads."""
         self._matched = matched
 
-    def done(self) -> None:
+    def finish(self) -> None:
         """Fill the report."""
         report, matched = self._report, self._matched
         if report is None or matched is None or self._opened is None:

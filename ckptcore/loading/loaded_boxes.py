@@ -73,7 +73,7 @@ def iter_boxes(
     context = state.context
     recording = Recording("load", state.opened.location.display, context.observers, rank=runtime_of(context).job().rank)
     try:
-        account = ReportBuilder(request.report)
+        report_builder = ReportBuilder(request.report)
         selections = [first] if isinstance(first, Selection) else first
 
         def plan(found: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:
@@ -81,8 +81,8 @@ def iter_boxes(
             classes = _leaf_groups(made, request.select, selections, context)
             chosen = {leaf for leaves in classes for leaf in leaves}
             check_sizes(made, chosen)
-            account.opened(made)
-            account.planned(_matched(made, chosen, context))
+            report_builder.begin(made)
+            report_builder.add_plan(_matched(made, chosen, context))
             return made, classes
 
         with recording.phase("open"):
@@ -92,7 +92,7 @@ def iter_boxes(
     except BaseException as error:
         recording.finish(error=error)
         raise
-    return _read_batches(state, opened, batches, recording, account)
+    return _read_batches(state, opened, batches, recording, report_builder)
 
 
 def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Matched:
@@ -156,7 +156,7 @@ def _read_batches(
     opened: Checkpoint,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
-    account: ReportBuilder,
+    report_builder: ReportBuilder,
 ) -> Generator[LoadedBox, None, None]:
     tied: dict[int, list[TreePath]] = {}
     for leaf, original in opened.tree.aliases.items():
@@ -181,7 +181,7 @@ def _read_batches(
         recording.finish(given, error)
         raise
     finally:
-        account.done()
+        report_builder.finish()
     recording.finish(given)
 
 

@@ -106,8 +106,8 @@ def match_leaves(
     unexpected = compared.unexpected(skipped, flat.skeleton)
     unchosen: Sequence[int] = ()
     if chosen is not None:
-        asked = {number for number in found if number is not None}
-        unchosen = [number for number in range(len(tree.leaves)) if number not in chosen and number not in asked]
+        requested = {number for number in found if number is not None}
+        unchosen = [number for number in range(len(tree.leaves)) if number not in chosen and number not in requested]
         unexpected = [number for number in unexpected if number in chosen]
     changes: dict[int, LeafChange] = {}
     differences = compared.of_leaves(matching, changes)
@@ -136,8 +136,8 @@ def match_leaves(
             handlers[position] = None
     numbers = [None if handler is None else number for number, handler in zip(found, handlers, strict=True)]
     loaded = {number for number in found if number is not None}
-    unasked = [number for number in tree.held_by if number not in loaded]
-    ignored = sorted({*unexpected, *unasked, *unchosen})
+    unrequested = [number for number in tree.held_by if number not in loaded]
+    ignored = sorted({*unexpected, *unrequested, *unchosen})
     return Matched(numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves)
 
 
@@ -146,9 +146,9 @@ def _find(paths: Sequence[TreePath], tree: TreeMetadata, forms: Sequence[_Forms]
     stored = {path: number for number, path in enumerate(tree.paths)}
     found = [stored.get(path) for path in paths]
     missing = [position for position, number in enumerate(found) if number is None]
-    for of_asked, of_stored in forms:
+    for of_requested, of_stored in forms:
         if missing:
-            _match_loosely(paths, found, missing, stored, of_asked, of_stored)
+            _match_loosely(paths, found, missing, stored, of_requested, of_stored)
             missing = [position for position in missing if found[position] is None]
     return found
 
@@ -158,21 +158,21 @@ def _match_loosely(
     found: list[int | None],
     missing: Sequence[int],
     stored: dict[TreePath, int],
-    of_asked: Callable[[TreePath], TreePath],
+    of_requested: Callable[[TreePath], TreePath],
     of_stored: Callable[[TreePath], TreePath],
 ) -> None:
     """Find missing leaves by a form of their paths. Forms that several leaves have match nothing."""
     taken = {number for number in found if number is not None}
     forms = [of_stored(path) for path in stored]
-    asked = [of_asked(paths[position]) for position in missing]
-    times_stored, times_asked = Counter(forms), Counter(asked)
+    requested = [of_requested(paths[position]) for position in missing]
+    times_stored, times_requested = Counter(forms), Counter(requested)
     free = {
         form: number
         for form, number in zip(forms, stored.values(), strict=True)
         if number not in taken and times_stored[form] == 1
     }
-    for position, form in zip(missing, asked, strict=True):
-        if times_asked[form] == 1:
+    for position, form in zip(missing, requested, strict=True):
+        if times_requested[form] == 1:
             found[position] = free.get(form)
 
 
@@ -308,25 +308,25 @@ class _Comparison:
             if number is None or handler is None:
                 continue
             record = self.tree.leaves[number]
-            asked = self._described(handler, position)
-            if asked is record:
+            requested = self._described(handler, position)
+            if requested is record:
                 continue
-            if isinstance(asked, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(asked, record):
-                if asked.spec != record.spec:
+            if isinstance(requested, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(requested, record):
+                if requested.spec != record.spec:
                     from ckptcore.loading.differences import adjust  # only if the trees differ
 
-                    change = adjust(format_path(self.paths[position]), asked.spec, record.spec, matching)
+                    change = adjust(format_path(self.paths[position]), requested.spec, record.spec, matching)
                     if isinstance(change, LeafChange):
                         changes[number] = change
                     else:
                         found.extend(change)
                 continue
-            if self.by_name and _are_interchangeable(asked, record):
-                reason = _scalar_difference(asked, record)
+            if self.by_name and _are_interchangeable(requested, record):
+                reason = _scalar_difference(requested, record)
                 if reason is None:
-                    self._convert(position, handler, asked, record)
+                    self._convert(position, handler, requested, record)
             else:
-                reason = _difference(asked, record)
+                reason = _difference(requested, record)
             if reason is not None:
                 from ckptcore.loading.differences import Difference
 
@@ -334,17 +334,17 @@ class _Comparison:
                 found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}"))
         return found
 
-    def _convert(self, position: int, handler: LeafHandler, asked: LeafRecord, stored: LeafRecord) -> None:
+    def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
         """Build a number of a stored array, or an array of a stored number."""
-        if isinstance(asked, ValueRecord):
-            self.handlers[position] = _NumberOfArray(handler, asked.kind)
-        elif isinstance(stored, ValueRecord) and (array := _array_of(stored, asked.spec)) is not None:
+        if isinstance(requested, ValueRecord):
+            self.handlers[position] = _NumberOfArray(handler, requested.kind)
+        elif isinstance(stored, ValueRecord) and (array := _array_of(stored, requested.spec)) is not None:
             self.arrays[position] = array
 
 
-def _are_plain(asked: ArrayRecord, stored: ArrayRecord) -> bool:
+def _are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
     """Return True if two arrays have no meaning beyond their elements, so that they can be adjusted."""
-    return asked.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
+    return requested.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
 
 
 _PLAIN_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
@@ -355,26 +355,26 @@ def _is_none(record: LeafRecord) -> bool:
     return isinstance(record, ValueRecord) and record.kind == "none"
 
 
-def _difference(asked: LeafRecord, stored: LeafRecord) -> str | None:
-    if isinstance(asked, ArrayRecord) and isinstance(stored, ArrayRecord):
-        if asked.spec == stored.spec:
-            if asked.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
+def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
+    if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord):
+        if requested.spec == stored.spec:
+            if requested.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
                 return None
-            return f"kind: a {asked.kind} is requested, a {stored.kind} is stored"
-        if asked.kind == stored.kind != PLAIN_ARRAY and asked.kind in ("str", "bytes"):
+            return f"kind: a {requested.kind} is requested, a {stored.kind} is stored"
+        if requested.kind == stored.kind != PLAIN_ARRAY and requested.kind in ("str", "bytes"):
             return None  # text of any length
-        if asked.spec.shape != stored.spec.shape:
-            return f"shape: {asked.spec} is requested, {stored.spec} is stored"
-        return f"dtype: {asked.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
-    asked_kind, stored_kind = (
+        if requested.spec.shape != stored.spec.shape:
+            return f"shape: {requested.spec} is requested, {stored.spec} is stored"
+        return f"dtype: {requested.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
+    requested_kind, stored_kind = (
         record.kind
         if not isinstance(record, ArrayRecord) or record.kind in ("str", "bytes")
         else f"array {record.spec}"
-        for record in (asked, stored)
+        for record in (requested, stored)
     )
-    if asked_kind == stored_kind:
+    if requested_kind == stored_kind:
         return None
-    return f"kind: {asked_kind} is requested, {stored_kind} is stored"
+    return f"kind: {requested_kind} is requested, {stored_kind} is stored"
 
 
 _NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": bool, "int": int, "float": float}
@@ -386,14 +386,14 @@ _TRIED: Final = (("int", "int"), ("int", "float"), ("float", "float"))
 _VALUES: Final = HostValueHandler()
 
 
-def _are_interchangeable(asked: LeafRecord, stored: LeafRecord) -> bool:
+def _are_interchangeable(requested: LeafRecord, stored: LeafRecord) -> bool:
     """Return True if one is a Python number and the other an array without axes."""
     if isinstance(stored, ValueRecord):
-        return isinstance(asked, ArrayRecord) and _is_number(stored) and _is_scalar(asked)
-    return isinstance(asked, ValueRecord) and _is_number(asked) and _is_scalar(stored)
+        return isinstance(requested, ArrayRecord) and _is_number(stored) and _is_scalar(requested)
+    return isinstance(requested, ValueRecord) and _is_number(requested) and _is_scalar(stored)
 
 
-def _scalar_difference(asked: LeafRecord, stored: LeafRecord) -> str | None:
+def _scalar_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     """Return why a stored leaf cannot become the requested one without loss; None if it can.
 
     A number becomes an array that represents it exactly: an int becomes an array of ints or floats, a float one of
@@ -406,18 +406,18 @@ def _scalar_difference(asked: LeafRecord, stored: LeafRecord) -> str | None:
     Raises:
         CorruptCheckpointError: if the stored number is not a number.
     """
-    if isinstance(stored, ValueRecord) and isinstance(asked, ArrayRecord):
-        if _array_of(stored, asked.spec) is not None:
+    if isinstance(stored, ValueRecord) and isinstance(requested, ArrayRecord):
+        if _array_of(stored, requested.spec) is not None:
             return None
-        if (stored.kind, _sort(asked.spec)) in _TRIED:
-            shown = _shown(stored)
-            return f"value: {asked.spec} is requested, and cannot represent the stored {stored.kind} exactly: {shown}"
-        return f"kind: array {asked.spec} is requested, {stored.kind} is stored"
-    assert isinstance(stored, ArrayRecord) and isinstance(asked, ValueRecord)  # they are interchangeable
+        if (stored.kind, _sort(requested.spec)) in _TRIED:
+            reason = f"cannot represent the stored {stored.kind} exactly: {_shown(stored)}"
+            return f"value: {requested.spec} is requested, and {reason}"
+        return f"kind: array {requested.spec} is requested, {stored.kind} is stored"
+    assert isinstance(stored, ArrayRecord) and isinstance(requested, ValueRecord)  # they are interchangeable
     sort = _sort(stored.spec)
-    if sort == asked.kind or (sort == "int" and asked.kind == "float" and stored.spec.nbytes <= 4):
+    if sort == requested.kind or (sort == "int" and requested.kind == "float" and stored.spec.nbytes <= 4):
         return None
-    return f"kind: {asked.kind} is requested, array {stored.spec} is stored"
+    return f"kind: {requested.kind} is requested, array {stored.spec} is stored"
 
 
 def _array_of(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:

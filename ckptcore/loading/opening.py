@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
@@ -115,12 +114,14 @@ class ConsistentRead(Generic[OpenedT]):
         while True:
             opened = self.open()
             try:
-                with naming_arrays(opened) if isinstance(opened, Checkpoint) else nullcontext():
-                    result = attempt(opened)
+                result = attempt(opened)
             except CheckpointError:
-                if self.is_current():
-                    raise
-                continue
+                if not self.is_current():
+                    continue
+                if isinstance(opened, Checkpoint):
+                    with naming_arrays(opened):
+                        raise
+                raise
             if self.is_unchanged():
                 return result
 

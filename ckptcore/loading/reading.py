@@ -103,15 +103,15 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any
     leaves: list[object] = [PLACEHOLDER] * len(matched.numbers)
     leaf_reads: list[LeafRead] = []
     tied: dict[tuple[object, ...], LeafRead] = {}
-    asked = zip(matched.numbers, matched.handlers, matched.leaves, strict=True)
-    for position, (number, handler, abstract) in enumerate(asked):
+    requested = zip(matched.numbers, matched.handlers, matched.leaves, strict=True)
+    for position, (number, handler, abstract) in enumerate(requested):
         if handler is None:
             continue
         if number is None:
             leaves[position] = abstract  # a requested None that is not stored
             continue
         record, array = tree.leaves[number], matched.arrays.get(position)
-        maker: LeafHandler | Executor[Any, Any] = handler
+        builder: LeafHandler | Executor[Any, Any] = handler
         boxes: Sequence[Box] = ()
         nbytes = 0
         try:
@@ -122,18 +122,18 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any
                 leaves[position] = handler.build(abstract, record, ())
                 continue
             elif executor is not None and executor.makes(abstract):
-                maker, nbytes = executor, executor.read_bytes(abstract, record)
+                builder, nbytes = executor, executor.read_bytes(abstract, record)
             else:
                 boxes = handler.wanted(abstract, record)
                 nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
         except UnsupportedLeafError as error:
             raise _naming_leaf(tree, number, error) from error
-        original, at_workers = tree.aliases.get(number, number), maker is executor
+        original, at_workers = tree.aliases.get(number, number), builder is executor
         leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
         if tree.aliases:
             # Tied leaves are built once and tied again; leaves of a target only if they have the same memory.
-            memory = None if filled is None else maker.identity(abstract) or position
-            key = (original, id(handler), tuple(boxes), _request(maker, abstract), memory)
+            memory = None if filled is None else builder.identity(abstract) or position
+            key = (original, id(handler), tuple(boxes), _placement_key(builder, abstract), memory)
             if (same := tied.setdefault(key, leaf_read)) is not leaf_read:
                 same.positions.append(position)
                 continue
@@ -141,11 +141,11 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any
     return TreeRead(opened, leaf_reads, leaves, filled)
 
 
-def _request(maker: LeafHandler | Executor[Any, Any], abstract: object) -> object:
+def _placement_key(builder: LeafHandler | Executor[Any, Any], abstract: object) -> object:
     """Return a key that is equal for two abstract leaves only if one built leaf, with its placement, fits both."""
     if abstract is None:
         return None
-    identity = maker.identity(abstract)
+    identity = builder.identity(abstract)
     if identity is not None:
         return identity
     try:

@@ -46,10 +46,10 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
     if not transforms:
         return opened
     source = _TransformSource(opened, context)
-    made: TransformedTree = source.tree
+    tree: TransformedTree = source.tree
     for number, transform in enumerate(transforms):
         try:
-            made = transform.apply(made)
+            tree = transform.apply(tree)
         except Exception as error:
             if isinstance(error, CheckpointError) and not isinstance(error, TransformError | UnsupportedLeafError):
                 raise  # the error of an additional checkpoint, not of the transform
@@ -59,7 +59,7 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
                 "the result of the ones before; IfPresent allows a transform to match nothing"
             ) from error
     try:
-        finished = made.finish()
+        finished = tree.finish()
     except TransformError as error:
         raise TransformError(f"{opened.location.display}, after {len(transforms)} transforms: {error}") from error
     return derive(

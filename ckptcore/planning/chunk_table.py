@@ -79,7 +79,7 @@ class ChunkTable:
         Args:
             tree: the tree that was saved.
             state: JSON of `ChunkColumns`.
-            checksum: what is stored right behind each chunk, if anything.
+            checksum: the checksum that follows each chunk in its object; None if there is none.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
@@ -90,7 +90,7 @@ class ChunkTable:
         self._cut: _CutArrays | None = None
         self._reasons: dict[int, str | None] = {}
         try:
-            columns: Any = state  # a hostile state raises what is caught below
+            columns: Any = state  # a hostile state raises an error that is caught below
             cut = columns
             if "box" not in columns:
                 leaves, keys, offsets = _whole_columns(tree, columns)
@@ -269,7 +269,7 @@ def natural_column(found: Any, below: int, count: int | None = None) -> HostArra
 
 
 def _whole_columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Sequence[str], Sequence[int]]:
-    """Return the leaf, file and offset of each whole array. Checks columns, not rows: there may be 100,000s.
+    """Return the leaf, file and offset of each whole array. Checks columns at once: there may be 100,000 rows.
 
     Raises:
         TypeError, IndexError: the columns are hostile.

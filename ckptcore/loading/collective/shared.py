@@ -66,13 +66,13 @@ class SharedArray:
         """
         record = opened.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # who wants a box wants an array
-        made = opened.derived
-        if made is None:
+        derived = opened.derived
+        if derived is None:
             return cls(leaf, "", record.spec, is_stored=True)
-        common, change = made.changes.get(leaf, (leaf, ""))
-        if not made.description and not change:
+        common, change = derived.changes.get(leaf, (leaf, ""))
+        if not derived.description and not change:
             return cls(common, "", record.spec, is_stored=True)
-        axis, step = made.bands(leaf, BLOCK_BYTES) or (0, 0)
+        axis, step = derived.bands(leaf, BLOCK_BYTES) or (0, 0)
         return cls(common, change, record.spec, axis, step)
 
     @property
@@ -213,17 +213,17 @@ class SharedAttempt(CollectiveAttempt[T]):
     def read(self, reading: TreeRead) -> bool:
         """Read what was planned collectively; False if the checkpoint was replaced meanwhile."""
         with ExitStack() as open_channels:
-            made: list[Broadcasts] = []
+            broadcasts: list[Broadcasts] = []
 
             def connect() -> JSON:
                 shares = self._shares(reading)
                 channels = open_channels.enter_context(closing(self._channels(shares)))
-                made.append(Broadcasts(reading, shares, channels, self._agreement.rank))
+                broadcasts.append(Broadcasts(reading, shares, channels, self._agreement.rank))
                 return None
 
             def exchange(reading: TreeRead, context: Context) -> None:
                 try:
-                    made[0].run()
+                    broadcasts[0].run()
                 except RankFailedError as error:
                     open_channels.close()  # processes that wait for this one fail now, not at a deadline
                     raise RankFailedError(f"collective load of {self._load.location}: {error}") from error

@@ -134,8 +134,8 @@ def plan_shares(
         for leaf in leaves:
             itemsize = specs[leaf].numpy_dtype.itemsize
             cells = [
-                _Cell(box, planning.members(wanting), is_whole)
-                for box, wanting, is_whole in _requested_cells(leaf, requests, ranks_of)
+                _Cell(box, planning.members(readers), is_whole)
+                for box, readers, is_whole in _requested_cells(leaf, requests, ranks_of)
             ]
             index = _chunk_lookup(cells, chunks(leaf))
             for cell in cells if index.is_plain else _extend_to_chunks(cells, index):
@@ -179,12 +179,12 @@ class _ReaderAssignment:
         self._load = dict.fromkeys([rank for ranks in ranks_of.values() for rank in ranks], 0)
         self._members: dict[ReaderSet, tuple[int, ...]] = {}
 
-    def members(self, wanting: ReaderSet) -> tuple[int, ...]:
+    def members(self, readers: ReaderSet) -> tuple[int, ...]:
         """Return the ranks with one of these requests."""
-        found = self._members.get(wanting)
+        found = self._members.get(readers)
         if found is None:
-            found = tuple(sorted([rank for number in wanting for rank in self._ranks_of[number]]))
-            self._members[wanting] = found
+            found = tuple(sorted([rank for number in readers for rank in self._ranks_of[number]]))
+            self._members[readers] = found
         return found
 
     def add(self, rank: int, nbytes: int) -> None:
@@ -246,12 +246,12 @@ def _requested_cells(
     leaf: int, requests: Sequence[RequestedBoxes], ranks_of: Mapping[int, Sequence[int]]
 ) -> list[tuple[Box, ReaderSet, bool]]:
     """Cut the requested boxes of an array. Returns disjoint boxes, the requests of each, and True for uncut boxes."""
-    wants: dict[Box, set[int]] = {}
+    readers_of: dict[Box, set[int]] = {}
     for number in ranks_of:
         for box in requests[number].get(leaf, ()):
-            wants.setdefault(box, set()).add(number)
-    cells = cut_by_readers({box: frozenset(numbers) for box, numbers in wants.items()})
-    return [(box, wanting, box in wants) for box, wanting in cells]
+            readers_of.setdefault(box, set()).add(number)
+    cells = cut_by_readers({box: frozenset(numbers) for box, numbers in readers_of.items()})
+    return [(box, readers, box in readers_of) for box, readers in cells]
 
 
 @dataclass(frozen=True, slots=True)
