@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ckptcore.commit.conditional_stores import FencedStore, refuse_storage, save_lost, try_conditional_puts
+from ckptcore.commit.conditional_stores import FencedStore, find_object, refuse_storage, save_lost, try_conditional_puts
 from ckptcore.commit.method import (
     CommitMethod,
     PlannedSession,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Locks
 
-__all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "find_root", "new_claim"]
+__all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "new_claim"]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -128,7 +128,7 @@ class ConditionalPutTransaction:
     def _own_tag(self) -> str | None:
         """Return the tag of the root if it is this claim; None if it is not, or cannot be read."""
         try:
-            found = find_root(self._roots)
+            found = find_object(self._roots, ROOT_KEY)
         except StorageError:
             return None
         return found[1] if found is not None and found[0] == self._claim_bytes else None
@@ -204,7 +204,7 @@ class ConditionalPutTransaction:
             StorageError: the error of the put. The root was not put, and will not be by a delayed put.
         """
         try:
-            found = find_root(self._roots)
+            found = find_object(self._roots, ROOT_KEY)
             if found is not None and found[0] == root:
                 return True
             if found is None or found[0] != self._claim_bytes:
@@ -233,7 +233,7 @@ class ConditionalPutTransaction:
         try:
             self._tag = self._roots.put(ROOT_KEY, claim, condition=IfTag(self._tag))
         except StorageError:
-            found = find_root(self._roots)
+            found = find_object(self._roots, ROOT_KEY)
             if found is not None and found[0] == root:
                 return True
             if found is None or found[0] != claim:
@@ -292,14 +292,6 @@ class ConditionalPutTransaction:
         self.store.delete([ROOT_KEY])
 
 
-def find_root(store: StorageBackend) -> tuple[bytes, str] | None:
-    """Return the bytes and the tag of the root; None if there is none."""
-    try:
-        return store.get_with_tag(ROOT_KEY)
-    except ObjectNotFoundError:
-        return None
-
-
 def _encode(claim: Claim | PartialSave) -> bytes:
     return encode_partial(claim) if isinstance(claim, PartialSave) else encode_claim(claim)
 
@@ -337,7 +329,8 @@ class ConditionalPutMethod(CommitMethod):
     ) -> Transaction:
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
-        found = find_root(location.store)  # with its tag, so that the claim fails if the root changes after the checks
+        # With its tag, so that the claim fails if the root changes after the checks.
+        found = find_object(location.store, ROOT_KEY)
         replaces = find_existing(location, None if found is None else found[0], overwrite, is_foreign)
         if replaces == "checkpoint" and overwrite != "non-atomic":
             raise AtomicityError(
@@ -360,7 +353,7 @@ class ConditionalPutMethod(CommitMethod):
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
-        found = find_root(location.store)
+        found = find_object(location.store, ROOT_KEY)
         data = None if found is None else found[0]
         before = parse_table(location, data) if data is not None and is_partial(data) else None
         if before != planned.before:
@@ -380,7 +373,7 @@ class ConditionalPutMethod(CommitMethod):
         self, location: Location, examine: Callable[[PartialSave, StorageBackend], T]
     ) -> tuple[PartialSave, Transaction, T]:
         """See `CommitMethod`."""
-        found = find_root(location.store)
+        found = find_object(location.store, ROOT_KEY)
         before = None if found is None else parse_root(location.store, found[0], location.display)
         if not isinstance(before, PartialSave):
             raise no_sessions(location)
@@ -405,7 +398,7 @@ class ConditionalPutMethod(CommitMethod):
 
     def read_table(self, location: Location) -> bytes | None:
         """See `CommitMethod`."""
-        found = find_root(location.store)
+        found = find_object(location.store, ROOT_KEY)
         return None if found is None or not is_partial(found[0]) else found[0]
 
     def is_committed(self, name: str) -> bool | None:
@@ -420,12 +413,12 @@ class ConditionalPutMethod(CommitMethod):
         """See `CommitMethod`."""
         expect_no_nested(location)
         # The root is replaced by a claim first: objects without a root may look like a checkpoint of other software.
-        ConditionalPutTransaction(location, new_claim(save_id), find_root(location.store)).give_up()
+        ConditionalPutTransaction(location, new_claim(save_id), find_object(location.store, ROOT_KEY)).give_up()
 
     def remove_unfinished(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
-        found = find_root(location.store)
+        found = find_object(location.store, ROOT_KEY)
         if found is not None and is_claim(found[0]):
             ConditionalPutTransaction(location, new_claim(save_id), found).give_up()
 

@@ -34,6 +34,7 @@ __all__ = [
     "ConditionalPuts",
     "EmulatedConditionalPuts",
     "FencedStore",
+    "find_object",
     "refuse_storage",
     "save_lost",
     "try_conditional_puts",
@@ -166,18 +167,19 @@ class EmulatedConditionalPuts(Subdirectory):
 
         This is not atomic: two concurrent calls may both succeed.
         """
-        found = _find(self, key)
+        found = find_object(self, key)
         met = found is None if isinstance(condition, IfAbsent) else found is not None and found[1] == condition.tag
         if not met:
             raise ConditionFailedError(f"cannot put {key!r}: it changed since it was read")
         super().put(key, data)
-        found = _find(self, key)
+        found = find_object(self, key)
         if found is None or found[0] != data:
             raise ConditionFailedError(f"{key!r} was replaced by another process right after it was put")
         return found[1]
 
 
-def _find(store: StorageBackend, key: str) -> tuple[bytes, str] | None:
+def find_object(store: StorageBackend, key: str) -> tuple[bytes, str] | None:
+    """Return the bytes and the tag of an object; None if it does not exist."""
     try:
         return store.get_with_tag(key)
     except ObjectNotFoundError:
@@ -245,10 +247,10 @@ class FencedStore(Subdirectory):
             root = decode_root(super().get(ROOT_KEY), _read_no_part)
         except (ObjectNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
             root = None
-        if isinstance(root, PartialSave):
-            is_ours = root.save_id == self._save_id and root.owner == self._owner and self._owner is not None
+        if self._owner is None:
+            is_ours = isinstance(root, Claim) and root.save_id == self._save_id
         else:
-            is_ours = isinstance(root, Claim) and root.save_id == self._save_id and self._owner is None
+            is_ours = isinstance(root, PartialSave) and (root.save_id, root.owner) == (self._save_id, self._owner)
         if not is_ours:
             raise save_lost(self._location)
         self._checked = began
@@ -290,9 +292,7 @@ class FencedStore(Subdirectory):
     def _find_after(self, error: BaseException, key: str) -> tuple[bytes, str] | None:
         """Return the object after a failed put. Raise the error if it cannot be read."""
         try:
-            return self.get_with_tag(key)
-        except ObjectNotFoundError:
-            return None
+            return find_object(self, key)
         except StorageError as failure:
             raise error from failure
 
