@@ -277,7 +277,7 @@ def summarize_root(data: bytes) -> RootSummary:
         nbytes = None
         if "objects" not in document.get("parts", {}):
             tables = document.get("tables", {})
-            nbytes = sum(_size(size) for size in (tables["objects"]["size"] if "objects" in tables else []))
+            nbytes = sum(_count(size) for size in (tables["objects"]["size"] if "objects" in tables else []))
         return RootSummary(
             head.state == "committed",
             head.save_id,
@@ -308,25 +308,25 @@ def _errors_as_damage() -> Iterator[None]:
     try:
         yield
     except InvalidLocationError as error:
-        raise _damaged(f"is corrupt: invalid object name: {error}") from error
+        raise _damaged(f"invalid object name: {error}") from error
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise _damaged(f"cannot be read: {error!r}") from error
+        raise _damaged(repr(error)) from error
 
 
 def _damaged(reason: str, key: str = ROOT_KEY) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{ROOT_KEY} {reason}", key=key)
+    return CorruptCheckpointError(f"{ROOT_KEY} is corrupt: {reason}", key=key)
 
 
 def _open(data: bytes) -> tuple[dict[str, Any], RootHead]:
     """Return the fields and the head of a root. Verifies its checksum and its version."""
     document = _unseal(data)
     if document.get("format") != _FORMAT:
-        raise _damaged("was not written by ckptcore")
+        raise _damaged("it was not written by ckptcore")
     version = document["version"]
     if type(version) is not int or version < 1:
-        raise _damaged(f"states the format version {version!r}")
+        raise _damaged(f"invalid format version {version!r}")
     if version > FORMAT_VERSION:
         raise UnsupportedVersionError(
             f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
@@ -334,14 +334,14 @@ def _open(data: bytes) -> tuple[dict[str, Any], RootHead]:
         )
     head = read_head(data)
     if head is None:
-        raise _damaged("does not begin with format, version, state, role and save_id")
+        raise _damaged("it does not begin with format, version, state, role and save_id")
     return document, head
 
 
 def _unseal(data: bytes) -> dict[str, Any]:
     document = _parse(_sealed(data) + b"}", ROOT_KEY)
     if not isinstance(document, dict):
-        raise _damaged("is not an object")
+        raise _damaged("it is not a JSON object")
     return document
 
 
@@ -367,17 +367,17 @@ def _parse(data: bytes, key: str) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:
-        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
+        raise CorruptCheckpointError(f"{key} is corrupt: invalid JSON: {error}", key=key) from error
 
 
 def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
     if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
-        raise _damaged(f"states {size!r} bytes for {key}", key)
+        raise _damaged(f"invalid size {size!r} of {key}", key)
     data = read_part(key, size + 1)
     if len(data) != size:
-        found = f"{len(data)} bytes" if len(data) < size else "more"
+        found = f"{len(data)} bytes" if len(data) < size else "more bytes"
         raise CorruptCheckpointError(
-            f"{key} has {found}, where {size} bytes were written; restore it or delete the checkpoint",
+            f"{key} has {found}, expected {size} bytes; restore it from a copy, or delete the checkpoint",
             key=key, start=min(len(data), size), stop=max(len(data), size),
         )  # fmt: skip
     if _checksum(data) != checksum:
@@ -390,19 +390,13 @@ def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
 
 def _text(found: Any) -> str:
     if not isinstance(found, str):
-        raise _damaged(f"has {str(found)[:80]!r} where text is expected")
+        raise _damaged(f"expected text, found {str(found)[:80]!r}")
     return found
 
 
 def _count(found: Any) -> int:
     if type(found) is not int or found < 0:
-        raise _damaged(f"has {str(found)[:80]!r} where a count is expected")
-    return found
-
-
-def _size(found: Any) -> int:
-    if type(found) is not int or found < 0:
-        raise _damaged(f"states {str(found)[:80]!r} bytes for an object")
+        raise _damaged(f"expected a whole number of at least 0, found {str(found)[:80]!r}")
     return found
 
 
@@ -419,13 +413,13 @@ def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:
         session = Session(*columns)
         possible = 1 <= session.size <= _MAX_PROCESSES and stop <= session.first <= ranks - session.size
         if not possible or session.key_bytes > _MAX_PART_BYTES:
-            raise _damaged(f"states a session that cannot be: {session}")
+            raise _damaged(f"invalid session {session}")
         if session.key != f"checkpoint.{save_id}.session-{session.first}":
-            raise _damaged(f"names {session.key[:80]!r} for the session {session.first}")
+            raise _damaged(f"invalid key {session.key[:80]!r} of the session {session.first}")
         sessions.append(session)
         stop = session.first + session.size
     if owner is not None and _count(owner) >= ranks:
-        raise _damaged(f"states the owner {owner} of {ranks} ranks")
+        raise _damaged(f"invalid owner {owner} of {ranks} ranks")
     return PartialSave(
         save_id, _text(document["created"]), _text(document["layout"]), _text(document["agreed"]), ranks, owner,
         _text(document["token"]), tuple(sessions),
@@ -436,7 +430,7 @@ def _decode_metrics(document: dict[str, Any]) -> dict[str, float]:
     decoded = {}
     for name, value in document.get("metrics", {}).items():
         if type(value) not in (int, float) and value not in _NOT_FINITE:
-            raise _damaged(f"states {str(value)[:80]!r} for the metric {name!r}")
+            raise _damaged(f"invalid value {str(value)[:80]!r} of the metric {name!r}")
         decoded[_text(name)] = _NOT_FINITE[value] if isinstance(value, str) else float(value)
     return decoded
 
@@ -445,7 +439,7 @@ def _decode_progress(document: dict[str, Any]) -> dict[str, int]:
     progress: dict[str, int] = document.get("progress", {})
     for name, value in progress.items():
         if type(value) is not int:
-            raise _damaged(f"states {str(value)[:80]!r} for {name!r}")
+            raise _damaged(f"invalid value {str(value)[:80]!r} of {name!r}")
     return dict(progress)
 
 
@@ -458,7 +452,7 @@ def _decode_members(members: Any) -> dict[str, Member]:
                 "upgrade ckptcore"
             )
         if processes is not None and (type(processes) is not int or not 1 <= processes <= _MAX_PROCESSES):
-            raise _damaged(f"states {str(processes)[:80]!r} processes for {name!r}")
+            raise _damaged(f"invalid number of processes {str(processes)[:80]!r} of {name!r}")
         decoded[check_name(name)] = Member(kind, processes)
     return decoded
 
@@ -467,7 +461,7 @@ def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:
     bases = document.get("bases", [])
     decoded = tuple([Base(_text(path), _text(save_id)) for path, save_id in bases])
     if not all(_SAVE_ID.fullmatch(base.save_id) for base in decoded) or len(set(decoded)) != len(decoded):
-        raise _damaged(f"states the bases {str(bases)[:200]}")
+        raise _damaged(f"invalid bases {str(bases)[:200]}")
     return decoded
 
 
@@ -490,10 +484,10 @@ def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
     objects = {}
     columns = (table["key"], table["size"], table["checksums"])
     if {*map(type, columns)} != {list} or len({*map(len, columns)}) != 1:
-        raise CorruptCheckpointError(f"the objects in {ROOT_KEY} cannot be read", key=ROOT_KEY)
+        raise _damaged("invalid table of objects")
     for key, size, encoded in zip(*columns, strict=True):
         record = ObjectRecord(check_key(_text(key)), size, binascii.a2b_base64(encoded, strict_mode=True))
         if type(size) is not int or size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
-            raise _damaged(f"states {size!r} bytes and {len(record.checksums)} bytes of checksums for {key}", key)
+            raise _damaged(f"invalid size {size!r} of {key}, with {len(record.checksums)} bytes of checksums", key)
         objects[key] = record
     return objects
