@@ -278,7 +278,9 @@ def test_the_names_of_saves_under_way_are_refused(name: str, place: str, tmp_pat
         lambda: ckptcore.copy(f"{where}/source", f"{where}/{name}"),
         lambda: ckptcore.copy(f"{where}/source", f"{where}/{name}", layout="safetensors"),
     ):
-        with pytest.raises(InvalidLocationError, match="uncommitted save.*Save to a name that does not begin with a dot"):
+        with pytest.raises(
+            InvalidLocationError, match="uncommitted save.*Save to a name that does not begin with a dot"
+        ):
             save()
     assert place == "memory" or {path.name for path in tmp_path.iterdir()} <= {"source", ".ckptcore"}
 
