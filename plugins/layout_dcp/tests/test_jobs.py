@@ -57,10 +57,10 @@ def resumed(directory: Path, saver: str, saved_by: int, sizes: tuple[int, ...]) 
 
 def test_torch_goes_on_in_fewer_processes(tmp_path: Path) -> None:
     resumed(tmp_path, "ckptcore", 2, (1,))
-    _expect_weights_beside(tmp_path)
+    _expect_weights_in_slices(tmp_path)
 
 
-def _expect_weights_beside(directory: Path) -> None:
+def _expect_weights_in_slices(directory: Path) -> None:
     """The same save also wrote weights in another layout, in slices that one process collects."""
     ckptcore.copy(directory / "weights", directory / "published", subtree=())
     found = load_file(directory / "published" / "model.safetensors")

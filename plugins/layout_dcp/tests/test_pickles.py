@@ -186,7 +186,7 @@ def test_what_is_shared_stays_shared(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_values_that_stand_inside_themselves(protocol: int) -> None:
+def test_values_that_contain_themselves(protocol: int) -> None:
     row: list[Any] = []
     row.append(row)
     found = pickle.loads(write_pickle(row, protocol=protocol))

@@ -81,7 +81,7 @@ def test_a_step_of_torchtitan_is_one_tree(titan_run: Path) -> None:
     assert ckptcore.metadata(titan_run / "step-10").writer == "torch.distributed.checkpoint"
 
 
-def test_a_directory_of_steps_is_told_with_the_way_to_load_one(titan_run: Path) -> None:
+def test_an_error_for_a_directory_of_steps_says_how_to_load_one(titan_run: Path) -> None:
     with pytest.raises(CheckpointNotFoundError) as raised:
         ckptcore.load(titan_run)
     said = str(raised.value)
@@ -94,7 +94,7 @@ def test_a_directory_of_steps_is_told_with_the_way_to_load_one(titan_run: Path) 
         assert int(reader.load()["train_state"]["step"]) == 10
 
 
-def test_many_steps_are_told_in_short(tmp_path: Path) -> None:
+def test_errors_abbreviate_many_steps(tmp_path: Path) -> None:
     for step in range(100):
         (tmp_path / f"step{step}").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"\(step0, ..., step91, .*, step98, step99\)"):
@@ -193,7 +193,7 @@ def test_the_command_line_takes_them(xorl_step: Path) -> None:
     assert "100" in run("steps", str(xorl_step.parent))
 
 
-def test_files_beside_one_checkpoint_change_nothing(titan_run: Path) -> None:
+def test_other_files_in_a_checkpoint_are_ignored(titan_run: Path) -> None:
     step = titan_run / "step-5"
     torch.save({"x": 1}, step / "extra_state_rank_0.pt")
     assert int(ckptcore.load(step)["train_state"]["step"]) == 5

@@ -96,14 +96,14 @@ def test_tensors_with_attributes_are_tensors() -> None:
     assert _tensor(torch.nn.Buffer(torch.ones(2))).shape == (2,)
 
 
-def test_storages_that_stand_alone() -> None:
+def test_bare_storages() -> None:
     assert _tensor(torch.ones(3).untyped_storage()).spec.shape == (12,)
     legacy = _storage("HalfStorage", 10, ("1", 4, 3))
     found = stored_tensor(legacy, key="file", path="s")
     assert found is not None and (found.dtype, found.shape, found.offset) == ("float16", (3,), 4)
 
 
-def test_dtypes_whose_bytes_have_no_meaning_of_their_own() -> None:
+def test_dtypes_stored_as_raw_bytes() -> None:
     found = _tensor(torch.empty(3, dtype=torch.float4_e2m1fn_x2))
     assert (found.dtype, found.kind) == ("uint8", "torch.float4_e2m1fn_x2")
 

@@ -152,7 +152,7 @@ def test_tensors_of_every_kind(zipped: bool, tmp_path: Path) -> None:
 
 
 @_FORMATS
-def test_views_of_one_storage_stay_arrays_of_their_own(zipped: bool, tmp_path: Path) -> None:
+def test_views_of_one_storage_stay_separate_arrays(zipped: bool, tmp_path: Path) -> None:
     base = torch.arange(24.0)
     state = {"all": base, "shape": base.reshape(4, 6), "part": base[4:9], "turned": base.reshape(4, 6).T}
     _save(state, tmp_path / "m.bin", zipped)

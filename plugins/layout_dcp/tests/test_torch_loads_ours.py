@@ -107,7 +107,7 @@ def test_what_sessions_wrote(tmp_path: Path) -> None:
     assert_whole_items(tmp_path / "c")
 
 
-def test_tensors_that_do_not_lie_in_order(tmp_path: Path) -> None:
+def test_strided_tensors(tmp_path: Path) -> None:
     base = torch.randn(4, 3, 6, 5)
     state = {
         "transposed": torch.arange(12).reshape(3, 4).t(),
@@ -149,7 +149,7 @@ def test_keys_that_are_numbers(tmp_path: Path) -> None:
     assert_same(loaded(tmp_path / "c", blank(state)), state)
 
 
-def test_names_that_torch_would_give_twice_are_kept_apart(tmp_path: Path) -> None:
+def test_names_that_collide_in_torch_stay_distinct(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "c": torch.full((1,), 3.0)}
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     assert_same(loaded(tmp_path / "c", {"c": torch.zeros(1)}), {"c": state["c"]})

@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path) -> None:
         assert_same(loaded(location, like(OLD)), OLD)
 
 
-def test_an_error_of_a_background_save_is_told(tmp_path: Path) -> None:
+def test_an_error_of_a_background_save_is_raised(tmp_path: Path) -> None:
     location = tmp_path / "c"
     ckptcore.save(location, OLD, layout="dcp")
     context = counted(FaultPlan(FullAfter(5000)))

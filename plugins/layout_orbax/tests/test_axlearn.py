@@ -77,7 +77,7 @@ def test_a_leaf_that_is_called_step_is_the_one_of_the_state(step):
     assert leaves_of(step)["step",].name == "gda/step"
 
 
-def test_states_of_several_processes_are_told_apart(step):
+def test_states_of_several_processes_are_distinguished(step):
     (step / "python_1").mkdir()
     (step / "python_1" / "input_iter").write_bytes(msgpack.packb({"position": 18}))
     leaves = leaves_of(step)

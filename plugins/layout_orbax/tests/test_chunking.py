@@ -54,7 +54,7 @@ def test_write_chunks(
 
 
 @given(cut_arrays(), st.integers(2, 9))
-def test_no_boundary_of_shards_lies_within_a_chunk(
+def test_no_shard_boundary_is_inside_a_chunk(
     array: tuple[ArraySpec, tuple[tuple[int, ...], ...] | None], size: int
 ) -> None:
     spec, cuts = array

@@ -221,7 +221,7 @@ def _tampered_values(
     return [*entries[:number], (key, value), *entries[number + 1 :]]
 
 
-def _lie(name: str, directory: Path, count: int) -> None:
+def _change_entries(name: str, directory: Path, count: int) -> None:
     location = _location(name, directory)
     choices = random.Random(name)
     manifests = [path for path in location.rglob("manifest.ocdbt") if "ocdbt.process_" not in str(path)]
@@ -252,14 +252,14 @@ def _inline_documents(key: bytes, value: ValueLocation, store: DirectoryReadStor
 
 
 @pytest.mark.parametrize("name", _DATABASES)
-def test_databases_that_lie(name: str, tmp_path: Path) -> None:
-    _lie(name, tmp_path, 20)
+def test_databases_with_wrong_entries(name: str, tmp_path: Path) -> None:
+    _change_entries(name, tmp_path, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _DATABASES)
-def test_databases_that_lie_much(name: str, tmp_path: Path) -> None:
-    _lie(name, tmp_path, 1500)
+def test_databases_with_many_wrong_entries(name: str, tmp_path: Path) -> None:
+    _change_entries(name, tmp_path, 1500)
 
 
 # --- checksums of the format ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorstore
 from ckptcore_orbax import Zarr3Layout
-from ckptcore_orbax.zarr.state import ArraysState, StoredArray
+from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
@@ -20,7 +20,7 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, ReadItem, TreeMetadata
 
 
-def _write(directory: Path, name: str, elements: np.ndarray) -> StoredArray:
+def _write(directory: Path, name: str, elements: np.ndarray) -> ZarrArray:
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(directory / name)},
@@ -34,7 +34,7 @@ def _write(directory: Path, name: str, elements: np.ndarray) -> StoredArray:
     }
     array = tensorstore.open(spec, create=True, dtype=elements.dtype.name, shape=elements.shape).result()
     array.write(elements).result()
-    return StoredArray(name, parse_zarr3((directory / name / "zarr.json").read_bytes(), name))
+    return ZarrArray(name, parse_zarr3((directory / name / "zarr.json").read_bytes(), name))
 
 
 @pytest.mark.parametrize("missing", ["error", "fill"])  # read by tensorstore, or decoded in memory

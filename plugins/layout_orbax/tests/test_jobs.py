@@ -124,7 +124,7 @@ def test_orbax_loads_it(name: str, tmp_path: Path) -> None:
     assert_as_saved(v1.load(tmp_path / "c"))
 
 
-def test_every_process_has_data_files_of_its_own_and_no_element_is_moved(tmp_path: Path) -> None:
+def test_each_process_writes_its_data_files_and_no_element_is_copied(tmp_path: Path) -> None:
     saved(tmp_path / "c", OcdbtLayout(checksum=False))
     item = tmp_path / "c" / "state"
     sizes = [

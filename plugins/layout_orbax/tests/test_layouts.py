@@ -183,7 +183,7 @@ class TestZarrDying(LayoutCrashTests):
 
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(chunk_bytes=64), Zarr3Layout(chunk_bytes=8), ZarrLayout(chunk_bytes=8)])
-def test_read_chunks_that_lie_wholly_beyond_an_array(layout: Layout, tmp_path: Path) -> None:
+def test_read_chunks_outside_of_the_array(layout: Layout, tmp_path: Path) -> None:
     """A chunk at the edge has full size, and a process has several boxes of it."""
     boxes = [Box((0, 0, 0), (1, 1, 6)), Box((0, 1, 0), (1, 4, 6)), Box((1, 0, 0), (5, 4, 6))]
     trial = flat_trial({"odd": ArraySpec((5, 4, 6), "bool")}, parts={0: [boxes]})

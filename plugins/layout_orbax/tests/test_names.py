@@ -34,7 +34,7 @@ def test_names_that_are_no_directories_are_escaped(name: str) -> None:
     assert escaped.startswith("%") and "/" not in escaped and len(escaped.encode()) <= 202
 
 
-def test_an_array_does_not_lie_among_the_chunks_of_another() -> None:
+def test_an_array_is_not_inside_the_directory_of_another() -> None:
     assert names_of([("a",), ("a/c",)]) == ["a", "%a%2Fc"]
 
 

@@ -98,11 +98,11 @@ def test_credentials_of_a_profile(server: S3Server, location: str, native_reads:
         f"[team]\naws_access_key_id = {ACCESS_KEY_ID}\naws_secret_access_key = {SECRET_ACCESS_KEY}\n"
     )
     _expect_elements(location, _context(server, profile="team"))
-    assert native_reads == [], "tensorstore 0.1.86 makes nothing of a profile"
+    assert native_reads == [], "tensorstore 0.1.86 cannot use profiles"
 
 
 @pytest.mark.system
-def test_nobody_in_particular(server: S3Server, location: str, native_reads: list[Any]) -> None:
+def test_anonymous_access(server: S3Server, location: str, native_reads: list[Any]) -> None:
     _expect_elements(location, _context(server, anonymous=True))
     assert [native["base"]["aws_credentials"] for native in native_reads] == [{"type": "anonymous"}]
 

@@ -109,7 +109,7 @@ def test_no_damage_goes_unseen(tmp_path: Path, writer: str) -> None:
     assert _list(tmp_path) == expected
 
 
-def test_a_wrong_checksum_is_told_as_such(tmp_path: Path) -> None:
+def test_a_wrong_checksum_raises_a_checksum_error(tmp_path: Path) -> None:
     _written_here(tmp_path)
     nodes = bytearray((tmp_path / _NODE_FILE).read_bytes())
     nodes[-1] ^= 1

@@ -292,7 +292,7 @@ def test_several_checkpointables_load(tmp_path, layout):
             assert_same(restored[name], tree)
 
 
-def test_objects_with_files_of_their_own_load(tmp_path):
+def test_objects_that_write_files_load(tmp_path):
     """Such as Grain's iterators: Orbax finds their files at the path that ckptcore passed to them."""
     ckptcore.save_checkpointables(tmp_path / "c", {"model": STEP, "data": Iterator(7)}, layout="ocdbt")
     there = Iterator(0)

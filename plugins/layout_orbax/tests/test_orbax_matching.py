@@ -152,7 +152,7 @@ def test_a_step_is_placed_as_its_abstract_leaf_asks(tmp_path: Path) -> None:
     assert loaded["rate"].dtype == jnp.bfloat16 and loaded["rate"] == 0.5
 
 
-def test_numbers_that_no_array_of_the_dtype_holds_are_told(tmp_path: Path) -> None:
+def test_numbers_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
     v1.save(tmp_path / "c", {"step": 1 << 40, "rate": 0.1})
     asked = {"step": jax.ShapeDtypeStruct((), jnp.int32), "rate": jax.ShapeDtypeStruct((), jnp.float32)}
     with pytest.raises(TreeMismatchError) as caught:
@@ -242,7 +242,7 @@ def test_int_keys_and_tuples_and_empty_things(tmp_path: Path) -> None:
     assert loaded[7] == optax.MaskedNode() and loaded[20][5][1:] == [{}, (), None, optax.EmptyState()]
 
 
-def test_what_differs_is_told(tmp_path: Path) -> None:
+def test_errors_say_what_differs(tmp_path: Path) -> None:
     v1.save(tmp_path / "c", updated(optax.adam(1e-3)))
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", updated(optax.sgd(0.1, momentum=0.9)))

@@ -98,7 +98,7 @@ def test_groups_are_objects_of_the_checkpoint(tmp_path: Path, layout: str) -> No
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_orbax_and_tensorstore_read_beside_groups(tmp_path: Path, layout: str) -> None:
+def test_orbax_and_tensorstore_read_checkpoints_with_groups(tmp_path: Path, layout: str) -> None:
     v1 = pytest.importorskip("orbax.checkpoint").v1
     state: dict[str, Any] = {"params": {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, "a/b": np.arange(5)}
     ckptcore.save(tmp_path / "c", state, layout=layout)

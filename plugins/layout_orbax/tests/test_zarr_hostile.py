@@ -204,7 +204,7 @@ def test_fill_values_of_zarr_2(dtype: str, fill: Any, expected: bytes) -> None:
     assert parse_zarr2(document(VERSION2[0], dtype=dtype, fill_value=fill), "a/.zarray").fill == expected
 
 
-def test_dtypes_that_only_numpy_has_are_read_only_where_they_lie_plain() -> None:
+def test_dtypes_that_only_numpy_has_are_read_only_from_raw_chunks() -> None:
     for changes in ({"compressor": {"id": "zstd", "level": 1}}, {"order": "F"}, {"dtype": ">M8[ns]"}):
         with pytest.raises(UnsupportedLeafError, match="raw chunks"):
             parse_zarr2(document(VERSION2[0], **{"dtype": "<M8[ns]", **changes}), "a/.zarray")
@@ -219,7 +219,7 @@ def test_deep_nesting_is_refused(member: str) -> None:
             assert (member, depth) == ("attributes", 30)
 
 
-def test_members_that_stand_twice_are_refused() -> None:
+def test_duplicate_members_are_refused() -> None:
     data = encode_metadata(VERSION3[0]).replace(b'"zarr_format":3', b'"zarr_format":3,"zarr_format":3')
     with pytest.raises(CorruptCheckpointError, match="twice"):
         parse_zarr3(data, "a/zarr.json")
@@ -251,7 +251,7 @@ def test_an_index_comes_back() -> None:
         (2**64 - 1, 0), (2**63, 2**63), (0, 2**63 + 28),
     ],
 )  # fmt: skip
-def test_inner_chunks_that_lie_outside_of_their_chunk_are_refused(entry: tuple[int, int]) -> None:
+def test_inner_chunks_outside_of_their_chunk_are_refused(entry: tuple[int, int]) -> None:
     data = index_of((0, 28), ABSENT, entry, (28, 28))
     with pytest.raises(CorruptCheckpointError, match="inner chunk 2") as caught:
         decode_index(SHARDED, data, SHARDED.chunk_bytes, "c/0/0")

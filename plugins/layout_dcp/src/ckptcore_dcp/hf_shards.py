@@ -121,11 +121,11 @@ def _read_boxes(store: ReadStore, key: str) -> Sequence[_ShardBox] | None:
             f"{header_bytes}",
             key=key,
         )
-    header = _parse(store.get(key, 8, 8 + header_bytes), key)
+    header = _parse_json(store.get(key, 8, 8 + header_bytes), key)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_INFO), str):
         return None
-    info = _parse(metadata[_INFO].encode("utf-8", "surrogatepass"), key)
+    info = _parse_json(metadata[_INFO].encode("utf-8", "surrogatepass"), key)
     parts = [_shard_box(name, described, info, key, 8 + header_bytes, file_bytes) for name, described in header.items()]
     position = 8 + header_bytes
     for part in sorted(parts, key=lambda part: (part.offset, part.box.size)):
@@ -172,7 +172,7 @@ def _shard_box(name: str, described: Any, info: Any, key: str, start: int, file_
     return _ShardBox(name, _DTYPES[dtype], Box(tuple(offsets), stop), key, start + first)
 
 
-def _parse(data: bytes, key: str) -> dict[str, Any]:
+def _parse_json(data: bytes, key: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):

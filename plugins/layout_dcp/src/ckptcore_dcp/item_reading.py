@@ -100,7 +100,7 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore)
         for found in group:
             start = found.chunk.offset - group[0].chunk.offset
             with _error_range(found.chunk):
-                _copy(tree, found, data[start : start + found.chunk.nbytes], templates)
+                _copy_from_memory(tree, found, data[start : start + found.chunk.nbytes], templates)
             yield from _completed(found, remaining)
     counts: dict[int, int] = {}
     for chunk in chunks:
@@ -168,7 +168,7 @@ def _error_range(chunk: StoredItem) -> Iterator[None]:
         raise type(error)(str(error), key=chunk.key, start=chunk.offset, stop=stop) from error
 
 
-def _copy(tree: TreeMetadata, found: ItemRead, stored: memoryview, templates: _Templates) -> None:
+def _copy_from_memory(tree: TreeMetadata, found: ItemRead, stored: memoryview, templates: _Templates) -> None:
     """Fill the destinations from an item in memory."""
     chunk = found.chunk
     origin = chunk.offset
@@ -181,14 +181,14 @@ def _copy(tree: TreeMetadata, found: ItemRead, stored: memoryview, templates: _T
     expected = _chunk_spec(tree, found)
     known = templates.match(expected, stored)
     if known is not None:
-        _fill(found, known[1], bytes(known[0]))
+        _fill_targets(found, known[1], bytes(known[0]))
         return
 
     def fetch(start: int, stop: int) -> bytes:
         return bytes(stored[max(start - origin, 0) : max(stop - origin, 0)])
 
     location, members = _locate(tree, found, fetch, origin, origin + len(stored))
-    _fill(found, location, read_storage(location.storage, fetch))
+    _fill_targets(found, location, read_storage(location.storage, fetch))
     templates.add(expected, stored, origin, members, f"data/{location.tensor.storage}", location)
 
 
@@ -207,7 +207,7 @@ def _read_large(tree: TreeMetadata, found: ItemRead, store: ReadStore) -> ChunkR
         whole = alone and should_read_whole([box for _, box, _ in found.targets], chunk.box, itemsize)
         checksum = storage.checksum if whole else None
         return ChunkRead(chunk.key, location.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
-    _fill(found, location, None if storage.compression == STORED else read_storage(storage, fetch), store)
+    _fill_targets(found, location, None if storage.compression == STORED else read_storage(storage, fetch), store)
     return None
 
 
@@ -244,7 +244,9 @@ def _locate(
     return ArrayLocation(tensor, StoredBytes.of_member(key, member, big_endian=big_endian)), members
 
 
-def _fill(found: ItemRead, location: ArrayLocation, whole: bytes | None, store: ReadStore | None = None) -> None:
+def _fill_targets(
+    found: ItemRead, location: ArrayLocation, whole: bytes | None, store: ReadStore | None = None
+) -> None:
     """Fill the destinations from all bytes of a storage, or from the store, one slab at a time."""
     chunk = found.chunk
     for _, box, target in found.targets:

@@ -103,18 +103,18 @@ class TemplateCache(Generic[Kind, Read]):
         known = self._known.setdefault((kind, len(item)), [])
         if len(known) >= _MAX_PER_LENGTH:
             return
-        template = _template(bytes(item), start, members, differs)
+        template = _build_template(bytes(item), start, members, differs)
         if template is not None:
             known.append((template, read))
             self._remaining -= 1
 
 
-def _template(item: bytes, start: int, members: Mapping[str, ZipMember], differs: str) -> ItemTemplate | None:
+def _build_template(item: bytes, start: int, members: Mapping[str, ZipMember], differs: str) -> ItemTemplate | None:
     """Build a template of an item. Return None if a checksum is missing or the member is compressed."""
     found = members[differs]
     if not found.crc or found.compression != STORED:
         return None
-    entries = _entries(item)
+    entries = _entry_offsets(item)
     gaps: list[tuple[int, int]] = []
     for member in (found, members.get(_UNREAD)):
         if member is None:
@@ -139,7 +139,7 @@ def _template(item: bytes, start: int, members: Mapping[str, ZipMember], differs
     return ItemTemplate(len(item), same, first, first + found.nbytes, entries[found.name] + _ENTRY_CRC)
 
 
-def _entries(item: bytes) -> Mapping[str, int]:
+def _entry_offsets(item: bytes) -> Mapping[str, int]:
     """Return the offset of the directory entry of each member. The directory was validated before."""
     position, stop, _ = find_directory(ZipBytes(lambda start, stop: item[start:stop], 0, len(item), "item"))
     found: dict[str, int] = {}

@@ -80,7 +80,7 @@ def _tensor_item(spec: ArraySpec, dtype: str, alignment: int, phase: int) -> Ten
     Cached: layers repeat, so a model needs few distinct items, and small items do not depend on
     their position.
     """
-    members, front = _first_members(write_pickle(_tensor(spec, dtype), protocol=2))
+    members, front = _first_members(write_pickle(_pickled_tensor(spec, dtype), protocol=2))
     nbytes = spec.nbytes
     name = _FOLDER + b"data/0"
     unpadded = len(front) + LOCAL_HEADER.size + len(name) + 4
@@ -105,29 +105,29 @@ def _tensor_item(spec: ArraySpec, dtype: str, alignment: int, phase: int) -> Ten
     directory = len(head) + nbytes + 8 + len(sizes)
     before, after = _directory_entry(name, nbytes, start, DESCRIPTOR_FOLLOWS)
     entries = b"".join([_whole_entry(member) for member in members])
-    end = _end(len(members) + 1, len(entries) + len(before) + 4 + len(after), directory)
+    end = _end_records(len(members) + 1, len(entries) + len(before) + 4 + len(after), directory)
     return TensorItem(head, DescriptorChecksum((b"PK\x07\x08", sizes + entries + before, after + end)))
 
 
 def value_item(value: Value) -> bytes:
     """Return the complete item of a value."""
     pickle = write_pickle(value, protocol=2)
-    template = _item_template(len(pickle)) if len(pickle) <= _TEMPLATE_BYTES else _template(len(pickle))
+    template = _split_item_cached(len(pickle)) if len(pickle) <= _TEMPLATE_BYTES else _split_item(len(pickle))
     crc = isal_zlib.crc32(pickle).to_bytes(4, "little")
     return b"".join([template[0], crc, template[1], pickle, template[2], crc, template[3]])
 
 
-def _template(nbytes: int) -> tuple[bytes, bytes, bytes, bytes]:
+def _split_item(nbytes: int) -> tuple[bytes, bytes, bytes, bytes]:
     """Split an item with a pickle of `nbytes` bytes around its checksum, pickle and second checksum."""
     members, front = _first_members(bytes(nbytes))
     entries = b"".join([_whole_entry(member) for member in members])
-    whole = front + entries + _end(len(members), len(entries), len(front))
+    whole = front + entries + _end_records(len(members), len(entries), len(front))
     start = LOCAL_HEADER.size + len(members[0].name)
     second = len(front) + _ENTRY_CRC
     return whole[:_HEADER_CRC], whole[_HEADER_CRC + 4 : start], whole[start + nbytes : second], whole[second + 4 :]
 
 
-_item_template: Final = lru_cache(maxsize=1024)(_template)
+_split_item_cached: Final = lru_cache(maxsize=1024)(_split_item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _first_members(pickle: bytes) -> tuple[Sequence[_ItemMember], bytes]:
     return found, bytes(front)
 
 
-def _tensor(spec: ArraySpec, dtype: str) -> Value:
+def _pickled_tensor(spec: ArraySpec, dtype: str) -> Value:
     """Return the pickled form of a tensor in C order whose elements are in ``data/0``."""
     storage = _STORAGE_OF.get(dtype)
     strides: list[int] = []
@@ -198,7 +198,7 @@ def _directory_entry(name: bytes, nbytes: int, start: int, flags: int) -> tuple[
     return entry[:_ENTRY_CRC], entry[_ENTRY_CRC + 4 :] + name + extra
 
 
-def _end(count: int, nbytes: int, start: int) -> bytes:
+def _end_records(count: int, nbytes: int, start: int) -> bytes:
     """Return the end of a directory with `count` entries and `nbytes` bytes that begins at `start`."""
     if start + nbytes < FULL32:
         return END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, start, 0)

@@ -87,7 +87,7 @@ class DcpLayout(Layout):
         Our loads use this table alone, without reading ``.metadata`` or zip headers.
         """
         names = self._names.of(tree)
-        parts = [(_file(receipt), receipt.state) for receipt in receipts]
+        parts = [(_receipt_file(receipt), receipt.state) for receipt in receipts]
         if names.values and any("session" in state for _, state in parts):  # type: ignore[operator]  # see `write`
             file = data_file_name(max(receipt.rank for receipt in receipts) + 1, spread=False)
             parts.append((file, write_values(names.values, store, file).to_json()))
@@ -95,7 +95,7 @@ class DcpLayout(Layout):
         if len(written.values) != len(names.values):
             raise PluginError(f"the leader was to store {len(names.values)} values and reported {len(written.values)}")
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
-        store.put(_METADATA, write_metadata(_metadata(tree, names, written.chunks(), values)))
+        store.put(_METADATA, write_metadata(_build_metadata(tree, names, written.chunks(), values)))
         return written.to_json()
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
@@ -116,23 +116,23 @@ class DcpLayout(Layout):
         return inspect_step_directory(store)
 
 
-def _file(receipt: Receipt) -> str:
+def _receipt_file(receipt: Receipt) -> str:
     state: Any = receipt.state
     return data_file_name(receipt.rank, spread=state["spread"])
 
 
-def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
+def _array_record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
     record = tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # only arrays have boxes
     return record
 
 
-def _metadata(
+def _build_metadata(
     tree: TreeMetadata, names: TreeEntries, chunks: Mapping[int, ChunkRows], values: Mapping[str, DcpValue]
 ) -> DcpMetadata:
     tensors = {}
     for stored in names.arrays:
-        record = _record(tree, stored.leaf)
+        record = _array_record(tree, stored.leaf)
         physical = physical_spec(record.spec)
         leaf = tree.aliases.get(stored.leaf, stored.leaf)
         tensors[stored.name] = DcpTensor(torch_dtype(physical.dtype, record.kind), physical.shape, chunks.get(leaf, ()))

@@ -49,9 +49,9 @@ def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[st
     values, position = _read_pickles(fetch, size, key)
     magic, version, _, value, keys = values
     if magic != _MAGIC or version != _VERSION:
-        raise _corrupt(key, 0, position, f"expected version {_VERSION}, found {brief(version)}")
+        raise _corrupt_file(key, 0, position, f"expected version {_VERSION}, found {brief(version)}")
     if not isinstance(keys, list) or not all(type(one) in (str, int) for one in keys):
-        raise _corrupt(key, 0, position, "the list of storages is missing")
+        raise _corrupt_file(key, 0, position, "the list of storages is missing")
     pickle_bytes = position
     sizes = _storage_sizes(value, key)
     found: dict[str, StoredBytes] = {}
@@ -59,12 +59,12 @@ def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[st
         name = str(one)
         known = sizes.get(name)
         if known is None or name in found:
-            raise _corrupt(key, position, position, f"the storage {name[:80]!r} is listed twice or not used")
+            raise _corrupt_file(key, position, position, f"the storage {name[:80]!r} is listed twice or not used")
         count, itemsize = known
         start = position + _COUNT_BYTES
         stop = start + count * itemsize
         if stop > size:
-            raise _corrupt(
+            raise _corrupt_file(
                 key, position, size, f"the storage {name[:80]!r} ends at byte {stop} of {size}; the file is cut off"
             )
         found[name] = StoredBytes(key, start, count * itemsize)
@@ -75,7 +75,7 @@ def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[st
         # only if the file has bytes after the last storage.
         for (count, _), storage in zip((sizes[str(one)] for one in keys), found.values(), strict=True):
             if fetch(storage.start - _COUNT_BYTES, storage.start) != count.to_bytes(_COUNT_BYTES, "little"):
-                raise _corrupt(key, storage.start, size, "the storages are not as long as the pickle states")
+                raise _corrupt_file(key, storage.start, size, "the storages are not as long as the pickle states")
     return value, found, pickle_bytes
 
 
@@ -91,7 +91,7 @@ def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
                 value, position = read_pickle(data, key=key, start=position)
                 values.append(value)
                 if len(values) == 1 and value != _MAGIC:
-                    raise _corrupt(key, 0, position, "the magic number is missing")
+                    raise _corrupt_file(key, 0, position, "the magic number is missing")
         except CorruptCheckpointError:
             # Truncated or damaged: try with more bytes while there are some.
             if length >= min(size, _MAX_PICKLE_BYTES) or (values and values[0] != _MAGIC):
@@ -113,7 +113,7 @@ def _storage_sizes(value: Value, key: str) -> Mapping[str, tuple[int, int]]:
                 name, dtype, count = storage_size(each, key=key)
                 known = sizes.setdefault(name, (count, dtype_from_name(dtype).itemsize))
                 if known[0] * known[1] != count * dtype_from_name(dtype).itemsize:
-                    raise _corrupt(key, 0, 0, f"the storage {name[:80]!r} has two sizes")
+                    raise _corrupt_file(key, 0, 0, f"the storage {name[:80]!r} has two sizes")
             continue
         if not isinstance(each, list | tuple | dict | set | frozenset | Call) or id(each) in seen:
             continue
@@ -129,7 +129,7 @@ def _storage_sizes(value: Value, key: str) -> Mapping[str, tuple[int, int]]:
     return sizes
 
 
-def _corrupt(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
+def _corrupt_file(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{key!r} cannot be read as a torch.save file of the format before torch 1.6: {reason}. Restore it from a "
         "copy, or load another checkpoint",

@@ -252,25 +252,25 @@ def _decode_value(record: ValueRecord, keys: TreePath) -> Value:
             case (("none" | "bool" | "int" | "complex" | "str" | "bytes"), _):
                 pass
             case _:
-                return _plain(value)
+                return _plain_json(value)
     except (ValueError, TypeError, OverflowError, binascii.Error) as error:
-        raise _bad_value(record, keys) from error
-    raise _bad_value(record, keys)
+        raise _value_error(record, keys) from error
+    raise _value_error(record, keys)
 
 
-def _bad_value(record: ValueRecord, keys: TreePath) -> CorruptCheckpointError:
+def _value_error(record: ValueRecord, keys: TreePath) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{format_path(keys)}: a {record.kind} cannot be read from {str(record.value)[:80]!r}"
     )
 
 
-def _plain(value: JSON) -> Value:
+def _plain_json(value: JSON) -> Value:
     """Convert JSON to types that a pickle supports."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value]
+        return {name: _plain_json(inner) for name, inner in value.items()}
+    return [_plain_json(inner) for inner in value]
 
 
 def tree_of_names(

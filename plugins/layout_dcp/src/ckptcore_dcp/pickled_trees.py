@@ -65,7 +65,7 @@ def leaf_record(leaf: Leaf) -> LeafRecord:
     """Return the tree's record of a leaf. Values are encoded as the core's own handlers do."""
     if isinstance(leaf, StoredTensor):
         return ArrayRecord(leaf.spec, leaf.kind)
-    return ValueRecord("none" if leaf is None else type(leaf).__name__, _encoded(leaf))
+    return ValueRecord("none" if leaf is None else type(leaf).__name__, _encode_leaf(leaf))
 
 
 class _TreeBuilder:
@@ -99,9 +99,9 @@ class _TreeBuilder:
             children = [self.visit(child, (*path, number), depth + 1) for number, child in enumerate(value)]
             return Node(kind, tuple(range(len(children))), tuple(children))
         if isinstance(value, set | frozenset):
-            return self._sequence(sorted(value, key=_order), f"builtins.{type(value).__name__}", path, depth)
+            return self._sequence(sorted(value, key=_sort_key), f"builtins.{type(value).__name__}", path, depth)
         if isinstance(value, Global):
-            return self._leaf(_qualified(value))
+            return self._leaf(_qualified_name(value))
         return self._result(value, path, depth)
 
     def _leaf(self, leaf: Leaf) -> Skeleton:
@@ -130,13 +130,13 @@ class _TreeBuilder:
                 if pairs is not None:
                     kind: NodeKind = "OrderedDict" if function == _ORDERED else "dict"
                     return self._mapping(
-                        kind, pairs, None if function == _ORDERED else _qualified(function), path, depth
+                        kind, pairs, None if function == _ORDERED else _qualified_name(function), path, depth
                     )
             if function.module in _BUILTINS and function.name in ("set", "frozenset") and len(value.arguments) == 1:
                 elements = value.arguments[0]
                 if isinstance(elements, list | tuple):
                     return self._sequence(elements, f"builtins.{function.name}", path, depth)
-            plain = _plain(function, value)
+            plain = _plain_value(function, value)
             if plain is not value:
                 return self.visit(plain, path, depth + 1)
         return self._object(value, path, depth)
@@ -178,7 +178,7 @@ class _TreeBuilder:
         if len(set(keys)) != len(keys):
             raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)
         children = [self.visit(part, (*path, key), depth + 1) for key, (_, part) in zip(keys, parts, strict=True)]
-        return Node("object", keys, tuple(children), _qualified(name) if isinstance(name, Global) else "object")
+        return Node("object", keys, tuple(children), _qualified_name(name) if isinstance(name, Global) else "object")
 
 
 def _may_describe_tensor(value: Value) -> bool:
@@ -208,7 +208,7 @@ def _is_key(value: Value) -> bool:
     return value is None or type(value) in (str, int, bool, float, complex, bytes) or isinstance(value, Global)
 
 
-def _plain(function: Global, call: Call) -> Value:
+def _plain_value(function: Global, call: Call) -> Value:
     """Return the plain value that a call builds, or the call itself if it builds none."""
     arguments = call.arguments
     if function == Global("torch", "device") and arguments and type(arguments[0]) is str:
@@ -226,7 +226,7 @@ def _plain(function: Global, call: Call) -> Value:
     return builtin_value(call)
 
 
-def _order(value: Value) -> tuple[str, str]:
+def _sort_key(value: Value) -> tuple[str, str]:
     """Sort key for items of a set, whose iteration order differs between processes."""
     plain = value is None or type(value) in (bool, int, float, complex, str, bytes)
     return type(value).__name__, repr(value) if plain else brief(value)
@@ -249,11 +249,11 @@ def _attributes(state: Value) -> dict[str, Value] | None:
     return found
 
 
-def _qualified(name: Global) -> str:
+def _qualified_name(name: Global) -> str:
     return f"{name.module}.{name.name}"
 
 
-def _encoded(leaf: Leaf) -> JSON:
+def _encode_leaf(leaf: Leaf) -> JSON:
     if isinstance(leaf, StoredTensor):
         raise UnsupportedLeafError("a tensor cannot be stored as a value")
     if isinstance(leaf, str):
@@ -267,5 +267,5 @@ def _encoded(leaf: Leaf) -> JSON:
     if isinstance(leaf, float):
         return float_to_json(leaf)
     if isinstance(leaf, complex):
-        return [_encoded(leaf.real), _encoded(leaf.imag)]
+        return [_encode_leaf(leaf.real), _encode_leaf(leaf.imag)]
     return base64.b64encode(leaf).decode("ascii")

@@ -295,7 +295,7 @@ def read_arrays(
         reads.append(_chunk_read(locations[leaf], targets, verified))
     for number in store.read_chunks(reads):
         if locations[items[number].leaf].storage.big_endian:
-            _swap(buffers[number])
+            _swap_bytes(buffers[number])
         yield number
     for storage, numbers in gathered.items():
         whole = read_storage(storage, _store_fetch(store, storage.key)) if storage.compression != STORED else None
@@ -303,7 +303,7 @@ def read_arrays(
             item = items[number]
             _gather(locations[item.leaf], item.box, buffers[number], store, whole)
             if storage.big_endian:
-                _swap(buffers[number])
+                _swap_bytes(buffers[number])
             yield number
 
 
@@ -355,7 +355,7 @@ def read_box(location: ArrayLocation, box: Box, whole: bytes | None, store: Read
     buffer: HostArray = np.empty(box.shape, location.tensor.spec.numpy_dtype)
     _gather(location, box, buffer, store, whole)
     if location.storage.big_endian:
-        _swap(buffer)
+        _swap_bytes(buffer)
     return buffer
 
 
@@ -413,7 +413,7 @@ def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
         left.extend(part.bands(cut, step))
 
 
-def _swap(buffer: HostArray) -> None:
+def _swap_bytes(buffer: HostArray) -> None:
     """Swap the bytes of each element; for complex dtypes, of each component."""
     width = buffer.dtype.itemsize // (2 if buffer.dtype.kind == "c" else 1)
     # View as integers: NumPy cannot byte-swap ml_dtypes elements.
@@ -434,11 +434,11 @@ def should_read_whole(wanted: Iterable[Box], whole: Box, itemsize: int) -> bool:
         whole: box of the tensor, whose elements are in C order.
         itemsize: bytes per element.
     """
-    read = sum([_read_bytes(common, whole, itemsize) for box in wanted if (common := box.intersect(whole)) is not None])
+    read = sum([_bytes_read(common, whole, itemsize) for box in wanted if (common := box.intersect(whole)) is not None])
     return 11 * read >= 10 * whole.size * itemsize
 
 
-def _read_bytes(box: Box, whole: Box, itemsize: int) -> int:
+def _bytes_read(box: Box, whole: Box, itemsize: int) -> int:
     """Return the bytes read for a box of a tensor, small gaps included."""
     # Per step along an axis: bytes read, bytes from first to last, and distance to the next step.
     read = span = stride = itemsize

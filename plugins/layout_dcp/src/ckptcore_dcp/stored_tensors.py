@@ -121,7 +121,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
             return None
         function, arguments = value.function, value.arguments
         if function.module == "torch._tensor" and function.name == "_rebuild_from_type_v2":
-            made, of_type, inner = _take(arguments, 3, key, path)
+            made, of_type, inner = _first_arguments(arguments, 3, key, path)
             if not isinstance(of_type, Global) or of_type not in _TENSOR_TYPES or not isinstance(inner, tuple):
                 raise _unsupported(path, _REMEDIES["_rebuild_wrapper_subclass"])
             value = Call(made, inner)
@@ -132,14 +132,14 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
             return None
         match function.name:
             case "_rebuild_parameter" | "_rebuild_parameter_with_state":
-                value, requires_grad = _take(arguments, 2, key, path)
+                value, requires_grad = _first_arguments(arguments, 2, key, path)
                 grad = grad or requires_grad is True
             case "_rebuild_device_tensor_from_cpu_tensor":
-                value, dtype, _, requires_grad = _take(arguments, 4, key, path)
+                value, dtype, _, requires_grad = _first_arguments(arguments, 4, key, path)
                 grad = grad or requires_grad is True
                 casts.add(_dtype_of(dtype, key, path))
             case "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
-                found = _rebuilt(function.name, arguments, grad, key, path)
+                found = _rebuild(function.name, arguments, grad, key, path)
                 if not casts <= {(found.dtype, found.kind)}:
                     raise _unsupported(path, "a tensor that is cast as it is loaded: save tensor.cpu()")
                 return found
@@ -189,14 +189,14 @@ def storage_size(value: Persistent, *, key: str) -> tuple[str, str, int]:
     return name, dtype, count
 
 
-def _rebuilt(name: str, arguments: tuple[Value, ...], grad: bool, key: str, path: str) -> StoredTensor:
-    storage, offset, size, steps = _take(arguments, 4, key, path)
+def _rebuild(name: str, arguments: tuple[Value, ...], grad: bool, key: str, path: str) -> StoredTensor:
+    storage, offset, size, steps = _first_arguments(arguments, 4, key, path)
     if not isinstance(storage, Persistent):
         raise _corrupt(key, path, "a tensor has no storage")
     storage_key, dtype, count, view = _storage(storage, key, path)
     itemsize = ArraySpec((), dtype).numpy_dtype.itemsize
     kind = PLAIN_ARRAY
-    shape, strides = _numbers(size, key, path), _numbers(steps, key, path)
+    shape, strides = _int_tuple(size, key, path), _int_tuple(steps, key, path)
     storage_bytes = count * itemsize
     shift = view * itemsize
     requires_grad = len(arguments) > 4 and arguments[4] is True
@@ -276,13 +276,13 @@ def _dtype_of(value: Value, key: str, path: str) -> tuple[str, str]:
     raise _unsupported(path, f"of torch.{value.name[:40]}, which no array can have: save a view of it as integers")
 
 
-def _take(arguments: tuple[Value, ...], count: int, key: str, path: str) -> tuple[Value, ...]:
+def _first_arguments(arguments: tuple[Value, ...], count: int, key: str, path: str) -> tuple[Value, ...]:
     if len(arguments) < count:
         raise _corrupt(key, path, f"a tensor is described by {len(arguments)} arguments; expected at least {count}")
     return arguments[:count]
 
 
-def _numbers(value: Value, key: str, path: str) -> tuple[int, ...]:
+def _int_tuple(value: Value, key: str, path: str) -> tuple[int, ...]:
     if isinstance(value, Call) and value.function == Global("torch", "Size") and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, tuple | list):

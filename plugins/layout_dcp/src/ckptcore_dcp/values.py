@@ -86,7 +86,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
                     start=value.offset,
                     stop=value.offset + value.length,
                 )
-            found[name] = _value(name, value, item, templates)
+            found[name] = _decode_item(name, value, item, templates)
     return found
 
 
@@ -114,7 +114,7 @@ def _read_groups(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
         yield group
 
 
-def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> DecodedValue:
+def _decode_item(name: str, value: DcpValue, item: bytes, templates: _Templates) -> DecodedValue:
     key, start = value.relative_path, value.offset
     if value.transforms:
         limit = max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * len(item))
@@ -124,7 +124,7 @@ def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> De
     limit = max_pickle_bytes(value.length)
     known = templates.match(None, memoryview(item))
     if known is None or len(known[0]) > limit:
-        pickle = _pickle(name, key, item, start, templates, limit)
+        pickle = _pickle_of_item(name, key, item, start, templates, limit)
     else:
         pickle = bytes(known[0])
     read, _ = read_pickle(pickle, key=key)
@@ -141,7 +141,7 @@ def _item_fetch(item: bytes, start: int) -> Fetch:
     return lambda first, last: item[max(first - start, 0) : max(last - start, 0)]
 
 
-def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates, limit: int) -> bytes:
+def _pickle_of_item(name: str, key: str, item: bytes, start: int, templates: _Templates, limit: int) -> bytes:
     """Return the verified pickle of an item that begins at `start`; at most `limit` bytes."""
     fetch = _item_fetch(item, start)
     members = torch_members(read_zip(fetch, start, start + len(item), key=key))

@@ -56,8 +56,8 @@ class DcpChunkColumns:
         files: dict[str, int] = {}
         return cls(
             axes,
-            _numbers(offsets, axes),
-            _numbers(sizes, axes),
+            _padded_rows(offsets, axes),
+            _padded_rows(sizes, axes),
             np.fromiter([files.setdefault(path, len(files)) for path, _, _, _ in item_ranges], np.int64, count),
             np.fromiter([offset for _, offset, _, _ in item_ranges], np.int64, count),
             np.fromiter([length for _, _, length, _ in item_ranges], np.int64, count),
@@ -147,7 +147,7 @@ def join_chunks(lists: Sequence[Sequence[DcpChunk]]) -> DcpChunkColumns:
     return next(iter(shared.values())).take(np.repeat(starts, counts) + within)
 
 
-def _numbers(rows: Sequence[tuple[int, ...]], axes: HostArray) -> HostArray:
+def _padded_rows(rows: Sequence[tuple[int, ...]], axes: HostArray) -> HostArray:
     """Return one row per tuple, padded with zeros."""
     numbers: HostArray = np.zeros((len(rows), int(axes.max(initial=0))), np.int64)
     within = np.arange(numbers.shape[1]) < axes[:, None]

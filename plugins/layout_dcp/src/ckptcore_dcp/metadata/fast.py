@@ -152,8 +152,8 @@ class FastObjectReader:
             if size is None or (references != checked and not self._refer_to(references, _ITEM_RANGE_VALUES, memo)):
                 break
             checked = references
-            name = _text(name_at, match, 3, memo)
-            path = _text(path_at, match, 12, memo)
+            name = _read_text(name_at, match, 3, memo)
+            path = _read_text(path_at, match, 12, memo)
             if name is None or path is None:
                 break
             memo += _UNSET[2]
@@ -163,7 +163,7 @@ class FastObjectReader:
             if path_at is None:
                 memo.append(path)
             values.append(CompactObject(("MetadataIndex", name, size)))
-            values.append(CompactObject(("_StorageInfo", path, _number(offset), _number(length))))
+            values.append(CompactObject(("_StorageInfo", path, _decode_int(offset), _decode_int(length))))
             position = stop = match.end()
             if following is None:
                 break
@@ -192,7 +192,7 @@ class FastObjectReader:
                 return [], position
             memo += (UNSET, UNSET, properties, UNSET)
         else:
-            properties = _entry(reference, memo)
+            properties = _memo_entry(reference, memo)
             if properties is UNSET:
                 return [], position
             memo += _UNSET[2]
@@ -205,16 +205,18 @@ class FastObjectReader:
         if known is None:
             if not self._refer_to((reference,), (_PROPERTIES_CLASS,), memo):
                 return None
-            state = [_BOOLEANS[item] if item in _BOOLEANS else _entry(item, memo) for item in _ONE_ITEM.findall(items)]
+            state = [
+                _BOOLEANS[item] if item in _BOOLEANS else _memo_entry(item, memo) for item in _ONE_ITEM.findall(items)
+            ]
             if UNSET in state:
                 return None
-            known = self._properties[reference, items] = (_entry(reference, memo), tuple(state))
+            known = self._properties[reference, items] = (_memo_entry(reference, memo), tuple(state))
         return Call(known[0], (), known[1], new=True)
 
     def _refer_to(self, references: tuple[bytes, ...], expected: tuple[object, ...], memo: list[Any]) -> bool:
         """Return whether the references point to the expected values."""
         for reference, value in zip(references, expected, strict=True):
-            found = _entry(reference, memo)
+            found = _memo_entry(reference, memo)
             if type(found) is Global:
                 found = _CLASSES.get(torch_class_name(found), found) if value.__class__ is object else found
             if found != value:
@@ -227,7 +229,7 @@ class FastObjectReader:
         known = self._sizes.get(numbers)
         if known is not None:
             return known
-        found = tuple(map(_number, _ONE_NUMBER.findall(numbers)))
+        found = tuple(map(_decode_int, _ONE_NUMBER.findall(numbers)))
         if found and numbers[0] != _MARK and len(found) != numbers[-2] - _TUPLE0:
             return None
         self._check_size(found)
@@ -235,16 +237,16 @@ class FastObjectReader:
         return found
 
 
-def _entry(reference: bytes, memo: list[Any]) -> Any:
+def _memo_entry(reference: bytes, memo: list[Any]) -> Any:
     """Return the memo entry that an opcode refers to."""
     index = int.from_bytes(reference[1:], "little")
     return memo[index] if index < len(memo) else UNSET
 
 
-def _text(reference: bytes | None, match: re.Match[bytes], group: int, memo: list[Any]) -> str | None:
+def _read_text(reference: bytes | None, match: re.Match[bytes], group: int, memo: list[Any]) -> str | None:
     """Return the text that an object defines or refers to; None if it must be read by the machine."""
     if reference is not None:
-        found = _entry(reference, memo)
+        found = _memo_entry(reference, memo)
         return found if type(found) is str else None
     length, named = match.group(group, group + 1)
     if length[0] != len(named):
@@ -255,7 +257,7 @@ def _text(reference: bytes | None, match: re.Match[bytes], group: int, memo: lis
         return None
 
 
-def _number(opcodes: bytes) -> int:
+def _decode_int(opcodes: bytes) -> int:
     """Return the number encoded by an opcode and its argument."""
     code = opcodes[0]
     if code == 0x4B:  # BININT1

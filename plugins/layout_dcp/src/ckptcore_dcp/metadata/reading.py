@@ -327,15 +327,15 @@ def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
 def read_fast(data: bytes, *, key: str) -> DcpMetadata:
     """Read ``.metadata`` with `FastObjectReader`. Rejects pickles that use objects differently from torch."""
     reader = MetadataDecoder(key, len(data))
-    return _metadata(data, key, reader, FastObjectReader(data, reader.size).read)
+    return _read(data, key, reader, FastObjectReader(data, reader.size).read)
 
 
 def read_opcodes(data: bytes, *, key: str) -> DcpMetadata:
     """Read ``.metadata`` opcode by opcode."""
-    return _metadata(data, key, MetadataDecoder(key, len(data)), None)
+    return _read(data, key, MetadataDecoder(key, len(data)), None)
 
 
-def _metadata(data: bytes, key: str, reader: MetadataDecoder, objects: ObjectReader | None) -> DcpMetadata:
+def _read(data: bytes, key: str, reader: MetadataDecoder, objects: ObjectReader | None) -> DcpMetadata:
     value, stop = read_pickle(data, key=key, objects=objects)
     if stop != len(data):
         raise CorruptCheckpointError(f"{key} has {len(data)} bytes, but its pickle ends at byte {stop}", key=key)

@@ -59,8 +59,8 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
         head = heads.get((tensor.dtype, tensor.requires_grad))
         if head is None:
             # The second tensor of a kind only refers to what the first one defines.
-            out.append(_head(tensor, pickle))
-            head = heads[tensor.dtype, tensor.requires_grad] = _head(tensor, pickle)
+            out.append(_tensor_head(tensor, pickle))
+            head = heads[tensor.dtype, tensor.requires_grad] = _tensor_head(tensor, pickle)
         else:
             out.append(head)
         out += (pickle.sizes[tensor.shape], pickle["chunks"], b"](")
@@ -91,7 +91,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     return b"\x80\x04\x95" + len(data).to_bytes(8, "little") + data
 
 
-def _head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
+def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
     """Return the opcodes of a tensor up to its shape. Equal for all tensors of a dtype except the first."""
     parts = [pickle[_METADATA, "TensorStorageMetadata"], _BEGIN, pickle["properties"]]
     parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", tensor.dtype]]
@@ -151,8 +151,8 @@ def _write_item_ranges(names: Sequence[int], counts: HostArray, columns: DcpChun
         if row == count:
             return
         chunk = columns.chunk(row)
-        out += (pickle[_INDEX], _BEGIN, pickle["fqn"], _reference(int(references[row])))
-        out += (pickle["index"], _number(int(numbers[row])), pickle["offset"], pickle.sizes[chunk.offsets], _SET)
+        out += (pickle[_INDEX], _BEGIN, pickle["fqn"], _memo_opcodes(int(references[row])))
+        out += (pickle["index"], _int_opcodes(int(numbers[row])), pickle["offset"], pickle.sizes[chunk.offsets], _SET)
         _write_item_range(chunk, pickle)
         files[columns.file[row]] = pickle.memo_number(chunk.relative_path)
         done = row + 1
@@ -166,7 +166,7 @@ def _write_paths(metadata: DcpMetadata, pickle: _OpcodeCache) -> None:
     out = pickle.out
     for name, path in metadata.paths.items():
         out += (pickle[name], b"(")
-        out += [_number(step) if isinstance(step, int) else pickle[step] for step in path]
+        out += [_int_opcodes(step) if isinstance(step, int) else pickle[step] for step in path]
         out.append(b"t")
     pickle.out.append(b"u")
 
@@ -174,7 +174,7 @@ def _write_paths(metadata: DcpMetadata, pickle: _OpcodeCache) -> None:
 def _write_item_range(entry: DcpChunk | DcpValue, pickle: _OpcodeCache) -> None:
     out = pickle.out
     out += (pickle[_INFO], _BEGIN, pickle["relative_path"], pickle[entry.relative_path])
-    out += (pickle["offset"], _number(entry.offset), pickle["length"], _number(entry.length))
+    out += (pickle["offset"], _int_opcodes(entry.offset), pickle["length"], _int_opcodes(entry.length))
     if entry.transforms:
         names = [pickle[text] for text in entry.transforms]
         out += [pickle["transform_descriptors"], b"](", *names, b"e"]
@@ -214,7 +214,9 @@ class _OpcodeCache(dict[str | tuple[str, str], bytes]):
         known = self._calls.get(function)
         if known is not None:
             return known
-        opcodes = self[function] + (_number(argument) if isinstance(argument, int) else self[argument]) + b"\x85R\x94"
+        opcodes = (
+            self[function] + (_int_opcodes(argument) if isinstance(argument, int) else self[argument]) + b"\x85R\x94"
+        )
         self._calls[function] = self._next()
         return opcodes
 
@@ -229,7 +231,7 @@ class _OpcodeCache(dict[str | tuple[str, str], bytes]):
     def _next(self) -> bytes:
         memo_number = self._numbered
         self._numbered += 1
-        return _reference(memo_number)
+        return _memo_opcodes(memo_number)
 
 
 class _SizeOpcodes(dict[tuple[int, ...], bytes]):
@@ -239,7 +241,7 @@ class _SizeOpcodes(dict[tuple[int, ...], bytes]):
         self._pickle = pickle
 
     def __missing__(self, size: tuple[int, ...]) -> bytes:
-        numbers = b"".join(map(_number, size))
+        numbers = b"".join(map(_int_opcodes, size))
         count = len(size)
         pair = numbers + (b")", b"\x85", b"\x86", b"\x87")[count] if count < 4 else b"(" + numbers + b"t"
         made = self._pickle["torch", "Size"]
@@ -247,7 +249,7 @@ class _SizeOpcodes(dict[tuple[int, ...], bytes]):
         return made + pair + b"\x85R"
 
 
-def _number(memo_number: int) -> bytes:
+def _int_opcodes(memo_number: int) -> bytes:
     """Return the opcodes of an int."""
     if 0 <= memo_number < 256:
         return _SMALL[memo_number]
@@ -258,6 +260,6 @@ def _number(memo_number: int) -> bytes:
     return b"\x8a\x08" + struct.pack("<q", memo_number)
 
 
-def _reference(memo_number: int) -> bytes:
+def _memo_opcodes(memo_number: int) -> bytes:
     """Return the opcodes of a reference to a memo entry."""
     return b"h" + bytes([memo_number]) if memo_number < 256 else b"j" + memo_number.to_bytes(4, "little")

@@ -18,15 +18,15 @@ from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
 __all__ = ["write_pickle"]
 
 
-def _none(value: None) -> bytes:
+def _none_opcode(value: None) -> bytes:
     return b"N"
 
 
-def _bool(value: bool) -> bytes:
+def _bool_opcode(value: bool) -> bytes:
     return b"\x88" if value else b"\x89"
 
 
-def _integer(value: int) -> bytes:
+def _int_opcodes(value: int) -> bytes:
     if 0 <= value < 256:
         return b"K%c" % value
     if 0 <= value < 65536:
@@ -45,15 +45,15 @@ def _integer(value: int) -> bytes:
     return b"\x8a%c" % len(body) + body
 
 
-def _float(value: float) -> bytes:
+def _float_opcodes(value: float) -> bytes:
     return b"G" + struct.pack(">d", value)
 
 
 _PLAIN_OPCODES: Final[Mapping[type, Callable[[Any], bytes]]] = {
-    int: _integer,
-    float: _float,
-    bool: _bool,
-    type(None): _none,
+    int: _int_opcodes,
+    float: _float_opcodes,
+    bool: _bool_opcode,
+    type(None): _none_opcode,
 }
 """Encoders of values that use neither the memo nor the work list."""
 

@@ -41,7 +41,7 @@ def builtin_value(call: Call) -> Value:
     ):
         return call
     if function == _ENCODE:
-        return _encoded(call)
+        return _latin1_bytes(call)
     if function.module not in _BUILTINS:
         return call
     match function.name, arguments:
@@ -50,10 +50,10 @@ def builtin_value(call: Call) -> Value:
         case "bytes" | "bytearray", (bytes() as found,):
             return found
         case "bytearray", (Call() as inner,) if inner.function == _ENCODE:  # protocol 2
-            encoded = _encoded(inner)
+            encoded = _latin1_bytes(inner)
             return encoded if isinstance(encoded, bytes) else call
         case "bytearray", (str(), "latin-1" | "latin1"):  # protocols 0 to 2 of older Pythons
-            return _encoded(call)
+            return _latin1_bytes(call)
         case "complex", (float() as real, float() as imaginary):
             return complex(real, imaginary)
         case "set", ():
@@ -61,15 +61,15 @@ def builtin_value(call: Call) -> Value:
         case "frozenset", ():
             return frozenset()
         case "set", (list() as items,):
-            made = _set(items)
+            made = _build_set(items)
             return call if made is None else made
         case "frozenset", (list() as items,):
-            made = _set(items)
+            made = _build_set(items)
             return call if made is None else frozenset(made)
     return call
 
 
-def _encoded(call: Call) -> Value:
+def _latin1_bytes(call: Call) -> Value:
     """Return the bytes of a text encoded with latin-1, or the call itself."""
     match call.arguments:
         case (str() as text, "latin1" | "latin-1"):
@@ -80,9 +80,9 @@ def _encoded(call: Call) -> Value:
     return call
 
 
-def _set(items: Sequence[Value]) -> set[Value] | None:
+def _build_set(items: Sequence[Value]) -> set[Value] | None:
     """Return a set of the items, or None if hashing them is not cheap."""
-    plain = [_encoded(item) if isinstance(item, Call) and item.function == _ENCODE else item for item in items]
+    plain = [_latin1_bytes(item) if isinstance(item, Call) and item.function == _ENCODE else item for item in items]
     try:
         KeyCheck("").check(plain, plain, 0)
     except CorruptCheckpointError:  # the caller keeps the call

@@ -12,7 +12,7 @@ import numpy as np
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, HostArray, dtype_from_name
 from ckptcore_orbax.orbax.json_files import unexpected
-from ckptcore_orbax.orbax.trees import MAX_DEPTH, StoredTree, TreeLeaf, plain_tree
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, OrbaxTree, TreeLeaf, plain_tree
 
 __all__ = ["AGGREGATE_FILE", "parse_aggregate", "unpack"]
 
@@ -35,7 +35,7 @@ _MAX_NESTED: Final = 16
 """Maximum nesting of extension values, each of which takes much stack space."""
 
 
-def parse_aggregate(data: bytes, key: str) -> StoredTree:
+def parse_aggregate(data: bytes, key: str) -> OrbaxTree:
     """Parse the file, which may be hostile. Takes memory in proportion to the file.
 
     Raises:

@@ -12,7 +12,7 @@ from ckptcore.model import JSON, ArraySpec, dtype_from_name
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import unpack
 from ckptcore_orbax.orbax.json_files import expect_text, expect_type, parse_json, unexpected
-from ckptcore_orbax.orbax.trees import MAX_DEPTH, StoredTree, TreeLeaf, plain_tree
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, OrbaxTree, TreeLeaf, plain_tree
 
 __all__ = ["AxlearnStep", "find_axlearn"]
 
@@ -39,7 +39,7 @@ class AxlearnStep:
         writer: name of the writer, with a note about such entries.
     """
 
-    tree: StoredTree
+    tree: OrbaxTree
     writer: str
     custom: Mapping[str, JSON] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
             f"the directory has arrays of AXLearn in {_ARRAYS}/ but no {_INDEX}, which is written last: the save "
             "never ended. Load another step"
         )
-    entries = _entries(store.get(_INDEX))
+    entries = _index_entries(store.get(_INDEX))
     states = _state_files(store, names, {path for path, value in entries if _is_iterator(value)})
     has_step = any(path == "step" for path, _ in entries[1:])
     root: dict[str, object] = {}
@@ -89,7 +89,7 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
     return AxlearnStep(plain_tree(root, _INDEX), writer, {"not_readable": unreadable} if unreadable else {})
 
 
-def _entries(data: bytes) -> list[tuple[str, JSON]]:
+def _index_entries(data: bytes) -> list[tuple[str, JSON]]:
     found: list[tuple[str, JSON]] = []
     for entry in expect_type(parse_json(data, _INDEX), list, _INDEX, "the index"):
         pair = expect_type(entry, list, _INDEX, "an entry of the index")

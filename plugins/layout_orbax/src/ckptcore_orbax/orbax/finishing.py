@@ -34,7 +34,7 @@ from ckptcore_orbax.zarr.documents import enclosing_groups, encode_group
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 from ckptcore_orbax.zarr.formats import encode_metadata
 from ckptcore_orbax.zarr.options import LayoutOptions
-from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, Extents, StoredArray
+from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, Extents, ZarrArray
 from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, dimension_names, stored_format
 from ckptcore_orbax.zarr.version2 import zarr2_array
 from ckptcore_orbax.zarr.version3 import zarr3_array
@@ -84,13 +84,13 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: Layo
     size = SESSION_WRITERS if in_sessions else len(receipts)
     directory = str(receipts[0].state["directory"])  # type: ignore[index,call-overload]  # see `write_arrays`
     prefix = f"{directory}/" if directory else ""
-    arrays: dict[int, StoredArray] = {}
+    arrays: dict[int, ZarrArray] = {}
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord):
             continue
         target = tree.aliases.get(leaf)
         made = stored_format(record, names[leaf], options, size) if target is None else arrays[target].format
-        arrays[leaf] = StoredArray(names[leaf], made)
+        arrays[leaf] = ZarrArray(names[leaf], made)
     chunks = [_ReceiptChunks.of(receipt) for receipt in receipts]
     small = {
         leaf: _small_array(names[leaf], array, options)
@@ -127,24 +127,24 @@ def _check_options(receipts: Sequence[Receipt], options: LayoutOptions) -> None:
             )
 
 
-def _small_array(name: str, array: HostArray, options: LayoutOptions) -> tuple[StoredArray, bytes]:
+def _small_array(name: str, array: HostArray, options: LayoutOptions) -> tuple[ZarrArray, bytes]:
     """Return a small value as the array that Orbax stores for it, and its only chunk."""
     spec = ArraySpec(array.shape, name_of_dtype(array.dtype))
     chunk = tuple([max(1, extent) for extent in array.shape])
     little = array.astype(array.dtype.newbyteorder("<")).tobytes()
     if options.zarr_format == 2:
-        return StoredArray(name, zarr2_array(spec, chunk, compression=None)), little
+        return ZarrArray(name, zarr2_array(spec, chunk, compression=None)), little
     checksum = options.default.checksum
     names = dimension_names(spec, options.storage)
     made = zarr3_array(spec, chunk, chunk, checksum=checksum, dimension_names=names)
-    return StoredArray(name, made), little + (CRC32C.encode(CRC32C.of(memoryview(little))) if checksum else b"")
+    return ZarrArray(name, made), little + (CRC32C.encode(CRC32C.of(memoryview(little))) if checksum else b"")
 
 
 def _write_database(
     tree: TreeMetadata,
-    arrays: Mapping[int, StoredArray],
+    arrays: Mapping[int, ZarrArray],
     chunks: Sequence[_ReceiptChunks],
-    small: Mapping[int, tuple[StoredArray, bytes]],
+    small: Mapping[int, tuple[ZarrArray, bytes]],
     receipts: Sequence[Receipt],
     prefix: str,
     store: WriteStore,
@@ -153,7 +153,10 @@ def _write_database(
     unique = hashlib.blake2b(json.dumps([_receipt_id(receipt) for receipt in receipts]).encode(), digest_size=16)
     node_file = f"d/{unique.hexdigest()}"
     database = encode_database(
-        _entries(tree, arrays, chunks, small), uuid=unique.digest(), node_file=node_file, created_ns=time.time_ns()
+        _database_entries(tree, arrays, chunks, small),
+        uuid=unique.digest(),
+        node_file=node_file,
+        created_ns=time.time_ns(),
     )
     if database.nodes:
         store.write(f"{prefix}{node_file}", [BytesSegment(database.nodes)])
@@ -166,11 +169,11 @@ def _receipt_id(receipt: Receipt) -> list[JSON]:
     return [state["save_id"], state["name"], receipt.rank]
 
 
-def _entries(
+def _database_entries(
     tree: TreeMetadata,
-    arrays: Mapping[int, StoredArray],
+    arrays: Mapping[int, ZarrArray],
     chunks: Sequence[_ReceiptChunks],
-    small: Mapping[int, tuple[StoredArray, bytes]],
+    small: Mapping[int, tuple[ZarrArray, bytes]],
 ) -> Iterator[tuple[bytes, ValueLocation]]:
     """Yield every key of the database with its value, unordered."""
     documents: dict[int, bytes] = {}
@@ -209,8 +212,8 @@ def _inline(data: bytes) -> ValueLocation:
 
 
 def _write_documents(
-    arrays: Mapping[int, StoredArray],
-    small: Mapping[int, tuple[StoredArray, bytes]],
+    arrays: Mapping[int, ZarrArray],
+    small: Mapping[int, tuple[ZarrArray, bytes]],
     zarr_format: ZarrFormat,
     prefix: str,
     store: WriteStore,
@@ -231,7 +234,7 @@ def _write_documents(
     store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in objects())
 
 
-def _extents(arrays: Mapping[int, StoredArray], chunks: Sequence[_ReceiptChunks]) -> Extents:
+def _extents(arrays: Mapping[int, ZarrArray], chunks: Sequence[_ReceiptChunks]) -> Extents:
     """Return the byte range of each array in each data file, from its first chunk to its last."""
     files: list[str] = []
     spans: dict[tuple[int, int], tuple[int, int]] = {}
@@ -252,7 +255,7 @@ def _extents(arrays: Mapping[int, StoredArray], chunks: Sequence[_ReceiptChunks]
     )
 
 
-def _digests(arrays: Mapping[int, StoredArray], chunks: Sequence[_ReceiptChunks]) -> dict[int, bytes]:
+def _digests(arrays: Mapping[int, ZarrArray], chunks: Sequence[_ReceiptChunks]) -> dict[int, bytes]:
     digests: dict[int, bytearray] = {}
     for part in chunks:
         position = 0

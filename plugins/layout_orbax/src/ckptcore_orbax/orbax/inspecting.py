@@ -26,12 +26,12 @@ from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import Composite, find_composite
 from ckptcore_orbax.orbax.items import Item, find_item
-from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, tree_of_names
+from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, tree_of_names
 from ckptcore_orbax.orbax.values import scalar_record
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, open_database
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.state import ArraysState, StoredArray, array_prefix
+from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
@@ -56,7 +56,7 @@ class _UninspectedTree:
     """
 
     item: Item
-    tree: StoredTree
+    tree: OrbaxTree
     missing: Literal["error", "fill"]
     custom: Mapping[str, JSON]
     metrics: Mapping[str, float]
@@ -136,7 +136,7 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
     stored = _stored_arrays(found, store, databases)
     records: list[LeafRecord] = []
     scalars: list[int] = []
-    arrays: dict[int, StoredArray] = {}
+    arrays: dict[int, ZarrArray] = {}
     embedded: dict[int, bytes] = {}
     for number, leaf in enumerate(leaves):
         if leaf.value is not None:
@@ -146,7 +146,7 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
             spec = ArraySpec(leaf.embedded.shape, leaf.embedded.dtype.name) if leaf.spec is None else leaf.spec
             format = zarr2_array(spec, tuple([max(1, extent) for extent in spec.shape]), compression=None)
             embedded[number] = leaf.embedded.astype(leaf.embedded.dtype.newbyteorder("<")).tobytes()
-            arrays[number] = StoredArray(leaf.name, format)
+            arrays[number] = ZarrArray(leaf.name, format)
         else:
             arrays[number] = stored[number]
         format = arrays[number].format
@@ -155,7 +155,7 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
                 f"{leaf.name!r} is {leaf.spec} in the tree, but stored as {format.spec}; the checkpoint is damaged: "
                 "load another one"
             )
-        records.append(_record(item, leaf, format))
+        records.append(_array_record(item, leaf, format))
         if leaf.value_type == "scalar":
             scalars.append(number)
     state = ArraysState(
@@ -183,7 +183,7 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
     return Inspection(tree, state.to_json(), item.writer, found.custom, found.metrics, found.created)
 
 
-def _record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecord:
+def _array_record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecord:
     record = item.record(leaf, format.spec)
     if all(count <= 1 for count in format.grid) or max(format.grid) > _MAX_CUTS:
         return record
@@ -193,7 +193,7 @@ def _record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecord:
     return ArrayRecord(record.spec, record.kind, cuts, record.notes)
 
 
-def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Mapping[int, StoredArray]:
+def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Mapping[int, ZarrArray]:
     """Return the name and the format of each leaf that is a stored array.
 
     Raises:
@@ -211,7 +211,7 @@ def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: Databas
         formats = _in_database(names, documents, open_database(item.directory, store, databases), store)
     else:
         formats = _in_objects([f"{prefix}{array_prefix(name)}" for name in names], documents, store)
-    made: dict[int, StoredArray] = {}
+    made: dict[int, ZarrArray] = {}
     paths: Sequence[object] = ()
     for number, name, format in zip(numbers, names, formats, strict=True):
         if format is None:
@@ -220,7 +220,7 @@ def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: Databas
                 f"{format_path(paths[number])} is in the tree, but its array {name!r} is missing; the checkpoint is "
                 "incomplete: restore it from a copy, or load another one"
             )
-        made[number] = StoredArray(name, format)
+        made[number] = ZarrArray(name, format)
     return made
 
 

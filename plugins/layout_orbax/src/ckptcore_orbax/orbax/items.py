@@ -15,7 +15,7 @@ from ckptcore_orbax.orbax.json_files import expect_object, parse_json
 from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, parse_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
-from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, plain_tree, tree_of_names
+from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, plain_tree, tree_of_names
 from ckptcore_orbax.orbax.values import NONE, value_record
 
 __all__ = ["TEMPORARY", "Item", "ItemKind", "expect_commit", "find_item", "item_kind", "key_in", "names_in"]
@@ -55,7 +55,7 @@ class Item:
 
     kind: ItemKind
     directory: str
-    tree: StoredTree | None
+    tree: OrbaxTree | None
     writer: str
     database: bool = False
     zarr_format: Literal[2, 3] | None = None
@@ -162,7 +162,7 @@ def find_item(store: ReadStore, directory: str = "") -> Item | None:
         if kind == "json":
             return Item("json", directory, plain_tree(parse_json(data, key), key), "Orbax (JSON)")
         record = value_record(data.decode("utf-8", "surrogateescape"))
-        return Item("proto", directory, StoredTree(LEAF, (TreeLeaf("", value=record),)), "Orbax (text of protobuf)")
+        return Item("proto", directory, OrbaxTree(LEAF, (TreeLeaf("", value=record),)), "Orbax (text of protobuf)")
     return _tree_item(store, directory, names)
 
 
@@ -172,7 +172,7 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
         key = key_in(directory, METADATA_FILE)
         checkpoint_file = parse_checkpoint_file(store.get(key), key)
     custom = dict(checkpoint_file.custom)
-    tree: StoredTree | None = None
+    tree: OrbaxTree | None = None
     zarr_format: Literal[2, 3] | None = None
     missing: Literal["error", "fill"] = "fill"
     writer = "Orbax"
@@ -224,7 +224,7 @@ def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
         custom["tree"] = found
 
 
-def _with_values(tree: StoredTree, aggregate: StoredTree) -> StoredTree:
+def _with_values(tree: OrbaxTree, aggregate: OrbaxTree) -> OrbaxTree:
     """Complete the leaves of a tree with those of an aggregate file, matched by their paths as text."""
     known = {
         name: leaf for name, leaf in _leaves_by_text(aggregate) if leaf.value is not None or leaf.embedded is not None
@@ -235,15 +235,15 @@ def _with_values(tree: StoredTree, aggregate: StoredTree) -> StoredTree:
         else leaf
         for name, leaf in _leaves_by_text(tree)
     ]
-    return StoredTree(tree.skeleton, tuple(leaves))
+    return OrbaxTree(tree.skeleton, tuple(leaves))
 
 
-def _leaves_by_text(tree: StoredTree) -> list[tuple[tuple[str, ...], TreeLeaf]]:
+def _leaves_by_text(tree: OrbaxTree) -> list[tuple[tuple[str, ...], TreeLeaf]]:
     paths = TreeMetadata(tree.skeleton, (NONE,) * len(tree.leaves)).paths
     return [(tuple(map(str, path)), leaf) for path, leaf in zip(paths, tree.leaves, strict=True)]
 
 
-def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree: StoredTree) -> StoredTree:
+def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree: OrbaxTree) -> OrbaxTree:
     if not any(leaf.value_type == "string" and leaf.value is None for leaf in tree.leaves):
         return tree
     key = key_in(directory, STRINGS_FILE)
@@ -256,10 +256,10 @@ def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree:
         else leaf
         for leaf in tree.leaves
     ]
-    return StoredTree(tree.skeleton, tuple(leaves))
+    return OrbaxTree(tree.skeleton, tuple(leaves))
 
 
-def _random_keys(store: ReadStore, directory: str, tree: StoredTree | None) -> dict[str, str]:
+def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> dict[str, str]:
     """Return the implementations of random keys, by array name.
 
     Every process writes a file about its arrays, usually all arrays. Further files are read only if
@@ -301,7 +301,7 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
     if len(item.tree.leaves) != 1:
         return replace(item, kind="random key")
     (leaf,) = item.tree.leaves
-    whole = StoredTree(LEAF, (leaf,))
+    whole = OrbaxTree(LEAF, (leaf,))
     typed = {leaf.name: "threefry2x32"} if members.get("typed") is True else {}
     return replace(item, kind="random key", tree=whole, random_keys=typed)
 

@@ -17,7 +17,7 @@ from ckptcore_orbax.orbax.json_files import (
     parse_json,
     unexpected,
 )
-from ckptcore_orbax.orbax.trees import MAX_DEPTH, ContainerType, StoredTree, TreeLeaf, build_tree
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, ContainerType, OrbaxTree, TreeLeaf, build_tree
 from ckptcore_orbax.orbax.values import NONE, value_type
 
 __all__ = ["TREE_FILE", "TreeFile", "encode_tree", "orbax_name", "parse_tree"]
@@ -92,7 +92,7 @@ class TreeFile:
         custom: metadata that the Orbax user stored with the tree, or None.
     """
 
-    tree: StoredTree
+    tree: OrbaxTree
     use_ocdbt: bool | None
     use_zarr3: bool
     stores_fill_value: bool
@@ -107,7 +107,7 @@ def parse_tree(data: bytes, key: str) -> TreeFile:
     """
     document = expect_object(parse_json(data, key), key, "the file")
     table = expect_object(document.get("tree_metadata"), key, "tree_metadata")
-    entries = [_entry(expect_object(entry, key, "an entry of tree_metadata"), key) for entry in table.values()]
+    entries = [_parse_entry(expect_object(entry, key, "an entry of tree_metadata"), key) for entry in table.values()]
     counts = Counter(leaf.name for _, leaf in entries if isinstance(leaf, TreeLeaf))
     entries = [
         (steps, replace(leaf, shared=True) if isinstance(leaf, TreeLeaf) and counts[leaf.name] > 1 else leaf)
@@ -125,7 +125,7 @@ def parse_tree(data: bytes, key: str) -> TreeFile:
     )
 
 
-def _entry(entry: dict[str, JSON], key: str) -> tuple[tuple[int | str, ...], TreeLeaf | Node]:
+def _parse_entry(entry: dict[str, JSON], key: str) -> tuple[tuple[int | str, ...], TreeLeaf | Node]:
     steps: list[int | str] = []
     names: list[str] = []
     for found in expect_type(entry.get("key_metadata"), list, key, "key_metadata"):

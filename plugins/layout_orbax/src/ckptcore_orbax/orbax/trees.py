@@ -10,7 +10,7 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LEAF, ArraySpec, Attribute, HostArray, Key, Node, Skeleton, ValueRecord
 from ckptcore_orbax.orbax.values import value_record
 
-__all__ = ["MAX_DEPTH", "ContainerType", "StoredTree", "TreeLeaf", "build_tree", "plain_tree", "tree_of_names"]
+__all__ = ["MAX_DEPTH", "ContainerType", "OrbaxTree", "TreeLeaf", "build_tree", "plain_tree", "tree_of_names"]
 
 MAX_DEPTH: Final = 200
 """Maximum depth of a tree, in containers. The core has the same limit."""
@@ -43,7 +43,7 @@ class TreeLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTree:
+class OrbaxTree:
     """A tree. `leaves` are in the order of the skeleton."""
 
     skeleton: Skeleton
@@ -71,7 +71,7 @@ def build_tree(
     entries: Iterable[tuple[Steps, TreeLeaf | Node]],
     key: str,
     containers: Mapping[tuple[str, ...], ContainerType] | None = None,
-) -> StoredTree:
+) -> OrbaxTree:
     """Build a tree from leaves and empty containers with their paths.
 
     A container whose keys are all indices from 0 on is a list, in any order; with gaps it is a dict
@@ -108,10 +108,10 @@ def build_tree(
     if root is None:
         raise CorruptCheckpointError(f"{key}: expected a tree, found no leaf", key=key)
     leaves: list[TreeLeaf] = []
-    return StoredTree(_finished_skeleton(root, (), containers or {}, leaves), tuple(leaves))
+    return OrbaxTree(_finished_skeleton(root, (), containers or {}, leaves), tuple(leaves))
 
 
-def tree_of_names(names: Iterable[str], key: str) -> StoredTree:
+def tree_of_names(names: Iterable[str], key: str) -> OrbaxTree:
     """Build a tree from array names if no file describes it: dicts nested at each dot, as in Orbax.
 
     Returns one flat dict if one name is a prefix path of another.
@@ -133,7 +133,7 @@ def _dots(name: str) -> Iterator[int]:
     return (position for position, character in enumerate(name) if character == ".")
 
 
-def plain_tree(value: object, key: str) -> StoredTree:
+def plain_tree(value: object, key: str) -> OrbaxTree:
     """Build a tree from dicts and lists of Python values, such as a JSON document. None is a leaf.
 
     Raises:
@@ -161,7 +161,7 @@ def plain_tree(value: object, key: str) -> StoredTree:
         leaves.append(TreeLeaf("", value=record))
         return LEAF
 
-    return StoredTree(node(value, 0), tuple(leaves))
+    return OrbaxTree(node(value, 0), tuple(leaves))
 
 
 def _finished_skeleton(

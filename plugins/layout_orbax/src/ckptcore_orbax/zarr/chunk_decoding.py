@@ -14,7 +14,7 @@ from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
 from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, native_store, read_native
-from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredArray
+from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using_tensorstore
 
 __all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
@@ -64,7 +64,7 @@ class DecodedChunk:
 
     def __init__(
         self,
-        stored: StoredArray,
+        stored: ZarrArray,
         chunk: Chunk,
         elements: HostArray,
         digests: bytes | None,
@@ -125,7 +125,7 @@ def read_natively(
         yield from read_native(state, wanted, native)
 
 
-def expect_reasonable(stored: StoredArray) -> None:
+def expect_reasonable(stored: ZarrArray) -> None:
     """Reject read chunks that are far larger than their array.
 
     Raises:
@@ -140,7 +140,7 @@ def expect_reasonable(stored: StoredArray) -> None:
         )
 
 
-def _verify(stored: StoredArray, chunk: Chunk, elements: HostArray, digests: bytes) -> None:
+def _verify(stored: ZarrArray, chunk: Chunk, elements: HostArray, digests: bytes) -> None:
     expected = digests[chunk.number * DIGEST_BYTES : (chunk.number + 1) * DIGEST_BYTES]
     found = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
     if found != expected:

@@ -37,7 +37,7 @@ from ckptcore_orbax.zarr.chunk_locations import (
 from ckptcore_orbax.zarr.chunking import check_chunk_count, flatten_index, iter_chunks, unflatten_index
 from ckptcore_orbax.zarr.codecs import is_blosc
 from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
-from ckptcore_orbax.zarr.state import ArraysState, StoredArray
+from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 from ckptcore_orbax.zarr.version3 import inner_array
 
 if TYPE_CHECKING:
@@ -99,12 +99,12 @@ class ZarrIndex(ChunkIndex):
         check_chunk_count(box, format.inner, stored.name)
         return self._chunks(leaf, stored, box)
 
-    def _is_plain(self, stored: StoredArray) -> bool:
+    def _is_plain(self, stored: ZarrArray) -> bool:
         # The root has checksums of blocks written by this layout. Other software stores them after
         # each read chunk.
         return stored.format.direct and (self._state.source == "ckptcore" or not stored.format.checksum)
 
-    def _chunks(self, leaf: int, stored: StoredArray, box: Box) -> Iterator[Chunk]:
+    def _chunks(self, leaf: int, stored: ZarrArray, box: Box) -> Iterator[Chunk]:
         format, is_plain = stored.format, self._is_plain(stored)
         step = format.inner_stored_bytes if format.direct else 1
         per_chunk = prod(format.inner_grid)
@@ -118,7 +118,7 @@ class ZarrIndex(ChunkIndex):
                 within = flatten_index(tuple(map(int.__sub__, inner, first)), format.inner_grid)
                 yield Chunk(key, offset + within * step, inner_box, is_plain, False, leaf, number * per_chunk + within)
 
-    def _hint(self, leaf: int, stored: StoredArray, index: tuple[int, ...], number: int) -> tuple[str, int]:
+    def _hint(self, leaf: int, stored: ZarrArray, index: tuple[int, ...], number: int) -> tuple[str, int]:
         """Return the location of a write chunk, or a sort key if it is unknown."""
         state, format = self._state, stored.format
         if leaf in state.embedded:
@@ -233,7 +233,7 @@ class ZarrIndex(ChunkIndex):
             expect_reasonable(stored)
         return found.places()
 
-    def _shard_index(self, stored: StoredArray, location: ChunkLocation, store: ReadStore) -> ShardIndex | None:
+    def _shard_index(self, stored: ZarrArray, location: ChunkLocation, store: ReadStore) -> ShardIndex | None:
         """Return the index of a shard, or None if its read chunks are contiguous from the first byte on."""
         format = stored.format
         if self._state.source == "ckptcore" and format.direct:
@@ -249,7 +249,7 @@ class ZarrIndex(ChunkIndex):
             data = store.get(location.key, location.offset + start, location.offset + stop)
         return decode_index(format, data, length, key)
 
-    def _fill(self, stored: StoredArray, index: tuple[int, ...]) -> HostArray:
+    def _fill(self, stored: ZarrArray, index: tuple[int, ...]) -> HostArray:
         """Return the fill value for elements that are not stored.
 
         Raises:
@@ -290,7 +290,7 @@ class ZarrIndex(ChunkIndex):
 
         return read_natively(self._state, items, buffers, store, self._databases)
 
-    def _stored(self, leaf: int) -> StoredArray:
+    def _stored(self, leaf: int) -> ZarrArray:
         stored = self._state.arrays.get(leaf)
         if stored is None:
             raise CorruptCheckpointError(f"the checkpoint does not locate the array of leaf {leaf}")

@@ -14,7 +14,7 @@ from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.state import ArraysState, StoredArray
+from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 
 __all__ = [
     "ChunkLocation",
@@ -152,7 +152,7 @@ def open_database(directory: str, store: ReadStore, databases: DatabaseCache) ->
     return database
 
 
-def expect_length(stored: StoredArray, index: tuple[int, ...], location: ChunkLocation) -> None:
+def expect_length(stored: ZarrArray, index: tuple[int, ...], location: ChunkLocation) -> None:
     """Reject a chunk whose length differs from its format.
 
     Raises:

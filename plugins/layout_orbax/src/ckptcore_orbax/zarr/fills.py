@@ -28,7 +28,7 @@ def parse_fill_version3(value: JSON, dtype: str) -> bytes:
     Raises:
         CorruptCheckpointError: it is not valid for this dtype.
     """
-    found = _fill(value, dtype)
+    found = _encode_fill(value, dtype)
     if found is None:
         raise CorruptCheckpointError(f"its fill_value {str(value)[:80]!r} is not a valid {dtype}")
     return found
@@ -45,9 +45,9 @@ def parse_fill_version2(value: JSON, dtype: str) -> bytes | None:
     """
     if value is None:
         return None
-    found = _fill(value, dtype)
+    found = _encode_fill(value, dtype)
     if found is None and isinstance(value, str):
-        found = _fill_from_text(value, dtype)
+        found = _encode_text_fill(value, dtype)
     if found is None:
         raise CorruptCheckpointError(f"its fill_value {str(value)[:80]!r} is not a valid {dtype}")
     return found
@@ -60,10 +60,10 @@ def zero_of_version3(dtype: str) -> JSON:
         return False
     if kind == "c":
         return [0.0, 0.0]
-    return 0 if _is_whole(dtype) else 0.0
+    return 0 if _is_int(dtype) else 0.0
 
 
-def _fill(value: JSON, dtype: str) -> bytes | None:
+def _encode_fill(value: JSON, dtype: str) -> bytes | None:
     kind = dtype_from_name(dtype).kind
     if kind == "b":
         return bytes([value]) if isinstance(value, bool) else None
@@ -71,18 +71,18 @@ def _fill(value: JSON, dtype: str) -> bytes | None:
         if not isinstance(value, list | tuple) or len(value) != 2:
             return None
         half = "float32" if dtype == "complex64" else "float64"
-        real, imaginary = _float(value[0], half), _float(value[1], half)
+        real, imaginary = _float_bytes(value[0], half), _float_bytes(value[1], half)
         return None if real is None or imaginary is None else real + imaginary
     if kind in "mM":
         if value == "NaT":
             value = int(np.iinfo(np.int64).min)
-        return _whole(value, "int64")
+        return _int_bytes(value, "int64")
     if kind in "SU":
         return bytes(dtype_from_name(dtype).itemsize) if type(value) is int and value == 0 else None
-    return _whole(value, dtype) if _is_whole(dtype) else _float(value, dtype)
+    return _int_bytes(value, dtype) if _is_int(dtype) else _float_bytes(value, dtype)
 
 
-def _fill_from_text(value: str, dtype: str) -> bytes | None:
+def _encode_text_fill(value: str, dtype: str) -> bytes | None:
     numpy_dtype = dtype_from_name(dtype)
     if numpy_dtype.kind == "U":
         if any(0xD800 <= ord(character) < 0xE000 for character in value):
@@ -98,11 +98,11 @@ def _fill_from_text(value: str, dtype: str) -> bytes | None:
     return None
 
 
-def _is_whole(dtype: str) -> bool:
+def _is_int(dtype: str) -> bool:
     return dtype.startswith(("int", "uint"))
 
 
-def _whole(value: JSON, dtype: str) -> bytes | None:
+def _int_bytes(value: JSON, dtype: str) -> bytes | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int:
@@ -114,7 +114,7 @@ def _whole(value: JSON, dtype: str) -> bytes | None:
     return np.array(value, dtype_from_name(dtype)).tobytes()
 
 
-def _float(value: JSON, dtype: str) -> bytes | None:
+def _float_bytes(value: JSON, dtype: str) -> bytes | None:
     numpy_dtype = dtype_from_name(dtype)
     if isinstance(value, str):
         if _BITS.fullmatch(value):

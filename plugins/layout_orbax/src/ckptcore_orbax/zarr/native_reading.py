@@ -17,7 +17,7 @@ from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import ReadErrors
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
 from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
-from ckptcore_orbax.zarr.state import ArraysState, StoredArray
+from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 
 __all__ = ["BoxRead", "check_native_files", "native_spec", "native_store", "read_native"]
@@ -172,7 +172,7 @@ def read_native(
     """
     # One context for all arrays, so that a database is opened once and its nodes are cached.
     context = tensorstore.Context()
-    started: deque[tuple[StoredArray, BoxRead, Any]] = deque()
+    started: deque[tuple[ZarrArray, BoxRead, Any]] = deque()
     started_bytes = 0
     try:
         for leaves in _batches(list(wanted), _OPENED):
@@ -186,9 +186,9 @@ def read_native(
                     with ReadErrors(stored.name):
                         reading = tensorstore.array(target.buffer).write(array[target.box.slices])
                     started.append((stored, target, reading))
-                    started_bytes += _read_bytes(stored, target)
+                    started_bytes += _bytes_in_flight(stored, target)
                     while started_bytes > _STARTED_BYTES and len(started) > _MIN_STARTED:
-                        started_bytes -= _read_bytes(*started[0][:2])
+                        started_bytes -= _bytes_in_flight(*started[0][:2])
                         yield _finish(started)
         while started:
             yield _finish(started)
@@ -198,7 +198,7 @@ def read_native(
             remaining.exception()
 
 
-def _read_bytes(stored: StoredArray, target: BoxRead) -> int:
+def _bytes_in_flight(stored: ZarrArray, target: BoxRead) -> int:
     """Return the memory for reading a destination: at least one read chunk, which can exceed a hostile small array."""
     return max(target.buffer.nbytes, stored.format.inner_bytes)
 
@@ -208,7 +208,7 @@ def _batches(leaves: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         yield leaves[start : start + size]
 
 
-def _open(stored: StoredArray, native: Mapping[str, Any], context: Any) -> Any:
+def _open(stored: ZarrArray, native: Mapping[str, Any], context: Any) -> Any:
     kvstore = {**native, "path": f"{native.get('path', '')}{stored.prefix}"}
     driver = "zarr3" if stored.format.zarr_format == 3 else "zarr"
     spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
@@ -216,7 +216,7 @@ def _open(stored: StoredArray, native: Mapping[str, Any], context: Any) -> Any:
         return tensorstore.open(spec, open=True, read=True, context=context)
 
 
-def _finish(started: deque[tuple[StoredArray, BoxRead, Any]]) -> int:
+def _finish(started: deque[tuple[ZarrArray, BoxRead, Any]]) -> int:
     """Wait for the oldest read. It is removed only after nothing writes to its destination, in case
     of an interrupt.
     """

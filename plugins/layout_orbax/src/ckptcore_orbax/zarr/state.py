@@ -16,7 +16,7 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.version2 import parse_zarr2
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
-__all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "StoredArray", "array_prefix"]
+__all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "ZarrArray", "array_prefix"]
 
 DIGEST_BYTES: Final = 8
 """Length of the xxh3_64 of a chunk's elements."""
@@ -28,7 +28,7 @@ def array_prefix(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredArray:
+class ZarrArray:
     """An array of a checkpoint.
 
     Attributes:
@@ -77,7 +77,7 @@ class ArraysState:
     storage: Literal["ocdbt", "objects"]
     missing: Literal["error", "fill"]
     source: Literal["ckptcore", "other"]
-    arrays: Mapping[int, StoredArray]
+    arrays: Mapping[int, ZarrArray]
     extents: Extents = field(default_factory=Extents)
     digests: Mapping[int, bytes] = field(default_factory=dict)
     embedded: Mapping[int, bytes] = field(default_factory=dict)
@@ -151,8 +151,8 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
     if storage not in ("ocdbt", "objects") or missing not in ("error", "fill") or source not in ("ckptcore", "other"):
         raise ValueError(f"storage {storage!r}, missing {missing!r}, source {source!r}")
     _expect_text(directory)
-    formats = [_format(document) for document in encoded["formats"]]
-    arrays: dict[int, StoredArray] = {}
+    formats = [_parse_format(document) for document in encoded["formats"]]
+    arrays: dict[int, ZarrArray] = {}
     for leaf, name, number in zip(encoded["leaf"], encoded["name"], encoded["format"], strict=True):
         record = tree.leaves[_natural(leaf)]
         format = formats[_natural(number)]
@@ -163,7 +163,7 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
                 f"{format_path(tree.paths[leaf])} is {record.spec}, but stored as {format.spec}: the metadata is "
                 "damaged: load another checkpoint"
             )
-        arrays[leaf] = StoredArray(_expect_text(name), format)
+        arrays[leaf] = ZarrArray(_expect_text(name), format)
     extents = Extents()
     if (found := encoded.get("extents")) is not None:
         columns = [list(map(_natural, found[name])) for name in ("leaf", "file", "start", "stop")]
@@ -194,7 +194,7 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
     )
 
 
-def _format(described: Any) -> ArrayFormat:
+def _parse_format(described: Any) -> ArrayFormat:
     version, document = described
     if version not in (2, 3) or not isinstance(document, dict):
         raise ValueError(f"a format {str(described)[:80]}")

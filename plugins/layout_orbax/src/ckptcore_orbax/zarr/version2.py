@@ -66,7 +66,7 @@ def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compres
         "shape": list(spec.shape),
         "zarr_format": 2,
     }
-    return _format(spec, chunk, ChunkKeys("v2", "."), document, direct=compression is None, fill=None)
+    return _array_format(spec, chunk, ChunkKeys("v2", "."), document, direct=compression is None, fill=None)
 
 
 def _compressor(compression: Compression) -> JSON:
@@ -76,7 +76,7 @@ def _compressor(compression: Compression) -> JSON:
     return {"id": compression.name, "level": 1 if level is None else level}
 
 
-def _format(
+def _array_format(
     spec: ArraySpec,
     chunk: tuple[int, ...],
     keys: ChunkKeys,
@@ -133,7 +133,9 @@ def _parse(data: bytes) -> ArrayFormat:
     if not direct and name not in STORED_DTYPES[2]:
         raise UnsupportedLeafError(f"its dtype {str(dtype)[:80]!r} is supported only for raw chunks")
     fill = parse_fill_version2(document["fill_value"], name)
-    return _format(spec, chunk, ChunkKeys("v2", "/" if separator == "/" else "."), document, direct=direct, fill=fill)
+    return _array_format(
+        spec, chunk, ChunkKeys("v2", "/" if separator == "/" else "."), document, direct=direct, fill=fill
+    )
 
 
 _parse_again = lru_cache(maxsize=256)(_parse)
