@@ -13,6 +13,6 @@ class TestDcp(LayoutTests):
         return DcpLayout()
 
 
-class TestDcpForetold(LayoutForecastTests):
+class TestDcpForecast(LayoutForecastTests):
     def layout(self) -> Layout:
         return DcpLayout()

@@ -190,23 +190,23 @@ def test_read_chunks_outside_of_the_array(layout: Layout, tmp_path: Path) -> Non
     write_trial(layout, trial, local_directory(tmp_path)).assert_reads_back()
 
 
-class TestOcdbtForetold(LayoutForecastTests):
+class TestOcdbtForecast(LayoutForecastTests):
     def layout(self) -> Layout:
         return OcdbtLayout(data_file_bytes=300_000)
 
 
-class TestZarr3Foretold(LayoutForecastTests):
+class TestZarr3Forecast(LayoutForecastTests):
     """Compressed and uncompressed arrays."""
 
     def layout(self) -> Layout:
         return Zarr3Layout(chunk_bytes=65536, rules=[ArrayRule(pattern="shared", compression="zstd")])
 
 
-class TestZarrForetold(LayoutForecastTests):
+class TestZarrForecast(LayoutForecastTests):
     def layout(self) -> Layout:
         return ZarrLayout(compression="blosc")
 
 
-class TestCompressedOcdbtForetold(LayoutForecastTests):
+class TestCompressedOcdbtForecast(LayoutForecastTests):
     def layout(self) -> Layout:
         return OcdbtLayout(compression="zstd", data_file_bytes=100_000)

@@ -62,9 +62,9 @@ class ChunkSource:
         found = []
         for index, outer in sorted(touched.items()):
             wanted = outer.intersect(self._whole)
-            box_part = [self._boxes[number].intersect(outer) for number in self._boxes_of_chunk[index]]
-            parts = [common.size for common in box_part if common is not None]
-            if wanted is None or sum(parts) != wanted.size:
+            common_boxes = [self._boxes[number].intersect(outer) for number in self._boxes_of_chunk[index]]
+            sizes = [common.size for common in common_boxes if common is not None]
+            if wanted is None or sum(sizes) != wanted.size:
                 raise AtomicityError(
                     f"{self.name}: this process has only a part of the chunk {list(index)} of {list(chunk)} "
                     "elements, and no two processes can write one chunk: the cuts that its leaf handler describes "
