@@ -148,7 +148,7 @@ class Location:
     name: str
     identity: str = ""
     of_host: bool = False
-    conditional_puts: ConditionalPuts = field(default_factory=ConditionalPuts)
+    conditional_puts: ConditionalPuts = field(default_factory=ConditionalPuts, compare=False)
 
     @property
     def store(self) -> StorageBackend:

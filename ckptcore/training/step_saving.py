@@ -189,9 +189,8 @@ class StepSaver:
         """
         if not self.wants(request.step, request.epoch, force=request.force):
             return None
-        name = self._agreed_name(request)
-        with self._begun(request) as before:
-            handle = begin_save(self._request(request, name, before), self._context, when_busy=self._options.when_busy)
+        with self._begun(request) as save:
+            handle = begin_save(save, self._context, when_busy=self._options.when_busy)
             self._saves.add(request.step, handle)
         return handle
 
@@ -204,9 +203,8 @@ class StepSaver:
         """
         if not self.wants(request.step, request.epoch, force=request.force):
             return False
-        name = self._agreed_name(request)
-        with self._begun(request) as before:
-            perform_save(self._request(request, name, before), self._context)
+        with self._begun(request) as save:
+            perform_save(save, self._context)
         return True
 
     def _agreed_name(self, request: StepSaveRequest) -> str:
@@ -217,20 +215,21 @@ class StepSaver:
         return self._steps.names.name(request.step)
 
     @contextmanager
-    def _begun(self, request: StepSaveRequest) -> Iterator[LastSave]:
-        """Record for policies that a save has begun, unless it fails to begin. Yield the last save before it."""
-        past = self._decider.last_save
+    def _begun(self, request: StepSaveRequest) -> Iterator[SaveRequest]:
+        """Record for policies that a save has begun, unless it fails to begin. Yield its request."""
+        last = self._decider.last_save
+        name = self._agreed_name(request)
         with self._saves.beginning(request.step):
             self._decider.begin(request.step, request.epoch)
             try:
-                yield past
+                yield self._request(request, name, last)
             except BaseException:
                 # In a job it may have begun in other processes, and the policies of all processes must see the same.
                 if self._job.size == 1:
-                    self._decider.last_save = past
+                    self._decider.last_save = last
                 raise
 
-    def _request(self, request: StepSaveRequest, name: str, before: LastSave) -> SaveRequest:
+    def _request(self, request: StepSaveRequest, name: str, last: LastSave) -> SaveRequest:
         step = request.step
         target, chosen = self._run.target(step, name), self._options.strategy
         return SaveRequest(
@@ -244,7 +243,7 @@ class StepSaver:
             strategy=target.strategy if chosen is None else chosen.for_step(step, name, target.strategy),
             notes=SaveNotes(custom=request.metadata, metrics=request.metrics or {}, step=step, epoch=request.epoch),
             hooks=SaveHooks(
-                allowed=partial(self._allow, step, before.step, is_new=not request.overwrite),
+                allowed=partial(self._allow, step, last.step, is_new=not request.overwrite),
                 before_commit=target.before_commit,
                 # Only values: a reference to the request would keep the state in memory.
                 committed=partial(self._saved, SavedStep(step, name, request.epoch, self._decider.preempted)),
