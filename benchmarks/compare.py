@@ -32,7 +32,7 @@ from typing import Any, Final, Self
 
 from benchmarks import BENCHMARKS
 
-__all__ = ["Comparison", "Options", "Samples", "compare_trees", "main", "spread", "summarise"]
+__all__ = ["Comparison", "Options", "RowSamples", "compare_trees", "main", "spread", "summarise"]
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _MOST: Final = 1.05
@@ -71,7 +71,7 @@ class Options:
 
 
 @dataclass(slots=True)
-class Samples:
+class RowSamples:
     """Measurements of a row, one number for each round: of the old worktree, the new one, and the old one again."""
 
     unit: str = "s"
@@ -127,7 +127,7 @@ def spread(old: Sequence[float], again: Sequence[float]) -> float:
     return statistics.quantiles(both, n=4, method="inclusive")[2]
 
 
-def summarise(case: str, contender: str, samples: Samples) -> Comparison:
+def summarise(case: str, contender: str, samples: RowSamples) -> Comparison:
     """Compare the measurements of a row."""
     ratios = [new / old if old else float(new > 0) + 1 for old, new in zip(samples.old, samples.new, strict=True)]
     ratio = statistics.median(ratios)
@@ -243,7 +243,7 @@ def compare_trees(benchmark: str, options: Options) -> Iterator[Comparison | str
     old, new = (_listed(tree, benchmark, options) for tree in (options.old, options.new))
     cases = _cases_of_both(list(old["cases"]), list(new["cases"]))
     launches = min(options.launches, options.pairs) if cases else options.pairs
-    samples: dict[tuple[str, str], Samples] = {}
+    samples: dict[tuple[str, str], RowSamples] = {}
     for launch in range(launches):
         rounds = len(range(launch, options.pairs, launches))
         _measure(benchmark, options, cases, rounds, samples, first=launch)
@@ -277,7 +277,7 @@ def _measure(
     options: Options,
     cases: Sequence[str],
     rounds: int,
-    samples: dict[tuple[str, str], Samples],
+    samples: dict[tuple[str, str], RowSamples],
     *,
     first: int,
 ) -> None:
@@ -294,7 +294,7 @@ def _measure(
             for contender in replies[0]["contenders"]:
                 if contender in replies[1]["contenders"]:
                     numbers = [reply["contenders"].index(contender) for reply in replies]
-                    _rounds(processes, numbers, rounds, samples.setdefault((case, contender), Samples()))
+                    _rounds(processes, numbers, rounds, samples.setdefault((case, contender), RowSamples()))
             replies = _in_turn(processes, first, _Process.advance)
         _add_rows([reply["rows"] for reply in replies], samples)
 
@@ -310,7 +310,7 @@ def _in_turn(
     return [replies[index] for index in range(len(processes))]
 
 
-def _rounds(processes: Sequence[_Process], numbers: Sequence[int], rounds: int, into: Samples) -> None:
+def _rounds(processes: Sequence[_Process], numbers: Sequence[int], rounds: int, into: RowSamples) -> None:
     contenders = dict(zip(processes, numbers, strict=True))
     repeats = 1
     for turn in range(-1, rounds):
@@ -330,12 +330,12 @@ def _run(contenders: Mapping[_Process, int], repeats: int, process: _Process) ->
     return process.run(contenders[process], repeats)
 
 
-def _add_rows(rows: Sequence[Sequence[Mapping[str, Any]]], samples: dict[tuple[str, str], Samples]) -> None:
+def _add_rows(rows: Sequence[Sequence[Mapping[str, Any]]], samples: dict[tuple[str, str], RowSamples]) -> None:
     """Add the rows that benchmarks measured themselves."""
     old, new, again = [{(row["case"], row["contender"]): row for row in of_one} for of_one in rows]
     for name, row in old.items():
         if name in new and name in again:
-            into = samples.setdefault(name, Samples(row["unit"]))
+            into = samples.setdefault(name, RowSamples(row["unit"]))
             into.old.append(row["median"])
             into.new.append(new[name]["median"])
             into.again.append(again[name]["median"])

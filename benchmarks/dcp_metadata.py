@@ -44,7 +44,7 @@ _ROWS, _COLUMNS = 8, 64
 """Bytes of each chunk. Only the metadata is written, no elements."""
 
 
-class _Kept:
+class _MemoryStore:
     """A store in memory."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def _cases(directory: Path, tensors: int, chunks: int) -> Sequence[Case]:
     plans = [_plan(names, chunks, rank) for rank in range(_RANKS)]
     spec = ArraySpec((chunks * _ROWS, _COLUMNS), "float32")
     tree = TreeMetadata(Node("dict", tuple(names), (LEAF,) * tensors), (ArrayRecord(spec),) * tensors)
-    layout, store = DcpLayout(), _Kept()
+    layout, store = DcpLayout(), _MemoryStore()
     layout.check(tree, _RANKS)  # a save does so before it writes
     receipts = [_receipt(layout, tree, chunks, rank) for rank in range(_RANKS)]
     theirs = _written(plans)

@@ -27,7 +27,7 @@ from benchmarks.in_jobs import joined_rows, joined_times, measure_rank, torchrun
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["CASES", "Mesh", "ReshardCase", "rows"]
+__all__ = ["CASES", "MeshShape", "ReshardCase", "rows"]
 
 _MATRICES: Final = 16
 _SIDE: Final = 4096
@@ -37,7 +37,7 @@ _MOST_READ: Final = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class MeshShape:
     """Number of parts of the rows and of the columns. Each process has one part."""
 
     rows: int
@@ -56,19 +56,19 @@ class Mesh:
 class ReshardCase:
     """A mesh that saves and one that loads. The target applies if requested boxes are contiguous in the stored data."""
 
-    saved: Mesh
-    loaded: Mesh
-    lies_together: bool = True
+    saved: MeshShape
+    loaded: MeshShape
+    contiguous: bool = True
 
 
 CASES: Final = [
-    ReshardCase(Mesh(4, 1), Mesh(2, 1)),
-    ReshardCase(Mesh(4, 1), Mesh(1, 1)),
-    ReshardCase(Mesh(2, 1), Mesh(4, 1)),
-    ReshardCase(Mesh(3, 1), Mesh(2, 1)),
-    ReshardCase(Mesh(1, 4), Mesh(1, 2)),
-    ReshardCase(Mesh(2, 2), Mesh(2, 1)),
-    ReshardCase(Mesh(1, 2), Mesh(1, 4), lies_together=False),
+    ReshardCase(MeshShape(4, 1), MeshShape(2, 1)),
+    ReshardCase(MeshShape(4, 1), MeshShape(1, 1)),
+    ReshardCase(MeshShape(2, 1), MeshShape(4, 1)),
+    ReshardCase(MeshShape(3, 1), MeshShape(2, 1)),
+    ReshardCase(MeshShape(1, 4), MeshShape(1, 2)),
+    ReshardCase(MeshShape(2, 2), MeshShape(2, 1)),
+    ReshardCase(MeshShape(1, 2), MeshShape(1, 4), contiguous=False),
 ]
 
 
@@ -89,12 +89,12 @@ def rows(setting: Setting) -> Iterator[Row]:
         for row in joined_rows(f"dcp: {case.saved} loaded as {case.loaded}", results, nbytes=needed, targets={}):
             share = read[row.contender] / needed
             noted = replace(row, note=f"{share:.3f} bytes read for each byte")
-            if case.lies_together and row.contender != "dcp.load":
+            if case.contiguous and row.contender != "dcp.load":
                 noted = replace(noted, target=f"at most {_MOST_READ} read", reached=share <= _MOST_READ)
             yield noted
 
 
-def _launch(mesh: Mesh, task: str, directory: Path, results: Path, side: int, rounds: int) -> None:
+def _launch(mesh: MeshShape, task: str, directory: Path, results: Path, side: int, rounds: int) -> None:
     arguments = (task, mesh.rows, mesh.columns, directory, results, side, rounds)
     torchrun(mesh.size, "benchmarks.dcp_reshard", *arguments)
 

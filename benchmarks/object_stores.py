@@ -84,7 +84,7 @@ def _uploads(service: ObjectService, state: State) -> Iterator[Case]:
     def other() -> None:
         service.files.pipe_file(f"{service.bucket}/fsspec", safetensors.numpy.save(state))
 
-    def by_hand() -> None:
+    def plain() -> None:
         obstore.put(store, "by-hand", data, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_AT_ONCE)
 
     yield Case(
@@ -92,7 +92,7 @@ def _uploads(service: ObjectService, state: State) -> Iterator[Case]:
         [
             ours("safetensors"),
             Contender(f"{service.library} + safetensors", other, target=_LEAST_OF_FSSPEC),
-            Contender("obstore by hand", by_hand, target=_LEAST_OF_OBSTORE),
+            Contender("plain obstore", plain, target=_LEAST_OF_OBSTORE),
             ours("ocdbt"),
             ours("dcp"),
         ],
@@ -109,10 +109,10 @@ def _downloads(service: ObjectService, state: State) -> Iterator[Case]:
     data = safetensors.numpy.save(state)
     size = len(data)
     obstore.put(store, "by-hand", data, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_AT_ONCE)
-    there, target = np.zeros(size, np.uint8), {name: np.zeros_like(array) for name, array in state.items()}
+    target_bytes, target = np.zeros(size, np.uint8), {name: np.zeros_like(array) for name, array in state.items()}
     ranges = [(start, min(start + _PART_BYTES, size)) for start in range(0, size, _PART_BYTES)]
 
-    def by_hand(memory: HostArray) -> HostArray:
+    def plain(memory: HostArray) -> HostArray:
         def read(part: tuple[int, int]) -> None:
             start, stop = part
             found = obstore.get_range(store, "by-hand", start=start, end=stop)
@@ -137,7 +137,7 @@ def _downloads(service: ObjectService, state: State) -> Iterator[Case]:
         [
             ours("safetensors"),
             Contender(f"{service.library} + safetensors", other, target=_LEAST_OF_FSSPEC),
-            Contender("obstore by hand", lambda: by_hand(np.empty(size, np.uint8)), target=_LEAST_OF_OBSTORE),
+            Contender("plain obstore", lambda: plain(np.empty(size, np.uint8)), target=_LEAST_OF_OBSTORE),
             ours("ocdbt"),
             ours("dcp"),
             Contender("raw limit of the server", raw),
@@ -149,7 +149,7 @@ def _downloads(service: ObjectService, state: State) -> Iterator[Case]:
         f"{service.scheme} downloads, in place",
         [
             Contender("ckptcore safetensors", lambda: ckptcore.load_into(location, target, context=context)),
-            Contender("obstore by hand", lambda: by_hand(there), target=_LEAST_OF_OBSTORE),
+            Contender("plain obstore", lambda: plain(target_bytes), target=_LEAST_OF_OBSTORE),
         ],
         size,
     )

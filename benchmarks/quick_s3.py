@@ -122,10 +122,10 @@ def _answer(state: _Objects, method: str, target: str, headers: dict[str, str], 
 
 
 def _put(state: _Objects, key: str, data: memoryview, headers: dict[str, str]) -> _Answer:
-    there = state.objects.get(key)
-    if headers.get("if-none-match") == "*" and there is not None:
+    stored = state.objects.get(key)
+    if headers.get("if-none-match") == "*" and stored is not None:
         return _error("412 Precondition Failed", "PreconditionFailed")
-    if "if-match" in headers and (there is None or there[1].strip('"') != headers["if-match"].strip('"')):
+    if "if-match" in headers and (stored is None or stored[1].strip('"') != headers["if-match"].strip('"')):
         return _error("412 Precondition Failed", "PreconditionFailed")
     tag = f'"{uuid.uuid4().hex}"'
     state.objects[key] = (data, tag)
@@ -134,10 +134,10 @@ def _put(state: _Objects, key: str, data: memoryview, headers: dict[str, str]) -
 
 
 def _get(state: _Objects, method: str, key: str, headers: dict[str, str]) -> _Answer:
-    there = state.objects.get(key)
-    if there is None:
+    stored = state.objects.get(key)
+    if stored is None:
         return _error("404 Not Found", "NoSuchKey")
-    data, tag = there
+    data, tag = stored
     reply_headers = (f"ETag: {tag}", f"Last-Modified: {_MODIFIED}", "Accept-Ranges: bytes")
     if method == "HEAD":
         return _Answer("200 OK", reply_headers, length=len(data))

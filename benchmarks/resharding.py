@@ -38,7 +38,7 @@ from ckptcore.model import (
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import Layout, StorageCapabilities, StorageOptions
 
-__all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "whole_shards"]
+__all__ = ["CASES", "Count", "MeshChange", "ParallelSizes", "counts", "rows", "subchunked", "whole_shards"]
 
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 16 * _BLOCK_BYTES
@@ -54,7 +54,7 @@ _DEVICES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class ParallelSizes:
     """Number of parts of a weight along the axis of FSDP and along that of tensor parallelism."""
 
     fsdp: int
@@ -62,12 +62,12 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class MeshChange:
     """A mesh that saves and one that loads."""
 
     name: str
-    saved: Mesh
-    loaded: Mesh
+    saved: ParallelSizes
+    loaded: ParallelSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class Count:
 
 
 CASES = (
-    Case("(16, 4) -> (64, 1)", Mesh(16, 4), Mesh(64, 1)),
-    Case("(16, 4) -> (16, 1)", Mesh(16, 4), Mesh(16, 1)),
-    Case("4-8-4 -> 1-128-1", Mesh(8, 4), Mesh(128, 1)),
-    Case("8-2-1 -> 1-16-1", Mesh(2, 1), Mesh(16, 1)),
+    MeshChange("(16, 4) -> (64, 1)", ParallelSizes(16, 4), ParallelSizes(64, 1)),
+    MeshChange("(16, 4) -> (16, 1)", ParallelSizes(16, 4), ParallelSizes(16, 1)),
+    MeshChange("4-8-4 -> 1-128-1", ParallelSizes(8, 4), ParallelSizes(128, 1)),
+    MeshChange("8-2-1 -> 1-16-1", ParallelSizes(2, 1), ParallelSizes(16, 1)),
 )
 
 _FSDP, _TENSOR = "fsdp", "tensor"
@@ -119,7 +119,7 @@ _SIZES = Sizes(
 )
 
 
-def _boxes(name: str, mesh: Mesh) -> Sequence[Box]:
+def _boxes(name: str, mesh: ParallelSizes) -> Sequence[Box]:
     shape, axes = _WEIGHTS[name]
     parts = [mesh.fsdp if axis == _FSDP else mesh.tensor for axis in axes]
     steps = [extent // count for extent, count in zip(shape, parts, strict=True)]
@@ -145,7 +145,7 @@ class _Arrays:
         """See `ckptcore.protocols.Snapshot`."""
 
 
-def counts(case: Case, layout: Layout) -> Count:
+def counts(case: MeshChange, layout: Layout) -> Count:
     """Save with one mesh, load boxes of another, and count bytes. Fails if an element differs."""
     arrays: dict[int, HostArray] = {}
     records, items = [], []

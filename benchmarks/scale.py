@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 import ckptcore
 from benchmarks.report import Row
-from benchmarks.scale_job import LAYERS, SimulatedJob
+from benchmarks.scale_job import LAYERS, TrainingJob
 from benchmarks.scale_receipts import JobReceipts, expect_alike
 from benchmarks.scale_transport import CountingStore, DiscardingStorage, PlannedSnapshot, SimulatedCoordinator, Wire
 from benchmarks.setting import Setting
@@ -93,7 +93,7 @@ class Measured:
 class Simulation:
     """One simulated save."""
 
-    def __init__(self, job: SimulatedJob, layout: str, *, replicas: ReplicaOptions | None = None) -> None:
+    def __init__(self, job: TrainingJob, layout: str, *, replicas: ReplicaOptions | None = None) -> None:
         """Prepare a save.
 
         Args:
@@ -223,8 +223,8 @@ class Simulation:
                 stage.payload = payload(0)
 
         _timed(self.measured.leader, "exchange", lead)
-        told = json.loads(self._hear(f"{key}/verdict", tokens=first))
-        return f"{prefix}/{told['leader']}" if first else prefix
+        verdict = json.loads(self._hear(f"{key}/verdict", tokens=first))
+        return f"{prefix}/{verdict['leader']}" if first else prefix
 
     def _leader_decides(self, key: str, receipts: JobReceipts, tree: TreeMetadata) -> None:
         """Run the stage in which all processes send receipts, and the leader builds the root from them."""
@@ -244,9 +244,9 @@ class Simulation:
                 stage.payload = own
             return [data for data in stage.payloads if isinstance(data, bytes)]
 
-        told = _timed(seconds, "exchange", gather)
+        gathered = _timed(seconds, "exchange", gather)
         self._hear(f"{key}/verdict", tokens=False)
-        decoded = _timed(seconds, "decode", lambda: [decode_receipts([tree], data)[0] for data in told])
+        decoded = _timed(seconds, "decode", lambda: [decode_receipts([tree], data)[0] for data in gathered])
         _timed(seconds, "cover", lambda: check_coverage(tree, decoded))
         storage = DiscardingStorage()
         recorder = ObjectRecorder(storage, runtime_of(self._context).io_threads)
@@ -303,16 +303,16 @@ def _timed(seconds: dict[str, float], name: str, work: Callable[[], T]) -> T:
 def _chunks_of(
     layout: Layout, tree: TreeMetadata, size: int
 ) -> tuple[str | None, Mapping[int, str], Mapping[int, tuple[int, ...]]]:
-    """Return the form that all processes agree on, names, and shapes of chunks, for layouts with chunks."""
+    """Return the options that all processes agree on, names, and shapes of chunks, for layouts with chunks."""
     if layout.name not in ("ocdbt", "zarr3"):
         return None, {}, {}
     from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
 
-    form = layout._form()  # type: ignore[attr-defined]  # of the layouts of this plugin
-    names = array_names(tree, form)
+    options = layout._layout_options()  # type: ignore[attr-defined]  # of the layouts of this plugin
+    names = array_names(tree, options)
     records: Sequence[Any] = tree.leaves
-    chunks = {leaf: stored_format(record, names[leaf], form, size).chunk for leaf, record in enumerate(records)}
-    return form.agreed, names, chunks
+    chunks = {leaf: stored_format(record, names[leaf], options, size).chunk for leaf, record in enumerate(records)}
+    return options.description, names, chunks
 
 
 def _resident() -> int:
@@ -351,7 +351,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 def main(arguments: Sequence[str]) -> None:
     """Simulate one save and write its measurements."""
     size, layout, found, *layers = arguments
-    job = SimulatedJob.of_size(int(size), layers=int(layers[0]) if layers else LAYERS)
+    job = TrainingJob.of_size(int(size), layers=int(layers[0]) if layers else LAYERS)
     measured = Simulation(job, layout).run()
     Path(found).write_text(json.dumps(asdict(measured)), encoding="utf-8")
 

@@ -22,7 +22,7 @@ import numpy as np
 import ckptcore
 from ckptcore.model import Box, Shard, dtype_from_name
 
-__all__ = ["LAYERS", "SimulatedJob"]
+__all__ = ["LAYERS", "TrainingJob"]
 
 LAYERS: Final = 126
 _HIDDEN: Final = 16384
@@ -68,7 +68,7 @@ def _bounds(start: int, stop: int, pieces: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class SimulatedJob:
+class TrainingJob:
     """A job of ``tensor * sharded * replicas`` processes; tensor parallelism is the innermost dimension of its mesh.
 
     Attributes:
@@ -84,7 +84,7 @@ class SimulatedJob:
     layers: int = LAYERS
 
     @classmethod
-    def of_size(cls, size: int, *, layers: int = LAYERS) -> SimulatedJob:
+    def of_size(cls, size: int, *, layers: int = LAYERS) -> TrainingJob:
         """Return a job of a number of processes, a multiple of 8. Above 1,024, the state is replicated."""
         sharded = min(128, size // 8)
         return cls(8, sharded, size // (8 * sharded), layers)

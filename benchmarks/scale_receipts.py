@@ -19,7 +19,7 @@ import numpy as np
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_dcp.writing import data_file_name
 
-from benchmarks.scale_job import SimulatedJob
+from benchmarks.scale_job import TrainingJob
 from ckptcore.model import (
     BLOCK_BYTES,
     JSON,
@@ -54,16 +54,16 @@ class JobReceipts:
         layout: the name of the layout.
         tree: the tree of the job, with the boundaries for replicas.
         owners: by leaf, the replica that writes each box; None if replica 0 writes all.
-        form: the options of the layout in receipts; None if they have none.
+        options: the options of the layout in receipts; None if they have none.
         names: by leaf, the name of the array in the layout.
         chunks: by leaf, the shape of a chunk, for layouts with chunks.
     """
 
-    job: SimulatedJob
+    job: TrainingJob
     layout: str
     tree: TreeMetadata
     owners: Mapping[int, Owners] | None
-    form: str | None
+    options: str | None
     names: Mapping[int, str]
     chunks: Mapping[int, tuple[int, ...]]
 
@@ -202,7 +202,8 @@ class JobReceipts:
 
     def _chunk_state(self, leaf: list[int], chunk: list[int]) -> dict[str, JSON]:
         return {
-            "directory": "state", "save_id": _SAVE_ID, "name": "", "form": self.form, "session": None, "files": [],
+            "directory": "state", "save_id": _SAVE_ID, "name": "", "options": self.options,
+            "session": None, "files": [],
             "leaf": leaf, "chunk": chunk, "file": [], "offset": [], "length": [],
             "digested_leaf": [], "digested_chunk": [], "digest": "",
         }  # fmt: skip

@@ -124,7 +124,7 @@ def _opening(name: str, directory: Path, wanted: list[tuple[str, int]]) -> Case:
                 _ = opened[array][start : start + _ROWS]
 
     ours, *others = [
-        Contender(_named(layout, context), _reading_anew(directory / layout, context, wanted))
+        Contender(_named(layout, context), _opening_and_reading(directory / layout, context, wanted))
         for layout, context in _ours()
     ]
     location = directory / "safetensors"
@@ -146,9 +146,9 @@ def _opening_many(name: str, location: Path) -> Case:
     return Case(
         name,
         [
-            Contender("ckptcore.open", _reading_anew(location, _FAST, wanted)),
+            Contender("ckptcore.open", _opening_and_reading(location, _FAST, wanted)),
             Contender("safe_open, get_slice", partial(_theirs, location, wanted)),
-            Contender("ckptcore.open, verify=False", _reading_anew(location, _TRUSTING, wanted)),
+            Contender("ckptcore.open, verify=False", _opening_and_reading(location, _TRUSTING, wanted)),
             *_first_openings(location, wanted),
         ],
     )
@@ -156,12 +156,12 @@ def _opening_many(name: str, location: Path) -> Case:
 
 def _first_openings(location: Path, wanted: list[tuple[str, int]]) -> list[Contender]:
     return [
-        Contender(f"ckptcore.open, new Context{told}", _reading_anew(location, None, wanted, verify=verify))
-        for verify, told in ((True, ""), (False, ", verify=False"))
+        Contender(f"ckptcore.open, new Context{suffix}", _opening_and_reading(location, None, wanted, verify=verify))
+        for verify, suffix in ((True, ""), (False, ", verify=False"))
     ]
 
 
-def _reading_anew(
+def _opening_and_reading(
     location: Path, context: ckptcore.Context | None, wanted: list[tuple[str, int]], *, verify: bool = True
 ) -> Callable[[], None]:
     """Open a checkpoint, with a new Context unless one is passed, and read slices."""

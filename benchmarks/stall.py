@@ -44,7 +44,7 @@ class _Cost:
     waited: list[float] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
 
-    def told(self) -> str:
+    def note(self) -> str:
         """Return medians."""
         copied = f", {statistics.median(self.copied) / 1e6:.0f} MB copied" if self.copied else ""
         return f"waited {statistics.median(self.waited) * 1e3:.2f} ms{copied}"
@@ -62,7 +62,7 @@ class _Saver(Protocol):
         ...
 
 
-class _Ours:
+class _CkptcoreSaver:
     def __init__(self, directory: Path, state: Any, cost: _Cost) -> None:
         self._events: list[Event] = []
         context = ckptcore.Context(observers=[self._events.append])
@@ -85,7 +85,7 @@ class _Ours:
         self._checkpointer.close()
 
 
-class _Orbax:
+class _OrbaxSaver:
     def __init__(self, directory: Path, state: Any, cost: _Cost) -> None:
         from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no type stubs
 
@@ -110,7 +110,7 @@ class _Orbax:
         self._checkpointer.close()
 
 
-class _DCP:
+class _DcpSaver:
     def __init__(self, directory: Path, state: Any, cost: _Cost) -> None:
         self._directory = directory
         self._state = state
@@ -146,13 +146,13 @@ def rows(setting: Setting) -> Iterator[Row]:
     jax_arrays = {name: jax.numpy.asarray(array) + 0 for name, array in arrays.items()}
     for array in jax_arrays.values():
         array.block_until_ready()
-    kept = {name: array.copy() for name, array in arrays.items()}
+    targets = {name: array.copy() for name, array in arrays.items()}
     size = sum(array.nbytes for array in arrays.values())
-    for every, told in ((4, "every 4th step"), (1, "every step")):
+    for every, frequency in ((4, "every 4th step"), (1, "every step")):
         steps = range(1, 3 * every + 1 if every > 1 else 5)
         for kind, peer, opener, state in (
-            ("of torch", "DCP async_save", _DCP, tensors),
-            ("of JAX", "Orbax Checkpointer", _Orbax, jax_arrays),
+            ("of torch", "DCP async_save", _DcpSaver, tensors),
+            ("of JAX", "Orbax Checkpointer", _OrbaxSaver, jax_arrays),
         ):
             costs = {"ckptcore.Checkpointer": _Cost(), peer: _Cost()}
             contenders = [
@@ -160,18 +160,18 @@ def rows(setting: Setting) -> Iterator[Row]:
                     name,
                     partial(_train, setting.directory / "run", of_one, state, costs[name], steps, every),
                     seconds=statistics.median,
-                    target=None if of_one is _Ours else 1.0,
+                    target=None if of_one is _CkptcoreSaver else 1.0,
                 )
-                for name, of_one in (("ckptcore.Checkpointer", _Ours), (peer, opener))
+                for name, of_one in (("ckptcore.Checkpointer", _CkptcoreSaver), (peer, opener))
             ]
             memcpy = Contender(
-                "memcpy, one thread", partial(_copy_seconds, kept, arrays), seconds=lambda seconds: float(seconds)
+                "memcpy, one thread", partial(_copy_seconds, targets, arrays), seconds=lambda seconds: float(seconds)
             )
             case = Case(
-                f"stall, {size / 1e6:.0f} MB {kind}, {told}", [*contenders, memcpy], writes=True, memory=2 * size
+                f"stall, {size / 1e6:.0f} MB {kind}, {frequency}", [*contenders, memcpy], writes=True, memory=2 * size
             )
             for row in compare(case, setting.rounds):
-                yield replace(row, cpu=None, note=costs[row.contender].told() if row.contender in costs else "")
+                yield replace(row, cpu=None, note=costs[row.contender].note() if row.contender in costs else "")
 
 
 def _copy_seconds(targets: Mapping[str, Array], sources: Mapping[str, Array]) -> float:

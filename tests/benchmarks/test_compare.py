@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import Comparison, Options, Samples, compare_trees, main, spread, summarise
+from benchmarks.compare import Comparison, Options, RowSamples, compare_trees, main, spread, summarise
 from tests.architecture.sources import ROOT
 
 _BENCHMARK = """
@@ -106,12 +106,12 @@ def test_the_spread_has_both_directions() -> None:
     ("new", "again", "passed"), [(1.04, 1.0, True), (1.06, 1.0, False), (1.06, 1.08, True), (1.06, 0.9, True)]
 )
 def test_a_row_passes_within_the_limit_or_the_spread(new: float, again: float, passed: bool) -> None:
-    assert summarise("case", "ours", Samples("s", [1.0] * 3, [new] * 3, [again] * 3)).passed == passed
+    assert summarise("case", "ours", RowSamples("s", [1.0] * 3, [new] * 3, [again] * 3)).passed == passed
 
 
 @pytest.mark.parametrize(("new", "passed"), [(1_000_000, True), (1_010_000, True), (1_020_000, False)])
 def test_a_run_may_not_read_more(new: int, passed: bool) -> None:
-    samples = Samples("s", [1.0], [1.0], [1.0], [1_000_000], [new])
+    samples = RowSamples("s", [1.0], [1.0], [1.0], [1_000_000], [new])
     assert summarise("case", "ours", samples).passed == passed
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.resharding import CASES, Case, counts, subchunked, whole_shards
+from benchmarks.resharding import CASES, MeshChange, counts, subchunked, whole_shards
 
 
 @pytest.mark.parametrize(
     "case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow), *CASES[2:]], ids=lambda case: case.name
 )
-def test_subchunks_are_read_as_they_are_needed(case: Case) -> None:
+def test_subchunks_are_read_as_they_are_needed(case: MeshChange) -> None:
     counted = counts(case, subchunked())
     assert counted.boxes >= 8
     assert counted.worst <= 1.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scale import LAYOUTS, Measured, Simulation
-from benchmarks.scale_job import SimulatedJob
+from benchmarks.scale_job import TrainingJob
 from ckptcore.planning.replicas import ReplicaOptions
 
 _BLOCKS = 4
@@ -13,7 +13,7 @@ _STAGES = 4
 
 
 def _measured(size: int, layout: str, *, sharded: int) -> Measured:
-    job = SimulatedJob(8, sharded, size // (8 * sharded), layers=1)
+    job = TrainingJob(8, sharded, size // (8 * sharded), layers=1)
     return Simulation(job, layout, replicas=ReplicaOptions(most=1)).run()
 
 
