@@ -59,4 +59,4 @@ class _Sleepy(CoordinatorTests):
 
 
 def test_a_rank_that_starts_late_is_not_taken_for_the_absent_one(tmp_path: Path) -> None:
-    _Sleepy().test_the_leader_is_told_who_did_not_come(4, tmp_path)
+    _Sleepy().test_the_error_of_the_leader_names_missing_ranks(4, tmp_path)

@@ -226,5 +226,5 @@ class Greedy:
 
 
 def test_a_plugin_that_claims_all_types_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="ckpt_files_handler claims"):
+    with pytest.raises(AssertionError, match="ckpt_files_handler handles"):
         suite_of(Greedy()).test_it_claims_no_type_of_others()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptcore_testing import assert_same_bits, bit_patterns, strategies
-from ckptcore_testing.coverage import assert_inside, assert_makes_up
+from ckptcore_testing.coverage import assert_covers, assert_inside
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ from ckptcore.model import ArraySpec, name_of_dtype
 @given(data=st.data())
 def test_partitions_make_up_the_array(data: st.DataObject) -> None:
     shape = data.draw(strategies.shapes())
-    assert_makes_up(data.draw(strategies.partitions(shape)), shape, "a partition")
+    assert_covers(data.draw(strategies.partitions(shape)), shape, "a partition")
 
 
 @given(data=st.data())

@@ -17,7 +17,7 @@ import tensorstore as ts
 from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import DTYPE_NAMES, FaultPlan, assert_same_bits, strategies, with_faults
 from ckptcore_testing.layout_stores import StrictReadStore, local_directory
-from ckptcore_testing.layout_trials import Trial, Written, flat_trial, write_trial
+from ckptcore_testing.layout_trials import Trial, WrittenTrial, flat_trial, write_trial
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +79,7 @@ def _trials(draw: st.DrawFn) -> Trial:
     return flat_trial({f"a{number}": spec for number, spec in enumerate(specs)}, parts=parts, size=size)
 
 
-def _opened(written: Written, root: Path, name: str) -> Any:
+def _opened(written: WrittenTrial, root: Path, name: str) -> Any:
     """Open an array of a checkpoint with tensorstore, given only its location."""
     layout: Any = written.layout
     state: Any = written.state
@@ -143,7 +143,7 @@ def _foreign(draw: st.DrawFn) -> _Foreign:
 
 
 def _stores(directory: Path) -> Sequence[Any]:
-    empty = Written(flat_trial({}), OcdbtLayout(), local_directory(directory), None, {}, {})
+    empty = WrittenTrial(flat_trial({}), OcdbtLayout(), local_directory(directory), None, {}, {})
     return empty.stores(verified=False)
 
 
@@ -188,7 +188,7 @@ def _assert_read(foreign: _Foreign, data: st.DataObject) -> None:
                 expected = _read(opened, box)
                 event("missing" if expected is None else "there")
                 for store in stores:
-                    written = Written(
+                    written = WrittenTrial(
                         Trial(found.tree, {}, {}), layout, local_directory(directory), found.state, {}, {}
                     )
                     if expected is None:
@@ -319,7 +319,7 @@ def test_boxes_of_shards_read_what_they_need(tmp_path: Path) -> None:
         assert wanted <= reader.bytes_read <= most
 
 
-def _counted(written: Written, verified: bool) -> tuple[Any, FaultPlan]:
+def _counted(written: WrittenTrial, verified: bool) -> tuple[Any, FaultPlan]:
     """Return the store through which loads read, and its record of requests."""
     plan = FaultPlan()
     storage = with_faults(written.storage, plan)
@@ -337,5 +337,5 @@ def test_a_store_in_a_directory_is_read_by_its_address(tmp_path: Path) -> None:
     store = StrictReadStore(storage)
     found = ZarrLayout().inspect(store, None)
     assert found is not None
-    written = Written(Trial(found.tree, {}, {}), ZarrLayout(), storage, found.state, {}, {})
+    written = WrittenTrial(Trial(found.tree, {}, {}), ZarrLayout(), storage, found.state, {}, {})
     assert_same_bits(written.read(store=store)[0], elements, "a")

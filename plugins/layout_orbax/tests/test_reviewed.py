@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
-from ckptcore_testing.layout_stores import DirectoryWriteStore, HeldSnapshot, local_directory
+from ckptcore_testing.layout_stores import DirectoryWriteStore, MemorySnapshot, local_directory
 from ckptcore_testing.layout_trials import Trial, flat_trial, write_trial
 
 import ckptcore
@@ -63,10 +63,10 @@ def test_an_error_of_the_storage_is_not_met_again_for_every_object(layout: Layou
     plan = trial.plan(0)
     store = _FullDisk(tmp_path / "chunks")
     with pytest.raises(StorageError, match="no space left"):
-        layout.write(HeldSnapshot(plan, trial.arrays), store)
+        layout.write(MemorySnapshot(plan, trial.arrays), store)
     assert store.refused <= 8
 
-    state = layout.write(HeldSnapshot(plan, trial.arrays), DirectoryWriteStore(tmp_path / "whole"))
+    state = layout.write(MemorySnapshot(plan, trial.arrays), DirectoryWriteStore(tmp_path / "whole"))
     store = _FullDisk(tmp_path / "documents")
     with pytest.raises(StorageError, match="no space left"):
         layout.finish(trial.tree, [Receipt(0, plan.items, state, ())], store)
@@ -80,7 +80,7 @@ def _written_by(first: Layout, second: Layout, directory: Path) -> tuple[Trial, 
     receipts = []
     for rank, layout in enumerate((first, second)):
         plan = trial.plan(rank)
-        state = layout.write(HeldSnapshot(plan, trial.arrays), DirectoryWriteStore(directory))
+        state = layout.write(MemorySnapshot(plan, trial.arrays), DirectoryWriteStore(directory))
         receipts.append(Receipt(rank, plan.items, state, ()))
     return trial, receipts
 
@@ -128,7 +128,7 @@ def test_chunks_are_not_compared_with_every_box_that_a_process_holds(layout: Lay
     store = DirectoryWriteStore(tmp_path)
     sys.setprofile(count)
     try:
-        layout.write(HeldSnapshot(trial.plan(0), trial.arrays), store)
+        layout.write(MemorySnapshot(trial.plan(0), trial.arrays), store)
     finally:
         sys.setprofile(None)
     assert calls < 20 * len(boxes)

@@ -1,4 +1,4 @@
-"""A strict GCS in memory: the JSON and the XML API as storages use them, every precondition enforced."""
+"""A strict Google Cloud Storage server in memory: the JSON and the XML API, with all preconditions enforced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets: the objects of the service by name, and what changes them; every change is one step."""
+"""Buckets: the objects of the service by name. Every change is atomic."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Listing:
     """A page of a listing.
 
     Attributes:
-        objects: sorted by name.
-        prefixes: what names have in common up to the delimiter, sorted.
-        next_name: where the next page begins, or None.
+        objects: the objects, sorted by name.
+        prefixes: the common prefixes up to the delimiter, sorted.
+        next_name: the first name of the next page, or None.
     """
 
     objects: Sequence[StoredObject]
@@ -37,7 +37,7 @@ class Listing:
 
 @dataclass(slots=True)
 class _Bucket:
-    """The objects of one bucket; `names` are those of `objects`, sorted as UTF-8 is."""
+    """The objects of one bucket. `names` are their names, sorted as UTF-8."""
 
     created: datetime
     objects: dict[str, StoredObject] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Bucket:
 
 
 class Buckets:
-    """Every bucket of the service, and the uploads that are not finished. Any thread."""
+    """All buckets and unfinished uploads of the service. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class Buckets:
         self.sessions: dict[str, ResumableSession] = {}
 
     def new_id(self, kind: str) -> str:
-        """An id that no other upload has."""
+        """Return a new upload id."""
         return f"{kind}-{next(self._ids):08x}"
 
     # --- buckets ------------------------------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ class Buckets:
             del self._buckets[bucket]
 
     def buckets(self) -> Mapping[str, datetime]:
-        """When each bucket was created."""
+        """Return the names of all buckets with their creation times."""
         with self._lock:
             return {name: bucket.created for name, bucket in sorted(self._buckets.items())}
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
-        """The object that is there, of this generation if one is named."""
+        """Return an object, optionally of a given generation."""
         with self._lock:
             found = self._found(bucket).objects.get(name)
         if found is None or generation not in (None, found.generation):
@@ -104,7 +104,7 @@ class Buckets:
         stop: str | None = None,
         limit: int,
     ) -> Listing:
-        """The first `limit` names and prefixes from `start` on and before `stop`, in the order of their UTF-8."""
+        """Return the first `limit` names and prefixes from `start` to `stop` (exclusive), sorted as UTF-8."""
         objects: list[StoredObject] = []
         prefixes: list[str] = []
         with self._lock:
@@ -119,7 +119,7 @@ class Buckets:
                 head, found_delimiter, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
                 if found_delimiter:
                     prefixes.append(prefix + head + delimiter)
-                    # What comes after everything that begins so: no string of UTF-8 has a byte 0xFF.
+                    # The position after all names with this prefix, because UTF-8 never contains the byte 0xFF.
                     position = bisect.bisect_left(found.names, prefixes[-1].encode() + b"\xff")
                 else:
                     objects.append(found.objects[name])
@@ -139,17 +139,17 @@ class Buckets:
         composed: bool = False,
         components: int | None = None,
     ) -> StoredObject:
-        """Make an object the live one if the conditions hold for what is there."""
+        """Create or replace an object, if the conditions hold for the existing one."""
         encoded = name.encode()
         if not encoded or len(encoded) > _LONGEST_NAME or name in (".", "..") or "\r" in name or "\n" in name:
             raise invalid(f"Invalid object name: {name!r}", "InvalidObjectName")
-        # Checksums take time and need no lock.
+        # Without the lock, because checksums take time.
         checksums = crc32c(data), None if composed else md5(data)
         with self._lock:
             found = self._found(bucket)
             conditions.check_write(found.objects.get(name))
             now = datetime.now(UTC)
-            # Like the service's, a generation is a time in microseconds; unlike a time it never comes twice.
+            # As in the service, a generation is a time in microseconds, but unique.
             self._generation = max(self._generation + 1, time.time_ns() // 1000)
             stored = StoredObject(
                 bucket, name, data, self._generation, properties, *checksums, now, now, components=components
@@ -160,7 +160,7 @@ class Buckets:
         return stored
 
     def change_properties(self, bucket: str, name: str, properties: Properties, conditions: Conditions) -> StoredObject:
-        """Replace the properties of an object; its generation stays."""
+        """Replace the properties of an object. Its generation does not change."""
         with self._lock:
             found = self._found(bucket)
             live = found.objects.get(name)
@@ -174,7 +174,7 @@ class Buckets:
         return changed
 
     def delete(self, bucket: str, name: str, conditions: Conditions, generation: int | None = None) -> None:
-        """Delete the live object if the conditions hold for it."""
+        """Delete an object, if the conditions hold."""
         with self._lock:
             found = self._found(bucket)
             live = found.objects.get(name)
@@ -185,7 +185,7 @@ class Buckets:
             del found.names[bisect.bisect_left(found.names, name.encode())]
 
     def require(self, bucket: str) -> None:
-        """Raise a refusal where there is no such bucket."""
+        """Raise a refusal if a bucket does not exist."""
         with self._lock:
             self._found(bucket)
 

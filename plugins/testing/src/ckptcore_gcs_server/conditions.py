@@ -1,7 +1,7 @@
-"""Conditions: what must be true of an object for a request to be done.
+"""Preconditions of requests.
 
-The rules are those of https://cloud.google.com/storage/docs/request-preconditions: generation 0 is that of an object
-that is not there; a read whose "not match" fails is answered 304, everything else that fails 412.
+See https://cloud.google.com/storage/docs/request-preconditions: generation 0 means that the object does not exist. If a
+"not match" of a read fails, the answer is 304; if any other condition fails, it is 412.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENTITY_HEADERS: Final = ("if-match", "if-none-match", "if-modified-since", "if-
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Numbers that an object must have or must not have; None asks for nothing."""
+    """Numbers that an object must have or must not have. None: no condition."""
 
     generation: int | None = None
     not_generation: int | None = None
@@ -37,12 +37,12 @@ class Conditions:
     not_metageneration: int | None = None
 
     def check_write(self, live: StoredObject | None) -> None:
-        """Raise a refusal (412) where what is there must not be replaced or deleted."""
+        """Raise a refusal (412) if the existing object must not be replaced or deleted."""
         if not (self._match(live) and self._differ(live)):
             raise condition_not_met()
 
     def check_read(self, live: StoredObject) -> None:
-        """Raise a refusal (412, or 304 where a "not match" fails) where what is there must not be read."""
+        """Raise a refusal (412, or 304 for a failed "not match") if the object must not be read."""
         if not self._match(live):
             raise condition_not_met()
         if not self._differ(live):
@@ -58,7 +58,7 @@ class Conditions:
 
 
 def json_conditions(request: Request, prefix: str = "if") -> Conditions:
-    """The conditions in the parameters of the JSON API; those of a source begin with ``ifSource``."""
+    """Return the conditions in the parameters of a JSON request. The prefix for a source is ``ifSource``."""
     _refuse_entity_headers(request, reading=request.method == "GET")
     return Conditions(
         *(
@@ -69,7 +69,7 @@ def json_conditions(request: Request, prefix: str = "if") -> Conditions:
 
 
 def xml_conditions(request: Request, *, source: bool = False) -> Conditions:
-    """The conditions in the headers of the XML API: of the object that the request names, or of the source of a copy."""
+    """Return the conditions in the headers of an XML request, for its object or for the source of a copy."""
     _refuse_entity_headers(request, reading=request.method in ("GET", "HEAD"))
     if source:
         names = [header.replace("x-goog-", "x-goog-copy-source-") for header in _XML_HEADERS]
@@ -79,7 +79,7 @@ def xml_conditions(request: Request, *, source: bool = False) -> Conditions:
 
 
 def refuse_conditions(request: Request) -> None:
-    """Refuse every condition, as the service does for the requests of a multipart upload of the XML API.
+    """Refuse all conditions, as the service does in multipart uploads of the XML API.
 
     "Preconditions cannot be used in XML API multipart uploads. Attempting to do so results in a 400 NotImplemented
     error." (https://cloud.google.com/storage/docs/request-preconditions)
@@ -90,7 +90,7 @@ def refuse_conditions(request: Request) -> None:
 
 
 def check_entity_tags(request: Request, live: StoredObject) -> None:
-    """Check the standard conditional headers of a read; the tag weighs more than the date (RFC 9110, 13.2.2)."""
+    """Check the standard conditional headers of a read. Tags take precedence over dates (RFC 9110, 13.2.2)."""
     match, none_match = request.headers.get("if-match"), request.headers.get("if-none-match")
     changed = live.updated.replace(microsecond=0)
     if match is not None:
@@ -106,7 +106,7 @@ def check_entity_tags(request: Request, live: StoredObject) -> None:
 
 
 def _refuse_entity_headers(request: Request, *, reading: bool) -> None:
-    # The service documents these for reads only. Who relies on one for a write would lose an object on the real one.
+    # Documented for reads only. A client that relies on them for writes would lose objects on the real service.
     for name in () if reading else _ENTITY_HEADERS:
         if name in request.headers:
             raise not_implemented(f"the header {name} is documented for reads only", 400)

@@ -23,7 +23,7 @@ _FIXED_FIELDS: Final = ("cacheControl", "contentDisposition", "contentEncoding",
 
 
 class JsonApi:
-    """Answers what comes below ``/storage/v1`` and ``/download/storage/v1``."""
+    """Answers requests to ``/storage/v1`` and ``/download/storage/v1``."""
 
     def __init__(self, buckets: Buckets, base: str) -> None:
         self._buckets = buckets
@@ -32,7 +32,7 @@ class JsonApi:
     def answer(self, request: Request) -> Answer:
         """Answer a request; raises a Refusal."""
         path = request.path.removeprefix("/download").removeprefix("/storage/v1").strip("/")
-        # A name keeps its slashes quoted, so that the parts of the path are told apart before they are unquoted.
+        # Split the path before unquoting, because names contain quoted slashes.
         match request.method, [unquote(part) for part in path.split("/")]:
             case "GET", ["b"]:
                 items = [self._bucket(name) for name in self._buckets.buckets()]
@@ -86,7 +86,7 @@ class JsonApi:
             limit=min(request.number("maxResults", _LONGEST_PAGE), _LONGEST_PAGE) or _LONGEST_PAGE,
         )
         listing: dict[str, Any] = {"kind": "storage#objects"}
-        # Like the service, the fake leaves out what is empty.
+        # Empty members are left out, as in the service.
         if page.objects:
             listing["items"] = [self._resource(stored) for stored in page.objects]
         if page.prefixes:
@@ -103,7 +103,7 @@ class JsonApi:
         except Refusal as refusal:
             if not media:
                 raise
-            # Where bytes are asked for, an error is a line of text in this API.
+            # An error of a download is a line of text in this API.
             return Answer(refusal.status, {"Content-Type": "text/html; charset=UTF-8"}, refusal.message.encode())
         conditions.check_read(live)
         return media_answer(request, live) if media else json_answer(self._resource(live))
@@ -159,7 +159,7 @@ class JsonApi:
 
 
 def properties_of(resource: Mapping[str, Any], old: Properties | None = None) -> Properties:
-    """What a client says of an object in its resource; what it does not name stays as it was."""
+    """Return the properties of an object's resource. Properties that are not in it do not change."""
     old = old or Properties()
     metadata = {**old.metadata, **(resource.get("metadata") or {})}
     return Properties(
@@ -170,17 +170,17 @@ def properties_of(resource: Mapping[str, Any], old: Properties | None = None) ->
 
 
 def generation_of(request: Request) -> int | None:
-    """The generation that a request names."""
+    """Return the generation in a request."""
     return request.number("generation", 0) or None
 
 
 def page_token(name: str) -> str:
-    """Says where the next page begins, in words that a client does not understand."""
+    """Return an opaque token for the next page."""
     return base64.urlsafe_b64encode(name.encode()).decode()
 
 
 def page_start(token: str | None) -> str:
-    """The name that a page begins with."""
+    """Return the first name of a page."""
     try:
         return base64.urlsafe_b64decode(token or "").decode()
     except (binascii.Error, ValueError) as error:

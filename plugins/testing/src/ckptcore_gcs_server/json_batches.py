@@ -19,7 +19,7 @@ _BOUNDARY: Final = "batch_of_the_fake"
 
 
 def answer_batch(request: Request, answer_one: Callable[[Request], Answer]) -> Answer:
-    """Answer each request of a batch, in order; what one of them meets does not touch the others."""
+    """Answer each request of a batch, in order. An error affects only its own request."""
     content_type = request.headers.get("content-type", "")
     message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(
         b"Content-Type: " + content_type.encode("latin-1") + b"\r\n\r\n" + request.body
@@ -28,7 +28,7 @@ def answer_batch(request: Request, answer_one: Callable[[Request], Answer]) -> A
     if not parts:
         raise invalid("Failed to parse batch request, error: the body has no parts")
     if len(parts) > _MOST_REQUESTS:
-        raise invalid(f"The batch request has {len(parts)} calls, where {_MOST_REQUESTS} are allowed")
+        raise invalid(f"The batch request has {len(parts)} calls, but at most {_MOST_REQUESTS} are allowed")
     pieces: list[bytes] = []
     for part in parts:
         answer = answer_one(_inner(part))
@@ -50,10 +50,10 @@ def answer_batch(request: Request, answer_one: Callable[[Request], Answer]) -> A
 
 
 def _inner(part: Message) -> Request:
-    """The request that a part of a batch is; its path may have the service's URL before it."""
+    """Parse a part of a batch. Its path may contain the service's URL."""
     text = part.get_payload()
     if not isinstance(text, str):
-        raise invalid("Failed to parse batch request, error: a part is no request")
+        raise invalid("Failed to parse batch request, error: a part is not a request")
     line, _, rest = text.lstrip().replace("\r\n", "\n").partition("\n")
     method, _, target = line.partition(" ")
     head, _, body = rest.partition("\n\n")

@@ -23,7 +23,7 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(?:(\d+)|\*)")
 
 
 class JsonUploads:
-    """Answers what comes below ``/upload/storage/v1``."""
+    """Answers requests to ``/upload/storage/v1``."""
 
     def __init__(self, buckets: Buckets, base: str) -> None:
         self._buckets = buckets
@@ -75,7 +75,7 @@ class JsonUploads:
             raise no_upload(upload)
         with session.lock:
             if request.method == "DELETE":
-                # "499 Client Closed Request": what the service answers to a session that is given up.
+                # "499 Client Closed Request": the service's answer to a cancelled session.
                 del self._buckets.sessions[upload]
                 return Answer(499)
             if session.done:
@@ -101,7 +101,7 @@ class JsonUploads:
             raise invalid(f"Invalid Content-Range: {text!r}")
         first, last, total = (None if number is None else int(number) for number in found.groups())
         if first is None or last is None:
-            # ``bytes */N`` asks how far it has come; an object of no bytes ends so.
+            # ``bytes */N`` asks for the number of received bytes, and ends the upload of an empty object.
             return total == len(session.data)
         if last - first + 1 != len(body):
             raise invalid(f"Content-Range {text!r} does not fit a body of {len(body)} bytes")
@@ -126,7 +126,7 @@ def _check_sums(resource: dict[str, Any], data: bytes) -> None:
 
 
 def _two_parts(request: Request) -> tuple[dict[str, Any], str, bytes]:
-    """The resource, the media type and the bytes of a body of two parts (RFC 2387)."""
+    """Parse a body of two parts (RFC 2387): the resource, the media type and the bytes."""
     content_type = request.headers.get("content-type", "")
     header = email.parser.BytesHeaderParser(policy=email.policy.HTTP).parsebytes(
         b"Content-Type: " + content_type.encode("latin-1") + b"\r\n\r\n"
@@ -135,7 +135,7 @@ def _two_parts(request: Request) -> tuple[dict[str, Any], str, bytes]:
     if not boundary:
         raise invalid(f"Content-Type {content_type!r} names no boundary")
     mark = b"--" + boundary.encode("latin-1")
-    # The bytes may hold anything, line ends and all: what parses messages for people would change them.
+    # Not with a parser of email messages, which would change line ends in the bytes.
     start = request.body.find(mark)
     middle = request.body.find(b"\n" + mark, start + len(mark))
     end = request.body.rfind(b"\n" + mark + b"--")

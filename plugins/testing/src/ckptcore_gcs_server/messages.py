@@ -1,4 +1,4 @@
-"""What goes over the wire: a request and an answer, parsed."""
+"""HTTP requests and answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Answer", "Intercept", "Request", "json_answer", "refusal_as_json", "
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of HTTP.
+    """A request.
 
     Attributes:
         method: in capitals.
@@ -32,7 +32,7 @@ class Request:
     body: bytes = b""
 
     def number(self, name: str, default: int) -> int:
-        """A parameter of the query that is a whole number from 0 on."""
+        """Return a query parameter that must be a non-negative integer."""
         text = self.query.get(name)
         if text is None:
             return default
@@ -41,7 +41,7 @@ class Request:
         return int(text)
 
     def json(self) -> dict[str, Any]:
-        """The body as a JSON object; an empty body is an empty one."""
+        """Return the body as a JSON object. An empty body is an empty object."""
         if not self.body:
             return {}
         try:
@@ -49,13 +49,13 @@ class Request:
         except ValueError as error:
             raise invalid(f"Parse Error: {error}") from error
         if not isinstance(value, dict):
-            raise invalid("Parse Error: the body is no JSON object")
+            raise invalid("Parse Error: the body is not a JSON object")
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of HTTP; the length of the body is told by whoever sends it.
+    """An answer. The server adds the length of the body.
 
     Attributes:
         status: of HTTP.
@@ -71,25 +71,25 @@ class Answer:
 
 
 Intercept: TypeAlias = Callable[[Request, Callable[[Request], Answer]], Answer | None]
-"""Stands between the connection and the service: is given a request and what answers it, and says what the client gets to
-see; None: the connection is closed without an answer."""
+"""A function of a request and the service's `answer`, which returns the answer for the client. None closes the
+connection without an answer."""
 
 
 def json_answer(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-    """An answer of the JSON API."""
+    """Return an answer of the JSON API."""
     return Answer(
         status, {"Content-Type": "application/json; charset=UTF-8"} | dict(headers or {}), json.dumps(value).encode()
     )
 
 
 def xml_answer(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-    """An answer of the XML API, from the text of its root element."""
+    """Return an answer of the XML API, for the text of its root element."""
     body = f"<?xml version='1.0' encoding='UTF-8'?>{text}".encode()
     return Answer(status, {"Content-Type": "application/xml; charset=UTF-8"} | dict(headers or {}), body)
 
 
 def refusal_as_json(refusal: Refusal) -> Answer:
-    """An error in the JSON API's form."""
+    """Return an error in the format of the JSON API."""
     error: dict[str, Any] = {"message": refusal.message, "domain": "global", "reason": refusal.reason}
     if refusal.status == 412:
         error |= {"locationType": "header", "location": "If-Match"}
@@ -99,7 +99,7 @@ def refusal_as_json(refusal: Refusal) -> Answer:
 
 
 def refusal_as_xml(refusal: Refusal) -> Answer:
-    """An error in the XML API's form."""
+    """Return an error in the format of the XML API."""
     return xml_answer(
         f"<Error><Code>{refusal.code}</Code><Message>{escape(refusal.message)}</Message></Error>", refusal.status
     )

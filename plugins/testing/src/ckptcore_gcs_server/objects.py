@@ -1,4 +1,4 @@
-"""Objects as the service keeps them: bytes that never change, with a generation and checksums."""
+"""Stored objects: immutable bytes with a generation and checksums."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Properties", "StoredObject", "crc32c", "md5"]
 
 
 def md5(data: bytes) -> str:
-    """The MD5 of bytes in base64, as the service writes it."""
+    """Return the MD5 of bytes in base64, the service's format."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def crc32c(data: bytes) -> str:
-    """The CRC32C of bytes, big-endian, in base64, as the service writes it."""
+    """Return the CRC32C of bytes, big-endian in base64, the service's format."""
     return base64.b64encode(int(google_crc32c.value(data)).to_bytes(4, "big")).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What a client says of an object beside its bytes.
+    """The properties of an object that a client sets.
 
     Attributes:
         content_type: the media type.
-        metadata: the client's own names and values.
-        headers: further fixed fields by their names in the JSON API (``cacheControl``, ``contentEncoding``, ...).
+        metadata: custom names and values.
+        headers: other fields by their names in the JSON API (``cacheControl``, ``contentEncoding``, ...).
     """
 
     content_type: str = "application/octet-stream"
@@ -46,15 +46,15 @@ class StoredObject:
     """One generation of an object.
 
     Attributes:
-        bucket, name: where it is.
-        data: its bytes.
-        generation: unique in the bucket, and growing.
-        metageneration: counts the changes of its properties, from 1.
-        properties: what the client said of it.
-        created, updated: when it was written; when its properties changed.
-        crc32c: base64.
-        md5: base64; None for one that was put together out of several.
-        components: of how many it was composed, or None.
+        bucket, name: the bucket and the name.
+        data: the bytes.
+        generation: unique and ascending in the bucket.
+        metageneration: number of versions of the properties, from 1.
+        properties: the client's properties.
+        created, updated: time of the write, and of the last change of properties.
+        crc32c: CRC32C in base64.
+        md5: MD5 in base64. None for composed objects.
+        components: number of components of a composed object, or None.
     """
 
     bucket: str
@@ -71,11 +71,11 @@ class StoredObject:
 
     @property
     def etag(self) -> str:
-        """Changes whenever bytes or properties do; what it is made of is nobody's business."""
+        """Opaque tag that changes with the bytes and the properties."""
         return base64.b64encode(b"%x/%x" % (self.generation, self.metageneration)).decode()
 
     def resource(self, base: str) -> dict[str, Any]:
-        """The object's resource in the JSON API; `base` is the URL of the service."""
+        """Return the resource of the object in the JSON API. `base` is the URL of the service."""
         path = f"{quote(self.bucket, safe='')}/o/{quote(self.name, safe='')}"
         resource: dict[str, Any] = {
             "kind": "storage#object",
@@ -105,7 +105,7 @@ class StoredObject:
         return resource
 
     def headers(self) -> dict[str, str]:
-        """The headers that go with the object's bytes in both APIs."""
+        """Return the headers of a download, equal in both APIs."""
         hashes = [f"crc32c={self.crc32c}"] + ([] if self.md5 is None else [f"md5={self.md5}"])
         headers = {
             "Content-Type": self.properties.content_type,

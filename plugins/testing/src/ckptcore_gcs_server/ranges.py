@@ -1,4 +1,4 @@
-"""Ranges: the part of an object's bytes that a read asks for."""
+"""Downloads of objects and of byte ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 def media_answer(request: Request, live: StoredObject) -> Answer:
-    """The bytes of an object, or the part that the header ``Range`` names (RFC 9110, 14.2); 416 where there is none."""
+    """Return the bytes of an object, or of its ``Range`` header (RFC 9110, 14.2). 416 for an empty range."""
     size = len(live.data)
     headers = live.headers()
     asked = _RANGE.fullmatch(request.headers.get("range", "").strip())

@@ -1,6 +1,6 @@
-"""Refusals: the errors of the service, with their names in both APIs.
+"""Refusals: errors of the service, with their names in both APIs.
 
-The names are those of https://cloud.google.com/storage/docs/json_api/v1/status-codes (``reason``) and
+See https://cloud.google.com/storage/docs/json_api/v1/status-codes (``reason``) and
 https://cloud.google.com/storage/docs/xml-api/reference-status (``Code``).
 """
 
@@ -21,13 +21,13 @@ __all__ = [
 
 
 class Refusal(Exception):
-    """A request that is not done.
+    """A refused request.
 
     Attributes:
-        status: of HTTP.
-        reason: the name in the JSON API.
-        code: the name in the XML API.
-        message: for people.
+        status: HTTP status.
+        reason: name in the JSON API.
+        code: name in the XML API.
+        message: the message.
     """
 
     def __init__(self, status: int, reason: str, code: str, message: str) -> None:
@@ -39,47 +39,47 @@ class Refusal(Exception):
 
 
 def condition_not_met() -> Refusal:
-    """A precondition does not hold."""
+    """Return the refusal for a failed precondition."""
     return Refusal(
         412, "conditionNotMet", "PreconditionFailed", "At least one of the pre-conditions you specified did not hold."
     )
 
 
 def not_modified() -> Refusal:
-    """A read that was asked for only if the object is another one."""
+    """Return the answer to a read if the object has not changed."""
     return Refusal(304, "notModified", "NotModified", "Not Modified")
 
 
 def no_object(bucket: str, name: str) -> Refusal:
-    """There is no such object."""
+    """Return the refusal for a missing object."""
     return Refusal(404, "notFound", "NoSuchKey", f"No such object: {bucket}/{name}")
 
 
 def no_bucket(bucket: str) -> Refusal:
-    """There is no such bucket."""
+    """Return the refusal for a missing bucket."""
     return Refusal(404, "notFound", "NoSuchBucket", f"The specified bucket does not exist: {bucket}")
 
 
 def no_upload(upload: str) -> Refusal:
-    """There is no such unfinished upload."""
+    """Return the refusal for a missing upload."""
     return Refusal(404, "notFound", "NoSuchUpload", f"The requested upload was not found: {upload}")
 
 
 def bucket_conflict(message: str) -> Refusal:
-    """A bucket that is there already, or that is not empty."""
+    """Return the refusal for a bucket that exists already, or that is not empty."""
     return Refusal(409, "conflict", "Conflict", message)
 
 
 def invalid(message: str, code: str = "InvalidArgument") -> Refusal:
-    """A request that makes no sense."""
+    """Return the refusal for an invalid request."""
     return Refusal(400, "invalid", code, message)
 
 
 def not_implemented(message: str, status: int = 501) -> Refusal:
-    """A request that the service, or this fake, does not know."""
+    """Return the refusal for a request that the service, or this server, does not support."""
     return Refusal(status, "notImplemented", "NotImplemented", message)
 
 
 def unauthorized() -> Refusal:
-    """A request without the token that is asked for."""
+    """Return the refusal for a request without the required token."""
     return Refusal(401, "authError", "AuthenticationRequired", "Invalid Credentials")

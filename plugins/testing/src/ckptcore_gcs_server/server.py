@@ -1,4 +1,4 @@
-"""The server: connections of HTTP/1.1 to the service, one thread each."""
+"""The HTTP/1.1 server of the service, with one thread per connection."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["StrictGcs"]
 
 
 class StrictGcs:
-    """A GCS of its own on 127.0.0.1, in memory, from entering to leaving; in threads of this process.
+    """A GCS server on 127.0.0.1, in memory and in threads of this process. Use it as a context manager.
 
     Args:
-        buckets: created at the start.
-        port: 0 takes a free one.
-        token: what requests must bear; None: anyone may do everything.
-        intercept: sees each request before the service, and decides what the client gets to see.
+        buckets: buckets to create.
+        port: the port. 0: a free one.
+        token: the required token. None: no authorization.
+        intercept: receives each request before the service, and returns the answer for the client.
 
     Attributes:
-        url: what clients are given as the endpoint.
-        service: the state behind it.
-        requests: every request so far, without bodies, as ``METHOD target``.
+        url: the endpoint for clients.
+        service: the service with its state.
+        requests: all requests so far, as ``METHOD target``.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class StrictGcs:
         self._thread.join()
 
     def serve_forever(self) -> None:
-        """Serve on this thread, until the process ends."""
+        """Serve on this thread until the process ends."""
         self._server.serve_forever()
 
     def answer(self, request: Request) -> Answer | None:
-        """What a client gets to see; None: nothing, and its connection is closed."""
+        """Return the answer for the client. None closes the connection."""
         if self.intercept is None:
             return self.service.answer(request)
         return self.intercept(request, self.service.answer)
 
 
 class _Server(ThreadingHTTPServer):
-    """Holds the connections, and closes them when it is closed: no thread outlives it."""
+    """The server. Closing it also closes all connections and ends their threads."""
 
     daemon_threads = False
     block_on_close = True
@@ -95,31 +95,31 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def server_close(self) -> None:
-        """End every connection; what waits for the next request of a client wakes up."""
+        """End all connections. Threads that wait for a request wake up."""
         for connection in list(self._open):
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # the client has closed it by now
+                continue  # closed by the client
         super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is nothing to report; anything else is printed."""
+        """Print an error, unless the client has disconnected."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class _Connection(BaseHTTPRequestHandler):
-    """One connection: requests one after another."""
+    """One connection, which handles requests one after another."""
 
     protocol_version = "HTTP/1.1"
     server_version = "StrictGcs"
-    # An answer is a few small writes: with Nagle's algorithm each would wait for the client's delayed acknowledgement.
+    # An answer consists of small writes. With Nagle's algorithm, each would wait for a delayed acknowledgement.
     disable_nagle_algorithm = True
     server: _Server
 
     def parse_request(self) -> bool:
-        """Read a request's head; every method comes to `_do`."""
+        """Read the head of a request. All methods are handled by `_do`."""
         good = super().parse_request()
         if good:
             setattr(self, f"do_{self.command}", self._do)
@@ -163,8 +163,8 @@ class _Connection(BaseHTTPRequestHandler):
     def _exactly(self, size: int) -> bytes:
         data = self.rfile.read(size)
         if len(data) != size:
-            raise ConnectionResetError("the client went away in the middle of a body")
+            raise ConnectionResetError("the client disconnected in the middle of a body")
         return data
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing is printed: tests look at `StrictGcs.requests`."""
+        """Print nothing. Tests use `StrictGcs.requests`."""

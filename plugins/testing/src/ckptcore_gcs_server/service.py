@@ -1,4 +1,4 @@
-"""The service: sends each request to the API that it belongs to, and puts errors into that API's form."""
+"""The service: routes requests to the APIs, and formats errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Service:
     """Answers requests. Any thread.
 
     Args:
-        base: the URL that clients reach it at.
-        token: what a request must bear (``Authorization: Bearer TOKEN``); None: anyone may do everything.
+        base: the URL for clients.
+        token: the required token (``Authorization: Bearer TOKEN``). None: no authorization.
     """
 
     def __init__(self, base: str, token: str | None = None) -> None:
@@ -29,10 +29,10 @@ class Service:
         self._xml = XmlApi(self.buckets)
 
     def answer(self, request: Request) -> Answer:
-        """Answer a request; never raises."""
+        """Answer a request. Never raises."""
         speaks_json = request.path.startswith(("/storage/v1", "/upload/storage/v1", "/download/storage/v1", "/batch"))
         try:
-            # A session is a secret of its own: who has its URL may go on with it.
+            # The URL of an upload session is itself a secret, so it needs no token.
             shown = request.headers.get("authorization", "").strip()
             if self._token is not None and shown != f"Bearer {self._token}" and "upload_id" not in request.query:
                 raise unauthorized()

@@ -1,4 +1,4 @@
-"""Uploads that are not finished: in parts (XML API) and resumable (JSON API)."""
+"""Unfinished uploads: in parts (XML API) and resumable (JSON API)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PartUpload:
     """A multipart upload of the XML API (https://cloud.google.com/storage/docs/multipart-uploads).
 
     Attributes:
-        id, bucket, name: of the upload and of what it will be.
-        properties: of the object.
-        parts: their bytes and MD5s (hexadecimal) by number.
-        begun: when it was initiated.
+        id, bucket, name: the id of the upload, and the bucket and name of the object.
+        properties: the properties of the object.
+        parts: bytes and MD5 (hexadecimal) of the parts, by number.
+        begun: start of the upload.
     """
 
     id: str
@@ -39,7 +39,7 @@ class PartUpload:
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def put(self, number: int, data: bytes) -> str:
-        """Take a part, in place of one that has the number; returns its entity tag."""
+        """Add or replace a part. Return its entity tag."""
         if not 1 <= number <= _MOST_PARTS:
             raise invalid(f"Part number must be an integer between 1 and {_MOST_PARTS}, inclusive")
         tag = hashlib.md5(data, usedforsecurity=False).hexdigest()
@@ -47,7 +47,7 @@ class PartUpload:
         return tag
 
     def joined(self, named: Sequence[tuple[int, str]]) -> bytes:
-        """The bytes of the parts that a client names by number and tag; those it does not name are left out."""
+        """Return the bytes of the parts that a client lists by number and tag. Other parts are left out."""
         if not named:
             raise invalid("The XML you provided names no part", "MalformedXML")
         numbers = [number for number, _ in named]
@@ -73,12 +73,12 @@ class ResumableSession:
     """A resumable upload (https://cloud.google.com/storage/docs/performing-resumable-uploads).
 
     Attributes:
-        id, bucket, name: of the session and of what it will be.
-        properties: of the object.
-        conditions: of the request that began it; they are checked when it ends.
-        data: what has come so far.
-        done: the answer's object once it is finished: asked again, the session says so again.
-        lock: held by the request that is at it.
+        id, bucket, name: the id of the session, and the bucket and name of the object.
+        properties: the properties of the object.
+        conditions: the conditions of the first request, which are checked at the end.
+        data: the received bytes.
+        done: True when the upload is finished. Further requests get the same answer.
+        lock: held by the current request.
     """
 
     id: str
@@ -91,12 +91,12 @@ class ResumableSession:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, start: int, piece: bytes, total: int | None) -> bool:
-        """Take bytes from `start` on; says whether all are there now.
+        """Add bytes. Return True if the object is complete.
 
         Args:
-            start: an offset; bytes that came before are passed over.
-            piece: bytes.
-            total: bytes of the object where the client knows; then what is there may be the end.
+            start: offset of the bytes. Bytes that were received before are skipped.
+            piece: the bytes.
+            total: size of the object, if the client knows it. Then this may be the end.
         """
         if start > len(self.data):
             raise Refusal(
@@ -106,5 +106,5 @@ class ResumableSession:
             raise invalid(f"a piece that is not the last has a multiple of {_QUANTUM} bytes, this has {len(piece)}")
         self.data += piece[len(self.data) - start :]
         if total is not None and len(self.data) > total:
-            raise invalid(f"{len(self.data)} bytes came, where {total} were announced")
+            raise invalid(f"received {len(self.data)} bytes, but {total} were announced")
         return total == len(self.data)

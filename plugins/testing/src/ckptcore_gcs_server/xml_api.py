@@ -23,7 +23,7 @@ _LONGEST_PAGE: Final = 1000
 
 
 class XmlApi:
-    """Answers what comes below ``/BUCKET``."""
+    """Answers requests to ``/BUCKET``."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets

@@ -23,7 +23,7 @@ _NAMESPACE: Final = re.compile(r"^\{.*\}")
 
 
 class XmlUploads:
-    """Answers the requests of uploads in parts. None of them takes a condition, as on the service."""
+    """Answers requests of uploads in parts. They accept no conditions, as in the service."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
@@ -59,7 +59,7 @@ class XmlUploads:
     def _complete(self, request: Request, bucket: str, name: str) -> Answer:
         upload = self._upload(request, bucket, name)
         data = upload.joined(_named_parts(request.body))
-        # Only one of two requests that complete it does; the other finds no upload.
+        # Of two concurrent requests, only one completes the upload; the other one finds no upload.
         if self._buckets.part_uploads.pop(upload.id, None) is None:
             raise no_upload(upload.id)
         stored = self._buckets.put(bucket, name, data, upload.properties, Conditions(), composed=True)
@@ -110,12 +110,12 @@ class XmlUploads:
 
 
 def spelling(request: Request) -> Callable[[str], str]:
-    """How names are written in a list: with escapes of URLs where a client asks for it, which any name survives."""
+    """Return the encoder of names in a list: URL escapes if the client requests them."""
     return quote if request.query.get("encoding-type") == "url" else escape
 
 
 def properties_in_headers(request: Request) -> Properties:
-    """What a client says of an object in the headers of the XML API."""
+    """Return the properties of an object in the headers of the XML API."""
     start = "x-goog-meta-"
     fixed = {
         "cache-control": "cacheControl",
@@ -131,7 +131,7 @@ def properties_in_headers(request: Request) -> Properties:
 
 
 def _named_parts(body: bytes) -> list[tuple[int, str]]:
-    """The numbers and tags in the body of a request that completes an upload."""
+    """Parse the numbers and tags in the body of a request that completes an upload."""
     try:
         root = ElementTree.fromstring(body)
         found = []

@@ -1,7 +1,7 @@
-"""What plugin authors test their plugins with: conformance classes to inherit, fakes, Hypothesis strategies.
+"""Tools for testing plugins: conformance tests to inherit, fakes, fault injection, Hypothesis strategies.
 
-Needs pytest and Hypothesis (``pip install ckptcore[testing]``); ``import ckptcore`` does not import it. Inherit a
-class, give it what its docstring asks for, and pytest collects its tests::
+Requires pytest and Hypothesis (``pip install 'ckptcore[testing]'``). Subclass a test class and define the attributes
+and methods that its docstring requires; pytest then collects its tests::
 
     class TestTensors(ckptcore_testing.LeafHandlerTests):
         handler = TensorHandler()
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import pytest
 
-# Before the modules are imported: their asserts then say what was compared.
+# Before the modules are imported, so that failed asserts show the compared values.
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
         for module in (
-            "arrays", "cases", "checkpointable_handlers", "collectives", "container_handlers", "coordinators", "coverage", "executors",
-            "files_handlers",
-            "layout_crashes", "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
-            "storage_directories", "storage_model", "trees",
+            "arrays", "cases", "checkpointable_handlers", "collectives", "container_handlers", "coordinators",
+            "coverage", "executors", "files_handlers", "layout_crashes", "layout_pieces", "layout_stores",
+            "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage", "storage_directories",
+            "storage_model", "trees",
         )
     )
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Arrays to test with: every dtype, awkward shapes, every bit pattern; and comparison bit for bit."""
+"""Test arrays of every dtype, shape and bit pattern, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ DTYPE_NAMES: Final = (
     "S5",
     "U3",
 )
-"""A name for every sort of dtype that a checkpoint can hold."""
+"""Names of all dtypes that a checkpoint can contain, with an example for each parametrised dtype."""
 
 SHAPES: Final = ((), (1,), (7,), (0,), (5, 3), (3, 0, 2), (2, 3, 4), (1, 1, 1, 1, 2))
-"""Shapes with none, one and several axes, of no, one and several elements."""
+"""Shapes with zero, one and several axes, and with zero, one and several elements."""
 
 
 def bit_patterns(spec: ArraySpec, seed: int = 0) -> HostArray:
-    """An array of this shape and dtype with elements of every sort: NaNs with payloads, infinities, subnormals, NaT.
+    """Return an array with many kinds of elements: NaNs with payloads, infinities, subnormals, NaT.
 
-    Equal for equal arguments. The elements of a dtype narrower than a byte are valid ones of that dtype.
+    Equal arguments give equal arrays. Elements of dtypes with fewer than eight bits are valid.
     """
     random = np.random.default_rng([seed, *spec.shape])
     dtype = spec.numpy_dtype
@@ -76,7 +76,7 @@ def bit_patterns(spec: ArraySpec, seed: int = 0) -> HostArray:
 
 
 def _narrow_bits(name: str) -> int | None:
-    """Bits of one element where ml_dtypes keeps fewer than eight of them in a byte, else None."""
+    """Return the bits per element of a dtype of ml_dtypes with fewer than eight bits. None for others."""
     if name in ("int1", "uint1"):
         return 1
     if name in ("int2", "uint2"):
@@ -89,7 +89,7 @@ def _narrow_bits(name: str) -> int | None:
 
 
 def dtype_name(array: HostArray) -> str:
-    """The name that a checkpoint has for the dtype of an array, in any byte order."""
+    """Return the name of an array's dtype in checkpoints, for any byte order."""
     return name_of_dtype(array.dtype)
 
 
@@ -98,7 +98,7 @@ def _native_bytes(array: HostArray) -> bytes:
 
 
 def same_bits(found: HostArray, expected: HostArray) -> bool:
-    """Whether two arrays have one shape, one dtype but for its byte order, and elements of the same bits."""
+    """Return True if shape, dtype (except byte order) and the bits of all elements are equal."""
     return (
         found.shape == expected.shape
         and dtype_name(found) == dtype_name(expected)
@@ -107,7 +107,7 @@ def same_bits(found: HostArray, expected: HostArray) -> bool:
 
 
 def assert_same_bits(found: HostArray, expected: HostArray, where: str) -> None:
-    """Fail, saying where and how, unless two arrays are the same bit for bit."""
+    """Fail with an explanation unless two arrays are bitwise equal."""
     assert found.shape == expected.shape, f"{where}: expected the shape {expected.shape}, found {found.shape}"
     assert dtype_name(found) == dtype_name(expected), f"{where}: expected {expected.dtype}, found {found.dtype}"
     if not same_bits(found, expected):

@@ -1,4 +1,4 @@
-"""The samples of what ships with the core: NumPy, local directories, memory."""
+"""Samples of the core's own plugins: NumPy, local directories, memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NUMPY: Final = FrameworkSample(
         ),
     ),
 )
-"""NumPy arrays, and the containers of the Python language."""
+"""NumPy arrays, and Python's own containers."""
 
 
 @contextmanager

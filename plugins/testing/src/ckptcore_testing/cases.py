@@ -1,4 +1,4 @@
-"""Checks that run with many values inside one test."""
+"""`check_each`: runs a check with many values inside one test."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["check_each"]
 def check_each(check: Callable[..., None], *values: Iterable[object]) -> None:
     """Run a check with each combination of values, and raise all failures together.
 
-    A test for each combination would take longer to collect and to report than to run.
+    Separate tests would take longer to collect and to report than to run.
 
     Raises:
-        AssertionError: caused by a group of the failures, each with a note of its values.
+        AssertionError: if a check fails. Its cause is a group of all failures, each with a note about its values.
     """
     failures: list[BaseException] = []
     for chosen in itertools.product(*values):

@@ -1,4 +1,4 @@
-"""What every checkpointable handler must do, as tests to inherit."""
+"""Conformance tests of checkpointable handlers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["CheckpointableExample", "CheckpointableHandlerTests"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointableExample:
-    """An object to test a handler with.
+    """An object for tests of a handler.
 
     Attributes:
-        name: shown in the names of the tests.
-        make: makes the object, new each time, always with the same state.
-        make_other: makes an object that can take that state and has another.
-        fingerprint: the state of an object, found without the handler, as something that compares with ``==``: bytes,
-            numbers, strings, tuples and dicts of them.
+        name: the name in test ids.
+        make: creates a new object, always with the same state.
+        make_other: creates a compatible object with another state.
+        fingerprint: returns the state of an object without the handler, in a form that can be compared with ``==``:
+            bytes, numbers, strings, tuples and dicts of them.
     """
 
     name: str
@@ -33,27 +33,27 @@ class CheckpointableExample:
 
 
 class CheckpointableHandlerTests:
-    """Inherit, give `handler` and `examples`, and pytest collects the tests.
+    """Conformance tests of a checkpointable handler. Subclass it and define `handler` and `examples`.
 
     Attributes:
         handler: the handler.
-        examples: objects of every sort it takes.
+        examples: objects of every kind that it supports.
     """
 
     handler: CheckpointableHandler
     examples: Sequence[CheckpointableExample] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per example."""
+        """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
             metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
 
     def copied(self, state: object) -> object:
-        """A state with arrays of its own, as a load gives it: containers and leaves copied deeply."""
+        """Return a deep copy of a state, like a loaded state."""
         return copy.deepcopy(state)
 
     def test_has_examples(self) -> None:
-        assert self.examples, "give the class attribute `examples` at least one CheckpointableExample"
+        assert self.examples, "define the class attribute `examples` with at least one CheckpointableExample"
         assert type(self.handler.priority) is int
 
     def test_examples_differ(self, example: CheckpointableExample) -> None:
@@ -63,7 +63,7 @@ class CheckpointableHandlerTests:
     def test_flatten_leaves_the_object_alone(self, example: CheckpointableExample) -> None:
         value = example.make()
         state = self.handler.flatten(value)
-        assert state is not value, "flatten gives a tree, not the object again"
+        assert state is not value, "flatten must return a tree, not the object"
         self.handler.flatten(value)
         assert example.fingerprint(value) == example.fingerprint(example.make())
 
@@ -75,7 +75,7 @@ class CheckpointableHandlerTests:
 
     def test_restore_into_itself_changes_nothing(self, example: CheckpointableExample) -> None:
         target = example.make()
-        # The arrays of this state may be those of the target: what could be filled in place already was.
+        # The state may contain the arrays of the target, like a load that filled them in place.
         self.handler.restore(target, self.handler.flatten(target))
         assert example.fingerprint(target) == example.fingerprint(example.make())
 

@@ -1,4 +1,4 @@
-"""What the collectives of a framework must do, as tests to inherit."""
+"""Conformance tests of collectives."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class CollectivesTests:
-    """Inherit, give `run`, and pytest collects the tests.
+    """Conformance tests of collectives. Subclass it and define `run`.
 
     Attributes:
-        size: how many ranks to test with; 3 at least.
-        short_seconds: a deadline that the test of a rank that does not come waits for.
-        long_seconds: a deadline that ranks that come do not reach.
+        size: number of ranks, at least 3.
+        short_seconds: deadline in tests with a missing rank.
+        long_seconds: deadline in tests without a missing rank.
     """
 
     size: int = 3
@@ -32,15 +32,15 @@ class CollectivesTests:
     long_seconds: float = 60.0
 
     def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
-        """Run `job` once on each of `size` ranks with its collectives; what each returned, in order of rank.
+        """Run `job` once on each of `size` ranks with its collectives. Return the results by rank.
 
-        `job` and what it returns can be pickled, so that ranks can be processes. All calls of one test are one job.
+        `job` and its results can be pickled, so that ranks can be processes. All calls of one test are one job.
 
         Args:
-            job: what a rank does.
+            job: the function that each rank calls.
             timeout_seconds: how long a rank waits for another.
         """
-        raise NotImplementedError("give the class the method `run`")
+        raise NotImplementedError("define the method `run`")
 
     def test_ranks_are_numbered_from_zero(self) -> None:
         found = self.run(_rank_and_size, timeout_seconds=self.long_seconds)
@@ -78,14 +78,14 @@ class CollectivesTests:
 
 
 def _elements(nbytes: int, sender: int) -> HostArray:
-    """Bytes that begin with the sender."""
-    made: HostArray = np.random.default_rng(sender).integers(0, 256, nbytes, np.uint8)
-    made[0] = sender
-    return made
+    """Return bytes that begin with the number of the sender."""
+    elements: HostArray = np.random.default_rng(sender).integers(0, 256, nbytes, np.uint8)
+    elements[0] = sender
+    return elements
 
 
 def _send(channels: Channels, group: int, rank: int, sender: int, nbytes: int) -> HostArray:
-    """One broadcast; what arrives."""
+    """Run one broadcast. Return the received bytes."""
     data = channels.memory(nbytes)
     data[:] = _elements(nbytes, sender) if rank == sender else 0
     channels.broadcast(group, sender, data).result()
@@ -103,7 +103,7 @@ def _rank_and_size(collectives: Collectives) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Send:
-    """A broadcast of so many bytes."""
+    """A job with one broadcast."""
 
     nbytes: int
     sender: int
@@ -124,7 +124,7 @@ def _memory(collectives: Collectives) -> tuple[str, tuple[int, ...], bool, bool]
 
 
 def _turns(collectives: Collectives) -> list[HostArray]:
-    """Twenty broadcasts; only so many are waited for that there are as many under way as there may be."""
+    """Run twenty broadcasts, as many at a time as allowed."""
     channels = collectives.connect("turns", [_everyone(collectives)])
     assert channels.depth >= 1
     begun, received = [], []
@@ -145,7 +145,7 @@ def _turns(collectives: Collectives) -> list[HostArray]:
 
 
 def _groups_of(rank: int, size: int) -> list[tuple[int, ...]]:
-    """Everyone, all without the first, and the first two: those of a rank, in one order."""
+    """Return the groups of a rank, in a fixed order: all ranks, all but the first, and the first two."""
     groups = [tuple(range(size)), tuple(range(1, size)), (0, 1)]
     return [members for members in groups if rank in members]
 
@@ -171,7 +171,7 @@ def _again(collectives: Collectives) -> list[int]:
 
 
 def _two(collectives: Collectives) -> list[int]:
-    """What is sent over the second connection is asked for first."""
+    """Use two connections, and receive from the second one first."""
     first, second = [collectives.connect(key, [_everyone(collectives)]) for key in ("first", "second")]
     found = [int(_send(channels, 0, collectives.rank, sender, 10)[0]) for channels, sender in ((second, 1), (first, 0))]
     first.close()
@@ -180,7 +180,7 @@ def _two(collectives: Collectives) -> list[int]:
 
 
 def _absent(collectives: Collectives) -> str | None:
-    """The last rank stays away; the error of the others."""
+    """Run a broadcast without the last rank. Return the errors of the others."""
     if collectives.rank == collectives.size - 1:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What every container handler must do, as tests to inherit."""
+"""Conformance tests of container handlers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["ContainerExample", "ContainerHandlerTests"]
 
 @dataclass(frozen=True, slots=True)
 class ContainerExample:
-    """A container to test a handler with.
+    """A container for tests of a handler.
 
     Attributes:
-        name: shown in the names of the tests.
-        make: makes the container, new each time.
-        children: its children found without the handler, in the order in which the handler gives them.
-        same_static: whether two containers are alike apart from their children.
+        name: the name in test ids.
+        make: creates a new container.
+        children: returns the children without the handler, in the handler's order.
+        same_static: returns True if two containers are equal apart from their children.
     """
 
     name: str
@@ -34,27 +34,27 @@ class ContainerExample:
 
 
 class ContainerHandlerTests:
-    """Inherit, give `handler` and `examples`, and pytest collects the tests.
+    """Conformance tests of a container handler. Subclass it and define `handler` and `examples`.
 
     Attributes:
         handler: the handler.
-        examples: containers of every sort it takes, empty ones too where there are.
+        examples: containers of every kind that it supports, also empty ones.
     """
 
     handler: ContainerHandler
     examples: Sequence[ContainerExample] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per example."""
+        """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
             metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
 
     def replacement(self, child: object) -> object:
-        """Another child for the same place; a new array unless overridden."""
+        """Return another child for the same position. Default: a new array."""
         return np.zeros(())
 
     def test_has_examples(self) -> None:
-        assert self.examples, "give the class attribute `examples` at least one ContainerExample"
+        assert self.examples, "define the class attribute `examples` with at least one ContainerExample"
         assert type(self.handler.priority) is int
 
     def test_flatten_gives_every_child_under_a_key_of_its_own(self, example: ContainerExample) -> None:
@@ -83,8 +83,8 @@ class ContainerHandlerTests:
         children = list(self.handler.flatten(value).children)
         made = self.handler.unflatten(value, children)
         assert type(made) is type(value)
-        assert made is not value or not children, "unflatten makes a container, and leaves the one it is like alone"
-        assert example.same_static(made, value), "unflatten keeps what is static"
+        assert made is not value or not children, "unflatten must create a new container"
+        assert example.same_static(made, value), "unflatten must keep static data"
         assert list(self.handler.flatten(made).keys) == list(self.handler.flatten(value).keys)
         assert all(map(_is, example.children(made), children))
 
@@ -93,7 +93,7 @@ class ContainerHandlerTests:
         before = list(example.children(value))
         others = [self.replacement(child) for child in self.handler.flatten(value).children]
         made = self.handler.unflatten(value, tuple(others))
-        assert all(map(_is, example.children(made), others)), "children come in the order in which flatten gives them"
+        assert all(map(_is, example.children(made), others)), "children must be in the order of flatten"
         assert len(example.children(made)) == len(others)
         assert all(map(_is, example.children(value), before)), "the container it is like was changed"
         assert len(example.children(value)) == len(before)
@@ -106,13 +106,13 @@ class ContainerHandlerTests:
         if others:
             self.handler.replace(value, others)
         expected = [others.get(position, child) for position, child in enumerate(before)]
-        assert all(map(_is, example.children(value), expected)), "the children that were given, and no others"
+        assert all(map(_is, example.children(value), expected)), "replace must change only the given children"
         assert len(example.children(value)) == len(before)
         assert type(self.handler.is_object(value)) is bool
 
 
 def _assert_flattened(flattened: Flattened) -> None:
-    """Fail unless a container was taken apart as the protocol asks."""
+    """Fail unless the result of flatten conforms to the protocol."""
     keys = list(flattened.keys)
     assert flattened.kind in get_args(NodeKind), f"expected one of {get_args(NodeKind)}, found {flattened.kind!r}"
     assert len(keys) == len(flattened.children), "one key for each child"
@@ -122,7 +122,7 @@ def _assert_flattened(flattened: Flattened) -> None:
         assert keys == list(range(len(keys))), f"the keys of a {flattened.kind} are its indices, found {keys}"
     assert flattened.type is None or (type(flattened.type) is str and flattened.type)
     if flattened.kind == "object":
-        assert flattened.type is not None, "name the type of an object: its kind does not tell"
+        assert flattened.type is not None, "an object needs the name of its type"
 
 
 def _is(first: object, second: object) -> bool:

@@ -1,4 +1,4 @@
-"""What every coordinator must do, as tests to inherit."""
+"""Conformance tests of coordinators."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class CoordinatorTests:
-    """Inherit, give `run`, and pytest collects the tests.
+    """Conformance tests of a coordinator. Subclass it and define `run`.
 
     Attributes:
-        sizes: how many ranks to test with.
-        short_seconds: a deadline that the tests of ranks that do not come wait for.
-        long_seconds: a deadline that ranks that come do not reach.
+        sizes: numbers of ranks to test with.
+        short_seconds: deadline in tests with missing ranks.
+        long_seconds: deadline in tests without missing ranks.
     """
 
     sizes: Sequence[int] = (1, 2, 4)
@@ -34,19 +34,19 @@ class CoordinatorTests:
     long_seconds: float = 60.0
 
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
-        """Run `job` once on each of `size` ranks with its coordinator; what each returned, in order of rank.
+        """Run `job` once on each of `size` ranks with its coordinator. Return the results by rank.
 
-        `job` and what it returns can be pickled, so that ranks can be processes. It is called once per rank.
+        `job` and its results can be pickled, so that ranks can be processes.
 
         Args:
-            size: how many ranks.
-            job: what a rank does.
+            size: the number of ranks.
+            job: the function that each rank calls.
             timeout_seconds: the deadline of each exchange.
         """
-        raise NotImplementedError("give the class the method `run`")
+        raise NotImplementedError("define the method `run`")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per size."""
+        """Parametrise tests with the sizes."""
         if "size" in metafunc.fixturenames:
             metafunc.parametrize("size", list(self.sizes))
         if "several" in metafunc.fixturenames:
@@ -79,7 +79,7 @@ class CoordinatorTests:
             assert results == [b"%d" % number for number in range(50)], f"rank {rank}"
 
     def test_a_broadcast_can_come_before_anyone_asks(self, size: int) -> None:
-        """The leader may be several exchanges ahead of the others."""
+        """The leader can be several exchanges ahead of the others."""
         for results in self.run(size, _backwards, timeout_seconds=self.long_seconds):
             assert results == [b"second", b"first"]
 
@@ -87,22 +87,22 @@ class CoordinatorTests:
         for results in self.run(size, _exchanges_on_threads, timeout_seconds=self.long_seconds):
             assert results == {f"thread {number}": b"%d" % number for number in range(4)}
 
-    def test_the_leader_is_told_who_did_not_come(self, several: int, tmp_path: Path) -> None:
+    def test_the_error_of_the_leader_names_missing_ranks(self, several: int, tmp_path: Path) -> None:
         job = _AbsentFromGather(several - 1, str(tmp_path), self.long_seconds)
         outcomes = self.run(several, job, timeout_seconds=max(2.0, self.short_seconds))
         assert outcomes[0] == [several - 1], "CoordinationTimeoutError.missing names the rank"
 
-    def test_a_rank_is_told_that_the_leader_did_not_come(self, several: int) -> None:
+    def test_the_error_of_a_rank_names_a_missing_leader(self, several: int) -> None:
         outcomes = self.run(several, _absent_leader, timeout_seconds=self.short_seconds)
         assert outcomes[1:] == [[0]] * (several - 1), "CoordinationTimeoutError.missing names the leader"
 
-    def test_who_waited_in_vain_for_the_leader_may_wait_again(self, several: int) -> None:
-        """The leader may come a deadline later than the others: it waits for whoever is missing, and then says who that was."""
-        told = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
-        assert told == [b"late"] * several
+    def test_a_broadcast_can_be_repeated_after_a_timeout(self, several: int) -> None:
+        """The leader can be a deadline later than the others, because it waits for missing ranks first."""
+        received = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
+        assert received == [b"late"] * several
 
     def test_groups_agree_among_themselves(self, several: int) -> None:
-        """Of a coordinator that has groups, if it has: a pair of ranks, and the others, at the same time."""
+        """A pair of ranks and all others exchange at the same time, if the coordinator supports groups."""
         results = self.run(several, _groups, timeout_seconds=self.long_seconds)
         if results[0] is None:
             return
@@ -113,14 +113,14 @@ class CoordinatorTests:
             names = [b"rank %d" % other for other in range(1, last)] if rank == 1 else None
             assert results[rank] == (rank - 1, several - 2, names, b"of 1")
 
-    def test_the_leader_of_a_group_is_told_who_of_it_did_not_come(self, several: int) -> None:
+    def test_the_error_of_the_leader_of_a_group_names_missing_ranks(self, several: int) -> None:
         outcomes = self.run(several, _absent_from_group, timeout_seconds=self.short_seconds)
         assert outcomes[0] in (None, [1]), "CoordinationTimeoutError.missing has the ranks of the group"
 
 
 @dataclass(frozen=True, slots=True)
 class _LateLeader:
-    """A broadcast for which the leader comes so many seconds later than the others, who wait for it again and again."""
+    """A job whose leader broadcasts `seconds` later than the others, which retry after timeouts."""
 
     seconds: float
 
@@ -135,19 +135,17 @@ class _LateLeader:
 
 
 def _rank_and_size(coordinator: Coordinator) -> tuple[int, int]:
-    """What a rank knows of itself."""
     return coordinator.rank, coordinator.size
 
 
 def _gather_names(coordinator: Coordinator) -> list[bytes] | None:
-    """One gather."""
     gathered = coordinator.gather("names", b"rank %d" % coordinator.rank)
     return None if gathered is None else list(gathered)
 
 
 @dataclass(frozen=True, slots=True)
 class _Broadcast:
-    """A broadcast of these bytes."""
+    """A job with one broadcast."""
 
     payload: bytes
 
@@ -157,7 +155,7 @@ class _Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """A gather of so many bytes from each rank."""
+    """A job that gathers `nbytes` from each rank."""
 
     nbytes: int
 
@@ -167,7 +165,7 @@ class _Gather:
 
 
 def _many_exchanges(coordinator: Coordinator) -> list[bytes]:
-    """A hundred exchanges in a row."""
+    """Run a hundred exchanges."""
     results = []
     for number in range(50):
         gathered = coordinator.gather(f"gather {number}", b"%d" % number)
@@ -177,7 +175,7 @@ def _many_exchanges(coordinator: Coordinator) -> list[bytes]:
 
 
 def _backwards(coordinator: Coordinator) -> list[bytes]:
-    """The leader broadcasts twice; the others ask for the later one first."""
+    """Run two broadcasts that other ranks receive in reverse order."""
     if coordinator.rank == 0:
         first, second = coordinator.broadcast("first", b"first"), coordinator.broadcast("second", b"second")
         return [second, first]
@@ -185,7 +183,7 @@ def _backwards(coordinator: Coordinator) -> list[bytes]:
 
 
 def _exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
-    """Several exchanges at once, none of them on the main thread."""
+    """Run several exchanges concurrently on other threads than the main thread."""
     results: dict[str, bytes] = {}
 
     def exchange(number: int) -> None:
@@ -203,14 +201,14 @@ def _exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _AbsentFromGather:
-    """A gather without one rank; returns the missing ranks that the leader's error names.
+    """A gather without one rank. Returns the missing ranks that the leader's error names.
 
-    The ranks that are present meet by files first: on a busy machine one could start after the deadline of the others.
+    The other ranks first wait for each other's files: on a busy machine one could start after the deadline of others.
 
     Attributes:
-        absent: the rank that stays away.
-        directory: where the files are created; all ranks see it.
-        seconds: the longest wait for them.
+        absent: the missing rank.
+        directory: a directory for the files, visible to all ranks.
+        seconds: how long to wait for the files.
     """
 
     absent: int
@@ -237,7 +235,7 @@ class _AbsentFromGather:
 
 
 def _absent_leader(coordinator: Coordinator) -> list[int] | None:
-    """A broadcast to which the leader does not come; gives the missing ranks as the others were told them."""
+    """Run a broadcast without the leader. Return the missing ranks that the error names."""
     if coordinator.rank == 0:
         return None
     try:
@@ -248,22 +246,21 @@ def _absent_leader(coordinator: Coordinator) -> list[int] | None:
 
 
 def _groups(coordinator: Coordinator) -> tuple[int, int, list[bytes] | None, bytes] | None:
-    """An exchange in two groups, the last and the first rank and all others; None where there are no groups."""
+    """Exchange in two groups: the last and the first rank, and all others. None if groups are not supported."""
     if not isinstance(coordinator, GathersInGroups):
         return None
     last = coordinator.size - 1
     ranks = (last, 0) if coordinator.rank in (0, last) else tuple(range(1, last))
     group = coordinator.within(ranks)
     gathered = group.gather(f"names of {ranks[0]}", b"rank %d" % coordinator.rank)
-    told = group.broadcast(f"told by {ranks[0]}", b"of %d" % ranks[0] if group.rank == 0 else None)
-    coordinator.gather(
-        "all groups are done", b""
-    )  # as after every stage of a save: the leader of the job does not end before
-    return group.rank, group.size, None if gathered is None else list(gathered), told
+    received = group.broadcast(f"from {ranks[0]}", b"of %d" % ranks[0] if group.rank == 0 else None)
+    # Like after every stage of a save: the leader of the job must not end before the others.
+    coordinator.gather("all groups are done", b"")
+    return group.rank, group.size, None if gathered is None else list(gathered), received
 
 
 def _absent_from_group(coordinator: Coordinator) -> list[int] | None:
-    """The first rank leads a group with the last, which does not come; gives the missing ranks as it was told them."""
+    """Gather in a group of the first and the last rank, without the last. Return the missing ranks of the error."""
     if coordinator.rank or not isinstance(coordinator, GathersInGroups):
         return None
     try:

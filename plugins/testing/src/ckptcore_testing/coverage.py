@@ -1,4 +1,4 @@
-"""Whether boxes make up an array: inside it, without gap, without overlap."""
+"""Assertions that boxes cover an array without gaps or overlaps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 
 from ckptcore.model import Box
 
-__all__ = ["assert_inside", "assert_makes_up"]
+__all__ = ["assert_covers", "assert_inside"]
 
 
 def assert_inside(box: Box, shape: tuple[int, ...], where: str) -> None:
-    """Fail unless a box has as many axes as an array of this shape, in order, and lies inside it."""
+    """Fail unless a box has the axes of an array of this shape and is inside it."""
     assert len(box.start) == len(box.stop) == len(shape), f"{where}: {box} has other axes than an array of {shape}"
     for start, stop, extent in zip(box.start, box.stop, shape, strict=True):
         assert 0 <= start <= stop <= extent, f"{where}: {box} is not inside an array of {shape}"
     for number in (*box.start, *box.stop):
-        assert type(number) is int, f"{where}: {box} holds {number!r}, which is no int and would not pickle or JSON"
+        assert type(number) is int, f"{where}: {box} holds {number!r}, which is not an int"
 
 
-def assert_makes_up(boxes: Sequence[Box], shape: tuple[int, ...], where: str, *, overlap: bool = False) -> None:
-    """Fail unless boxes cover every element of an array of this shape, each once (at least once if `overlap`)."""
+def assert_covers(boxes: Sequence[Box], shape: tuple[int, ...], where: str, *, overlap: bool = False) -> None:
+    """Fail unless the boxes cover every element of the array exactly once (at least once if `overlap`)."""
     covered = np.zeros(shape, np.int32)
     for box in boxes:
         assert_inside(box, shape, where)

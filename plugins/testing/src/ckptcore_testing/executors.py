@@ -1,4 +1,4 @@
-"""What every executor must do, as tests to inherit. They save and load with layouts that look at what workers do."""
+"""Conformance tests of executors, which save and load with layouts that check the workers."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ __all__ = ["ExecutorTests"]
 
 
 class ExecutorTests:
-    """Inherit, give `executor` as a fixture, and the methods that make leaves; pytest collects the tests.
+    """Conformance tests of an executor. Subclass it, and define the fixture `executor` and the methods for leaves.
 
     Attributes:
-        deadline_seconds: how long workers wait for each other in the test that they work at the same time.
+        deadline_seconds: how long workers wait for each other in the test of concurrent writes.
     """
 
     deadline_seconds: float = 60.0
 
     @pytest.fixture
     def executor(self) -> Executor[Any, Any]:
-        """An executor with at least two workers. The tests change nothing of it, unless `lose` does."""
-        raise NotImplementedError("give the class the fixture `executor`")
+        """Return an executor with at least two workers. Only `lose` changes it."""
+        raise NotImplementedError("define the fixture `executor`")
 
     def context(self, executor: Executor[Any, Any]) -> ckptcore.Context:
-        """The Context of the controller. Override it to add the handler of the leaves."""
+        """Return the Context of the controller. Override it to add the handler of the leaves."""
         job = JobOptions(executor=executor, replicas=ReplicaOptions(piece_bytes=32))
         return ckptcore.Context(job=job, durability="none")
 
     def split(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
-        """A leaf of which each worker holds as many rows as the others, in the order of the workers."""
-        raise NotImplementedError("give the class the method `split`")
+        """Return a leaf whose rows are divided evenly among the workers, in order."""
+        raise NotImplementedError("define the method `split`")
 
     def replicated(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
-        """A leaf that every worker holds whole."""
-        raise NotImplementedError("give the class the method `replicated`")
+        """Return a leaf with a full replica on every worker."""
+        raise NotImplementedError("define the method `replicated`")
 
     def alone(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
-        """A leaf that only worker 0 holds, whole."""
-        raise NotImplementedError("give the class the method `alone`")
+        """Return a leaf that exists only on worker 0."""
+        raise NotImplementedError("define the method `alone`")
 
     def elements(self, executor: Executor[Any, Any], leaf: Any) -> HostArray:
-        """The elements of a leaf, however the test gets them."""
-        raise NotImplementedError("give the class the method `elements`")
+        """Return the elements of a leaf."""
+        raise NotImplementedError("define the method `elements`")
 
     def disturb(self, executor: Executor[Any, Any], leaf: Any) -> None:
-        """Do the worst to a leaf that a program may do after an asynchronous save began: change it, or delete it."""
-        raise NotImplementedError("give the class the method `disturb`")
+        """Change or delete a leaf, as a program may after an asynchronous save has started."""
+        raise NotImplementedError("define the method `disturb`")
 
     def abstract(self, executor: Executor[Any, Any], spec: ArraySpec) -> Any:
-        """A request for a split leaf that no worker has to make; only called after `lose`."""
-        raise NotImplementedError("give the class the method `abstract`")
+        """Return an abstract split leaf without using workers. Called only after `lose`."""
+        raise NotImplementedError("define the method `abstract`")
 
     def lose(self, executor: Executor[Any, Any], worker: int) -> None:
-        """End a worker for good; skip the test if that is not possible."""
-        pytest.skip("this executor cannot lose a worker here")
+        """Stop a worker permanently. Skip the test if that is impossible."""
+        pytest.skip("a worker of this executor cannot be stopped")
 
     def test_workers_have_names(self, executor: Executor[Any, Any]) -> None:
         assert len(executor.workers) >= 2
@@ -110,7 +110,7 @@ class ExecutorTests:
         elements = _numbers(len(executor.workers))
         state = {
             "split": self.split(executor, elements),
-            "whole": self.replicated(executor, elements + 1),  # each worker writes a part of what it holds
+            "whole": self.replicated(executor, elements + 1),  # each worker writes a part of its replica
             "alone": self.alone(executor, elements + 2),
             "here": elements + 3,
         }
@@ -122,7 +122,7 @@ class ExecutorTests:
         self._expect(tmp_path / "it", split=elements, whole=elements + 1, alone=elements + 2, here=elements + 3)
 
     def test_what_is_copied_does_not_change(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
-        """And it can be written again, as exports do."""
+        """Exports write the snapshot again."""
         elements = _numbers(len(executor.workers))
         leaf = self.split(executor, elements)
         strategy = WithExports([Export(location=tmp_path / "again")])
@@ -133,7 +133,7 @@ class ExecutorTests:
         self._expect(tmp_path / "again", leaf=elements)
 
     def test_layouts_are_sent(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
-        """A worker does not get the object that the controller has: that could refer to anything."""
+        """Workers get a pickled copy of the layout."""
         elements = _numbers(len(executor.workers))
         state = {"leaf": self.split(executor, elements)}
         ckptcore.save(tmp_path / "it", state, layout=_SentLayout(), context=self.context(executor))
@@ -205,7 +205,7 @@ class ExecutorTests:
 
     @staticmethod
     def _expect(location: Path, **expected: HostArray) -> None:
-        """Load without workers, and compare."""
+        """Load without workers and compare."""
         loaded = ckptcore.load(location)
         assert loaded.keys() == expected.keys()
         for name, elements in expected.items():
@@ -213,7 +213,6 @@ class ExecutorTests:
 
 
 def _leaf_size(workers: int) -> int:
-    """Elements of the arrays of these tests."""
     return 4 * workers * 6
 
 
@@ -223,7 +222,7 @@ def _numbers(workers: int) -> HostArray:
 
 @dataclass(frozen=True)
 class _SharingLayout(ckptcore.SafetensorsLayout):
-    """Takes parts of a box from each process that holds it."""
+    """Writes a part of each box on every process that has it."""
 
     @property
     def shares_replicas(self) -> bool:
@@ -232,7 +231,7 @@ class _SharingLayout(ckptcore.SafetensorsLayout):
 
 @dataclass(frozen=True)
 class _SentLayout(ckptcore.SafetensorsLayout):
-    """Fails on a worker that got the object of the controller, not a pickled copy."""
+    """Fails on a worker that has the controller's object and not a pickled copy."""
 
     sent: bool = False
 
@@ -252,8 +251,8 @@ class _ReportingLayout(ckptcore.SafetensorsLayout):
     """Adds text to the receipts of workers, and compares it on the controller.
 
     Attributes:
-        length: characters of the text.
-        workers: how many there are.
+        length: length of the text.
+        workers: number of workers.
     """
 
     length: int = 0
@@ -277,12 +276,12 @@ class _ReportingLayout(ckptcore.SafetensorsLayout):
 
 @dataclass(frozen=True)
 class _MeetingLayout(ckptcore.SafetensorsLayout):
-    """Waits on each worker until all of them write.
+    """Waits on each worker until all workers write.
 
     Attributes:
-        directory: has a file for each worker that writes.
-        workers: how many there are.
-        seconds: the longest wait.
+        directory: directory with a file for each worker that writes.
+        workers: number of workers.
+        seconds: maximum wait.
     """
 
     directory: str = ""

@@ -1,4 +1,4 @@
-"""A storage that is far away: each request takes its time, has its bandwidth, and is put off where there are too many."""
+"""A simulated remote storage with latency, bandwidth and throttling."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageBacken
 __all__ = ["FarRequest", "FarRequestKind", "FarStorage"]
 
 FarRequestKind: TypeAlias = Literal["get", "head", "put", "begin", "part", "complete", "abort", "list", "delete"]
-"""What is asked for: of an object in pieces its beginning, its parts, its end or its giving up."""
+"""Kinds of requests. Objects that are written in parts have "begin", "part", "complete" and "abort"."""
 
 _KEYS_PER_REQUEST: Final = 1000
-"""What services of this kind list and delete at once."""
+"""Keys per request for listing and deleting, like object stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class FarRequest:
     """A request.
 
     Attributes:
-        kind: what was asked for.
-        key: of which object, or below which directory.
-        start, stop: which bytes of it, where it is about some.
+        kind: the kind of request.
+        key: the object, or the directory.
+        start, stop: the byte range, if any.
     """
 
     kind: FarRequestKind
@@ -39,22 +39,21 @@ class FarRequest:
 
 
 class FarStorage(StorageBackend):
-    """A storage that behaves as the client of an object store does. Any thread.
+    """A storage that behaves like a client of an object store. Any thread.
 
-    An object in pieces is uploaded in parts: what comes in whole parts is sent as it is, before `write_at` returns;
-    everything else is held until a part is complete. One that is no larger than a part is put with `finish`.
+    Objects are uploaded in parts. A write of whole parts is sent before `write_at` returns. Other writes are buffered
+    until a part is complete. An object of at most one part is put by `finish`.
 
     Attributes:
-        concurrency, part_bytes, request_bytes: its capabilities.
+        concurrency, part_bytes, request_bytes: the capabilities.
         latency: seconds until a request is answered.
-        bytes_per_second: of one request; None: no limit.
-        most_at_once: requests that are answered at once; more are refused, and made again after a while, as clients do.
-            None: all.
-        requests: those that were made, in the order in which they began.
-        refused: how many answers were that there are too many.
-        peak_at_once: the most requests that were under way together.
-        held_bytes: bytes that were copied, and wait for their part to be complete.
-        peak_held_bytes: the most of them.
+        bytes_per_second: bandwidth of one request. None: unlimited.
+        most_at_once: maximum number of concurrent requests. More are throttled and retried. None: unlimited.
+        requests: all requests, in order of their start.
+        refused: number of throttled requests.
+        peak_at_once: peak number of concurrent requests.
+        held_bytes: buffered bytes of incomplete parts.
+        peak_held_bytes: peak of `held_bytes`.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class FarStorage(StorageBackend):
         bytes_per_second: float | None = None,
         most_at_once: int | None = None,
     ) -> None:
-        """Keep the objects in `inner`; by default in memory."""
+        """Store the objects in `inner`, by default in memory."""
         self._inner = MemoryStorages().open("memory://far", StorageOptions()) if inner is None else inner
         self.concurrency = concurrency
         self.part_bytes = part_bytes
@@ -86,22 +85,22 @@ class FarStorage(StorageBackend):
 
     @property
     def capabilities(self) -> StorageCapabilities:
-        """The requests that suit it."""
+        """The efficient sizes and number of requests."""
         return StorageCapabilities(self.request_bytes, self.concurrency, self.part_bytes)
 
     def count(self, *kinds: FarRequestKind) -> int:
-        """How many requests of these kinds were made; of all kinds without any."""
+        """Return the number of requests of these kinds, by default of all kinds."""
         return len([request for request in list(self.requests) if not kinds or request.kind in kinds])
 
     def forget(self) -> None:
-        """Begin to count anew; only while nothing is under way."""
+        """Reset the counts. Call this only while no request is running."""
         with self._lock:
             self.requests.clear()
             self.refused = self.peak_at_once = self.peak_held_bytes = 0
 
     @contextmanager
     def request(self, kind: FarRequestKind, key: str, start: int = 0, stop: int = 0) -> Iterator[None]:
-        """A request that is under way as long as the context, which begins when it is answered."""
+        """Simulate a request. The body runs when it is answered, and the request ends with the body."""
         wait = max(self.latency, 0.0005)
         while True:
             with self._lock:
@@ -125,7 +124,7 @@ class FarStorage(StorageBackend):
                 self._at_once -= 1
 
     def hold(self, nbytes: int) -> None:
-        """Count bytes that are copied; fewer than none when they are sent."""
+        """Add buffered bytes. Negative: bytes that are sent."""
         with self._lock:
             self.held_bytes += nbytes
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
@@ -137,7 +136,7 @@ class FarStorage(StorageBackend):
         try:
             data = self._inner.get(key, start, stop)
         except ObjectNotFoundError:
-            with self.request("get", key):  # to be told so takes a request too
+            with self.request("get", key):  # a failed request counts, too
                 raise
         with self.request("get", key, start, start + len(data)):
             return data
@@ -148,7 +147,7 @@ class FarStorage(StorageBackend):
             return self._inner.get_with_tag(key)
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """See `StorageBackend`: what follows each other is one request."""
+        """See `StorageBackend`. Contiguous ranges are one request."""
         together: list[list[tuple[int, memoryview]]] = []
         stop = -1
         for offset, buffer in ranges:
@@ -204,12 +203,12 @@ class FarStorage(StorageBackend):
                 self._inner.delete(some)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """See `StorageBackend`: what was acknowledged is durable."""
+        """See `StorageBackend`. Answered requests are durable."""
         self._inner.sync(keys)
 
 
 class _FarWriter:
-    """An object on its way, in parts."""
+    """A writer that uploads an object in parts."""
 
     def __init__(self, storage: FarStorage, key: str, inner: ObjectWriter, size: int | None) -> None:
         self._storage = storage
@@ -227,7 +226,7 @@ class _FarWriter:
         part_bytes = self._storage.part_bytes
         stop = offset + len(data)
         if self._ended:
-            raise ValueError(f"{self._key!r} is complete or given up; nothing more can be written")
+            raise ValueError(f"cannot write {self._key!r}: the writer is finished or aborted")
         with self._lock:
             self._stop = max(self._stop, stop)
         whole = offset % part_bytes == 0 and len(data) and (len(data) % part_bytes == 0 or stop == self._size)
@@ -270,7 +269,7 @@ class _FarWriter:
     def finish(self) -> None:
         """See `ObjectWriter`."""
         if self._ended:
-            raise ValueError(f"{self._key!r} is complete or given up already")
+            raise ValueError(f"cannot finish {self._key!r}: the writer is finished or aborted")
         held, self._held = self._held, {}
         if not self._begun and self._stop <= self._storage.part_bytes:
             pieces = [piece for pieces in held.values() for piece in pieces.items()]
@@ -287,7 +286,7 @@ class _FarWriter:
         missing = sorted(held.keys() - {last})
         if missing:
             self._held = held
-            raise StorageError(f"cannot complete {self._key!r}: bytes of its part {missing[0]} are missing")
+            raise StorageError(f"cannot complete {self._key!r}: bytes of part {missing[0]} are missing")
         for pieces_of_part in held.values():
             self._send_held(pieces_of_part)
         with self._storage.request("complete", self._key):

@@ -1,4 +1,4 @@
-"""A proxy between a client and a store on one machine, that lets happen to requests what networks and services do."""
+"""A proxy between a client and a local server that injects faults of networks and services."""
 
 from __future__ import annotations
 
@@ -36,24 +36,23 @@ __all__ = ["PLAIN_HTTP", "FaultProxy", "LoggedRequest"]
 
 PLAIN_HTTP: Final = StoreDialect(
     is_list=lambda request: False,
-    throttled=HTTPAnswer.make(
-        503, "Service Unavailable", "text/plain", b"the test lets the service have too much to do"
-    ),
+    throttled=HTTPAnswer.make(503, "Service Unavailable", "text/plain", b"the test throttles this request"),
 )
-"""A service that lists nothing."""
+"""A service without list requests."""
 
 _SECONDS: Final = 60.0
-"""How long a store may take for an answer, and a thread to end."""
+"""Timeout of answers of the server, and of the end of threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request, and what became of it.
+    """A request and its result.
 
     Attributes:
-        request: what was asked.
-        faults: what it met.
-        status: of the answer that the client got, or would have got without the fault; None where there was none.
+        request: the request.
+        faults: the injected faults.
+        status: status of the answer that the client received, or would have received without the fault. None if there
+            was none.
         answered: bytes of the body of that answer.
     """
 
@@ -63,52 +62,51 @@ class LoggedRequest:
     answered: int = 0
 
     def __str__(self) -> str:
-        met = f", met {', '.join(map(str, self.faults))}" if self.faults else ""
-        return f"{self.request} -> {self.status} ({self.answered} bytes){met}"
+        faults = f", faults {', '.join(map(str, self.faults))}" if self.faults else ""
+        return f"{self.request} -> {self.status} ({self.answered} bytes){faults}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
-    """A request that arrives at the store when so many were done."""
+class _DelayedRequest:
+    """A request that is sent to the server after `due` other requests."""
 
     due: int
     method: str
     message: bytes
 
 
-class _Broken(Exception):
-    """The connection to the client is to be reset."""
+class _ResetClient(Exception):
+    """The connection to the client must be reset."""
 
 
 class FaultProxy:
-    """A proxy on 127.0.0.1 that passes requests on to one store, over HTTP/1.1 without encryption, and lets them meet faults.
+    """A proxy on 127.0.0.1 that forwards requests to one server, over plain HTTP/1.1, and injects faults.
 
-    Each connection of a client has a thread and a connection to the store, and nothing in a message is changed: a
-    signature, which covers the host that the client knows, stays true. Bodies are held in memory whole. Use it as a
-    context manager.
+    Each client connection has a thread and a connection to the server. Messages are not changed, so that signatures,
+    which cover the host name, remain valid. Bodies are kept in memory. Use the proxy as a context manager.
     """
 
     def __init__(self, upstream: str, plan: RequestPlan | None = None, *, dialect: StoreDialect = PLAIN_HTTP) -> None:
         """Listen on a free port.
 
         Args:
-            upstream: the URL of the store, ``http://host:port``.
-            plan: decides what goes wrong; None: nothing does. It can be changed between requests, as `plan`.
-            dialect: how the service says that it is throttled, and what lists there.
+            upstream: the URL of the server, ``http://host:port``.
+            plan: decides about faults. None: no faults. The attribute `plan` can be changed between requests.
+            dialect: list requests and throttling answers of the service.
 
         Raises:
-            ValueError: if the URL is none such.
+            ValueError: for an invalid URL.
         """
         parts = urllib.parse.urlsplit(upstream)
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-            raise ValueError(f"{upstream!r}: expected http://host:port of a store")
+            raise ValueError(f"{upstream!r}: expected a URL such as http://host:port")
         self._upstream = (parts.hostname, parts.port or 80)
         self.plan: RequestPlan = plan if plan is not None else RequestsFailing()
         self._dialect = dialect
         self._lock = threading.Lock()
         self._number = 0
         self._done = 0
-        self._late: list[_Late] = []
+        self._late: list[_DelayedRequest] = []
         self._lists: dict[str, HTTPAnswer] = {}
         self._log: list[LoggedRequest] = []
         self._connections: set[_Connection] = set()
@@ -120,28 +118,28 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """Where clients find it, ``http://127.0.0.1:port``."""
+        """The URL of the proxy, ``http://127.0.0.1:port``."""
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     @property
     def log(self) -> Sequence[LoggedRequest]:
-        """The requests that are done, by their numbers."""
+        """The finished requests, sorted by number."""
         with self._lock:
             return sorted(self._log, key=lambda logged: logged.request.number)
 
     def forget(self) -> None:
-        """Empty the log and number the requests from 0 again. What is to arrive later, and lists that were seen, stay."""
+        """Clear the log and number requests from 0 again. Delayed requests and cached lists are kept."""
         with self._lock:
             self._log.clear()
             self._number = 0
 
     def settle(self) -> None:
-        """Hang up on every client, and let the store get what is under way or is to arrive later; then nothing more arrives.
+        """Close all client connections, and forward the requests that are complete or delayed.
 
-        A request that came whole is passed on, as a network does with what a dead client sent. New connections are
-        taken afterwards.
+        A complete request of a client that has exited is forwarded, as a network would. New connections are accepted
+        afterwards.
         """
-        # Connections are accepted in their order: once this one is, so are those of clients that have died since.
+        # Connections are accepted in order: when this one is, so are all earlier ones of clients that have exited.
         with socket.create_connection(self._listener.getsockname(), _SECONDS) as last, self._lock:
             port = last.getsockname()[1]
             self._has_accepted.wait_for(lambda: self._accepted == port, _SECONDS)
@@ -155,7 +153,7 @@ class FaultProxy:
         self._deliver(late)
 
     def close(self) -> None:
-        """Hang up and listen no more. What was to arrive later never does."""
+        """Close all connections and stop listening. Delayed requests are dropped."""
         with self._lock:
             self._late.clear()
         self.settle()
@@ -171,14 +169,14 @@ class FaultProxy:
     ) -> None:
         self.close()
 
-    # --- for its connections
+    # --- for connections
 
     def _accept(self) -> None:
         while True:
             try:
                 client, (_, port) = self._listener.accept()
             except OSError:
-                return  # it is closed
+                return  # the proxy was closed
             connection = _Connection(self, HTTPStream(client), self._dialect)
             with self._lock:
                 self._connections.add(connection)
@@ -187,36 +185,36 @@ class FaultProxy:
                 self._has_accepted.notify_all()
 
     def connect(self) -> HTTPStream:
-        """A new connection to the store.
+        """Open a connection to the server.
 
         Raises:
-            ConnectionLost
+            ConnectionLost: if that fails.
         """
         try:
             return HTTPStream(socket.create_connection(self._upstream, _SECONDS))
         except OSError as error:
-            raise ConnectionLost(f"the store at {self._upstream} does not answer: {error}") from error
+            raise ConnectionLost(f"the server at {self._upstream} does not answer: {error}") from error
 
     def take_number(self) -> int:
-        """The number of a request that has just come."""
+        """Return the number of a new request."""
         with self._lock:
             number, self._number = self._number, self._number + 1
         return number
 
     def arrive_later(self, requests: int, method: str, message: bytes) -> None:
-        """Let a request arrive at the store once so many others are done."""
+        """Send a request to the server after `requests` other requests."""
         with self._lock:
-            self._late.append(_Late(self._done + 1 + requests, method, message))
+            self._late.append(_DelayedRequest(self._done + 1 + requests, method, message))
 
     def listed(self, key: str, answer: HTTPAnswer) -> HTTPAnswer:
-        """What a list was answered the time before, or now where this is the first time."""
+        """Store the answer to a list request, and return the previous answer, or this one if it is the first."""
         with self._lock:
             before = self._lists.get(key, answer)
             self._lists[key] = answer
         return before
 
     def end_request(self, logged: LoggedRequest) -> None:
-        """Note what became of a request; what is due by then arrives before its client hears the answer."""
+        """Log a request, and send delayed requests that are due, before the client receives its answer."""
         with self._lock:
             self._log.append(logged)
             self._done += 1
@@ -225,27 +223,27 @@ class FaultProxy:
         self._deliver(due)
 
     def end_connection(self, connection: _Connection) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         with self._lock:
             self._connections.discard(connection)
 
-    def _deliver(self, late: Sequence[_Late]) -> None:
+    def _deliver(self, late: Sequence[_DelayedRequest]) -> None:
         for one in late:
             try:
                 upstream = self.connect()
             except ConnectionLost:
-                return  # the store is gone, and what was to arrive is lost
+                return  # the server has stopped, so delayed requests are lost
             try:
                 upstream.send(one.message)
                 upstream.read_answer(one.method)
             except ConnectionLost:
-                continue  # whatever the store makes of it, nobody hears it
+                continue  # the answer is not needed
             finally:
                 upstream.close()
 
 
 class _Connection:
-    """A connection of a client, and the one to the store that goes with it."""
+    """A client connection with its connection to the server."""
 
     def __init__(self, proxy: FaultProxy, client: HTTPStream, dialect: StoreDialect) -> None:
         self._proxy = proxy
@@ -272,7 +270,7 @@ class _Connection:
             while not self._hung_up and (head := self._client.read_head()) is not None and not self._hung_up:
                 if not self._serve(head):
                     break
-        except (ConnectionLost, _Broken):
+        except (ConnectionLost, _ResetClient):
             broken = True
         finally:
             (self._client.reset if broken else self._client.close)()
@@ -281,12 +279,12 @@ class _Connection:
             self._proxy.end_connection(self)
 
     def _serve(self, head: HTTPHead) -> bool:
-        """Pass one request on; whether the connection goes on."""
+        """Handle one request. Return True to keep the connection open."""
         request = _request(head, self._proxy.take_number())
         faults = tuple(self._proxy.plan.faults(request, self._dialect))
         others = [fault for fault in faults if not isinstance(fault, Wait)]
         if len(others) > 1:
-            raise ValueError(f"a request meets one fault beside waiting: {others}")
+            raise ValueError(f"a request can have one fault in addition to Wait: {others}")
         for fault in faults:
             if isinstance(fault, Wait):
                 threading.Event().wait(fault.seconds)
@@ -297,7 +295,7 @@ class _Connection:
                 self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
             if isinstance(fault, ResetRequest) and head.length:
                 self._client.read(int(head.length * min(max(fault.part, 0.0), 1.0)))
-                raise _Broken
+                raise _ResetClient
             message = head.encoded() + self._client.read_request_body(head)
             answer = self._ask(request, message, fault)
         finally:
@@ -307,18 +305,18 @@ class _Connection:
         return not (head.closes or answer.head.closes)
 
     def _ask(self, request: ProxiedRequest, message: bytes, fault: RequestFault) -> HTTPAnswer:
-        """What the store answers, or what stands for it; what is to break before the answer breaks here."""
+        """Return the answer of the server, or a substitute. Apply faults that occur before the answer."""
         match fault:
             case Throttle():
                 return self._dialect.throttled
             case ResetRequest():
-                raise _Broken
+                raise _ResetClient
             case InterruptBefore(action):
                 action()
-                raise _Broken
+                raise _ResetClient
             case DeliverLater(requests):
                 self._proxy.arrive_later(requests, request.method, message)
-                raise _Broken
+                raise _ResetClient
         answer = self._forward(request.method, message)
         if self._dialect.is_list(request):
             before = self._proxy.listed(_list_key(request), answer)
@@ -333,20 +331,20 @@ class _Connection:
         return answer
 
     def _tell(self, answer: HTTPAnswer, fault: RequestFault) -> None:
-        """Answer the client, or break as the fault says."""
+        """Send the answer to the client, with the fault."""
         head, body = answer.head, memoryview(answer.body)
         match fault:
             case LoseAnswer():
-                raise _Broken
+                raise _ResetClient
             case InterruptAfter(action):
                 action()
-                raise _Broken
+                raise _ResetClient
             case ResetAnswer(part):
                 self._client.send(head.encoded(), body[: _part(answer, part)])
-                raise _Broken
+                raise _ResetClient
             case TruncateAnswer(part) if body:
                 self._client.send(head.encoded(), body[: _part(answer, part)])
-                self._hung_up = True  # closed in order, since the loop ends
+                self._hung_up = True  # ends the loop, which closes the connection normally
                 return
             case CutContent(nbytes) if body and not head.is_chunked:
                 body = body[: max(0, len(body) - nbytes)]
@@ -354,7 +352,7 @@ class _Connection:
         self._client.send(head.encoded(), body)
 
     def _forward(self, method: str, message: bytes) -> HTTPAnswer:
-        """Ask the store, over the connection that goes with the client's."""
+        """Send a request to the server, and return the answer."""
         if self._upstream is not None and self._upstream.has_ended:
             self._upstream.close()
             self._upstream = None
@@ -369,20 +367,20 @@ class _Connection:
 
 
 def _part(answer: HTTPAnswer, part: float) -> int:
-    """How many bytes of a body are sent: never all of them, nor the chunk that says that it is the last one."""
+    """Return the number of bytes of a body to send: never all of them, and never the last chunk."""
     nbytes = len(answer.body)
     return min(int(nbytes * min(max(part, 0.0), 1.0)), max(0, nbytes - (5 if answer.head.is_chunked else 1)))
 
 
 def _list_key(request: ProxiedRequest) -> str:
-    """The same for two requests of one list."""
+    """Return a key that is equal for equal list requests."""
     return f"{request.path}?{sorted(request.query.items())}"
 
 
 def _request(head: HTTPHead, number: int) -> ProxiedRequest:
     parts = head.first.decode("latin-1").split(" ")
     if len(parts) != 3:
-        raise ConnectionLost(f"{head.first[:80]!r} is no request")
+        raise ConnectionLost(f"{head.first[:80]!r} is not a request line")
     path, _, query = parts[1].partition("?")
     names: list[tuple[str, str]] = urllib.parse.parse_qsl(query, keep_blank_values=True)
     headers = {

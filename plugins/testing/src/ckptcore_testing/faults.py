@@ -1,4 +1,4 @@
-"""What goes wrong in a test, and when: failures, crashes, lies and full disks by the number of the operation."""
+"""Fault injection into storages: failures, crashes, wrong bytes and full disks at chosen operations."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = [
 T = TypeVar("T")
 
 _CHANGES: Final = frozenset(
-    {"put", "open_writer", "open_new", "write_at", "finish", "abort", "abort_uploads", "delete", "sync", "lock_directory",
-     "rename", "exchange", "sync_directory", "delete_directory"}
+    {"put", "open_writer", "open_new", "write_at", "finish", "abort", "abort_uploads", "delete", "sync",
+     "lock_directory", "rename", "exchange", "sync_directory", "delete_directory"}
 )  # fmt: skip
 
 
 class SimulatedCrash(BaseException):
-    """The process is dead: nothing it does has an effect any more. No `Exception`, so that nothing handles it."""
+    """The simulated process has crashed. Not an `Exception`, so that no code handles it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Operation:
     """One call of a storage or of a writer.
 
     Attributes:
-        number: how many came before it.
+        number: the number of earlier operations.
         name: the method: ``get``, ``put``, ``write_at``, ``rename``...
-        keys: what it was asked of.
-        offset: where in the object, in bytes; 0 where that means nothing.
-        nbytes: how many bytes it moves, as far as that is known before.
+        keys: the keys.
+        offset: offset in the object, in bytes; 0 if not applicable.
+        nbytes: number of bytes to read or write, if known in advance.
     """
 
     number: int
@@ -57,15 +57,15 @@ class Operation:
 
     @property
     def changes(self) -> bool:
-        """Whether it can change what is stored."""
+        """True if the operation can change stored data."""
         return self.name in _CHANGES
 
 
 @dataclass(frozen=True, slots=True)
 class CrashAt:
-    """Die at an operation: before it, half-way (half of the bytes or objects), or after it.
+    """Crash before an operation, midway (after half of the bytes or objects), or after it.
 
-    Operations that are atomic (put, rename, exchange) have no middle: half-way is before.
+    Midway in an atomic operation (put, rename, exchange) is before it.
     """
 
     operation: int
@@ -74,7 +74,7 @@ class CrashAt:
 
 @dataclass(frozen=True, slots=True)
 class FailAt:
-    """Raise an error instead of doing an operation, once."""
+    """Raise an error instead of running an operation."""
 
     operation: int
     error: Exception
@@ -82,14 +82,14 @@ class FailAt:
 
 @dataclass(frozen=True, slots=True)
 class FullAfter:
-    """Be full once so many bytes were written; what does not fit fails with `StorageFullError`."""
+    """Fail with `StorageFullError` if more than `nbytes` are written in total."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShortReadAt:
-    """At this read the object seems to end so many bytes too early."""
+    """Truncate the object by some bytes for one read."""
 
     operation: int
     missing_bytes: int = 1
@@ -97,21 +97,21 @@ class ShortReadAt:
 
 @dataclass(frozen=True, slots=True)
 class FlipBitAt:
-    """Flip one bit of the bytes that this operation reads, or writes; the number is taken modulo their bits."""
+    """Flip one bit of the bytes that an operation reads or writes. `bit` is taken modulo the number of bits."""
 
     operation: int
     bit: int = 0
 
 
 Fault: TypeAlias = CrashAt | FailAt | FullAfter | ShortReadAt | FlipBitAt
-"""What goes wrong."""
+"""A fault."""
 
 
 class FaultPlan:
-    """What goes wrong and when, over all storages that have this plan. Any thread.
+    """A schedule of faults for all storages with this plan. Any thread.
 
-    Operations are numbered from 0 in the order in which they begin, over storages, writers and threads. Run the code
-    once without faults, look at `operations`, and run it again with a fault at each of them.
+    Operations of all storages, writers and threads are numbered from 0 in the order of their start. Run the code once
+    without faults, read `operations`, and run it again with a fault at each of them.
     """
 
     def __init__(self, *faults: Fault) -> None:
@@ -130,7 +130,7 @@ class FaultPlan:
         self.crashed = False
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
-        """Number an operation and let it meet its faults."""
+        """Start an operation, with its faults."""
         with self._lock:
             self.expect_alive()
             operation = Operation(len(self.operations), name, tuple(keys), offset, nbytes)
@@ -144,16 +144,16 @@ class FaultPlan:
         return Step(self, operation, faults)
 
     def take_room(self, operation: Operation) -> None:
-        """Count bytes that are about to be written.
+        """Count bytes before they are written.
 
         Raises:
-            StorageFullError: they do not fit.
+            StorageFullError: if they do not fit.
         """
         with self._lock:
             if self._room is not None and self.bytes_written + operation.nbytes > self._room:
                 raise StorageFullError(
-                    f"cannot write {operation.keys[0]} ({operation.nbytes} bytes): the storage is full, as its test "
-                    f"asked it to be after {self._room} bytes"
+                    f"cannot write {operation.keys[0]} ({operation.nbytes} bytes): the storage is full, because the "
+                    f"test limits it to {self._room} bytes"
                 )
             self.bytes_written += operation.nbytes
 
@@ -163,10 +163,10 @@ class FaultPlan:
             self.bytes_read += nbytes
 
     def crash(self) -> None:
-        """Die: this and all that follows raises `SimulatedCrash`, and locks are let go as the system would.
+        """Crash: this and all later operations raise `SimulatedCrash`. Locks are released, as the system would.
 
         Raises:
-            SimulatedCrash
+            SimulatedCrash: always.
         """
         with self._lock:
             self.crashed = True
@@ -176,22 +176,22 @@ class FaultPlan:
         self.expect_alive()
 
     def expect_alive(self) -> None:
-        """Do nothing in a process that lives.
+        """Check that the simulated process has not crashed.
 
         Raises:
-            SimulatedCrash
+            SimulatedCrash: if it has.
         """
         if self.crashed:
             raise SimulatedCrash("the test killed this process")
 
     def hold(self, lock: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """A lock that is let go when this process dies."""
+        """Return the lock, which is released by a crash."""
         with self._lock:
             self._held.append(lock)
         return _HeldLock(self, lock)
 
     def let_go(self, lock: AbstractContextManager[None]) -> None:
-        """Let a lock go, unless dying has."""
+        """Release a lock, unless a crash has."""
         with self._lock:
             found = lock in self._held
             if found:
@@ -215,7 +215,7 @@ class _HeldLock:
 
 
 class Step:
-    """An operation that has begun, with the faults that it meets; `FaultPlan.begin` makes it."""
+    """A started operation and its faults. See `FaultPlan.begin`."""
 
     def __init__(self, plan: FaultPlan, operation: Operation, faults: Sequence[Fault]) -> None:
         self._plan = plan
@@ -226,7 +226,7 @@ class Step:
         return any(isinstance(fault, CrashAt) and fault.moment == moment for fault in self._faults)
 
     def run(self, action: Callable[[], T], half: Callable[[], object] | None = None) -> T:
-        """Do it; dies half-way (before it where there is no half) or afterwards if the test wants that."""
+        """Run the operation, and crash midway or afterwards if planned. `half` runs half of it."""
         if self._crashes("midway"):
             if half is not None:
                 half()

@@ -1,4 +1,4 @@
-"""A storage that counts what is asked of it, and fails, dies or lies where a `FaultPlan` says so."""
+"""Storages with the faults of a `FaultPlan`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["FaultyDirectories", "FaultyStorage", "with_faults", "with_storage"]
 
 
 def with_faults(storage: StorageBackend, plan: FaultPlan) -> FaultyStorage:
-    """A storage that meets the faults of a plan; it offers `AtomicDirectories` where the storage does."""
+    """Return a storage with the faults of a plan. It implements `AtomicDirectories` if `storage` does."""
     if isinstance(storage, AtomicDirectories):
         return FaultyDirectories(storage, storage, plan)
     return FaultyStorage(storage, plan)
 
 
-class _OneMoreStorage(Plugins):
-    """The installed plugins and a storage. Shares what is cached of them."""
+class _PluginsWithStorage(Plugins):
+    """The installed plugins and one more storage. Shares their caches."""
 
     def __init__(self, scheme: str, opener: StorageOpener) -> None:
         vars(self).update(vars(installed_plugins()))
@@ -44,33 +44,33 @@ class _OneMoreStorage(Plugins):
 
 
 def with_storage(context: Context, scheme: str, opener: StorageOpener) -> Context:
-    """Return a copy of a Context that opens URLs of a scheme in this way.
+    """Return a copy of a Context that opens URLs of a scheme with `opener`.
 
-    The first Runtime of a Context with a plugin of its own registers all plugins again, which takes milliseconds; tests
-    that interrupt each operation make thousands of Contexts.
+    Faster than a Context with another plugin, whose first Runtime registers all plugins again, which takes
+    milliseconds. Tests that interrupt each operation create thousands of Contexts.
     """
-    return with_registry(context, _OneMoreStorage(scheme, opener))
+    return with_registry(context, _PluginsWithStorage(scheme, opener))
 
 
 class FaultyStorage(StorageBackend):
     """A storage with the faults of a plan. Any thread.
 
-    `open_reader`, `open_stamped` and `delete_while` are the defaults, whose reads and deletions meet the faults.
+    `open_reader`, `open_stamped` and `delete_while` are the defaults, which call methods with faults.
     """
 
     def __init__(self, inner: StorageBackend, plan: FaultPlan) -> None:
-        """Put faults into a storage; `with_faults` also keeps its directories."""
+        """Wrap a storage. Use `with_faults` to keep its `AtomicDirectories`."""
         self.inner = inner
         self.plan = plan
 
     @property
     def capabilities(self) -> StorageCapabilities:
-        """Those of the storage."""
+        """The capabilities of the wrapped storage."""
         return self.inner.capabilities
 
     @property
     def address(self) -> StorageAddress | None:
-        """None: native I/O would meet no faults."""
+        """None, because native I/O would bypass the faults."""
         return None
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -162,12 +162,12 @@ class FaultyDirectories(FaultyStorage):
     """A storage with real directories and the faults of a plan."""
 
     def __init__(self, inner: StorageBackend, directories: AtomicDirectories, plan: FaultPlan) -> None:
-        """Put faults into a storage, given as both of what it is."""
+        """Wrap a storage. `inner` and `directories` are the same object."""
         super().__init__(inner, plan)
         self._directories = directories
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """See `AtomicDirectories`; a dead process holds nothing."""
+        """See `AtomicDirectories`. A crash releases the lock."""
 
         def lock() -> AbstractContextManager[None] | None:
             held = self._directories.lock_directory(key)
@@ -190,7 +190,7 @@ class FaultyDirectories(FaultyStorage):
         self.plan.begin("sync_directory", [key]).run(lambda: self._directories.sync_directory(key))
 
     def delete_directory(self, key: str) -> None:
-        """See `AtomicDirectories`; half-way, half of what it holds is gone."""
+        """See `AtomicDirectories`. Midway, half of the objects are deleted."""
 
         def half() -> None:
             keys = list(self.inner.list(key))
@@ -218,9 +218,9 @@ class _FaultyWriter:
 
     def abort(self) -> None:
         if self._plan.crashed:
-            return  # a dead process removes nothing
+            return  # a crashed process removes nothing
         try:
             step = self._plan.begin("abort", [self._key])
-        except Exception:  # noqa: BLE001  # whatever the test makes it fail with
-            return  # it never raises: where it fails, something is left over
+        except Exception:  # noqa: BLE001  # the error of the test's plan
+            return  # abort never raises; if it fails, the object remains
         step.run(self._inner.abort)

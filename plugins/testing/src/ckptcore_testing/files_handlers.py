@@ -1,4 +1,4 @@
-"""What every handler of objects that write their own files must do, as tests to inherit."""
+"""Conformance tests of handlers of objects that write their own files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["FilesExample", "FilesHandlerTests"]
 
 @dataclass(frozen=True, slots=True)
 class FilesExample:
-    """An object to test a handler with.
+    """An object for tests of a handler.
 
     Attributes:
-        name: shown in the names of the tests.
-        make: makes the object, new each time, always with the same state.
-        make_other: makes an object that can take that state and has another.
-        change: changes the state of an object, as the program does that goes on while a save is written.
-        fingerprint: the state of an object, found without the handler, as something that compares with ``==``.
+        name: the name in test ids.
+        make: creates a new object, always with the same state.
+        make_other: creates a compatible object with another state.
+        change: changes the state of an object, like a program that continues during a background save.
+        fingerprint: returns the state of an object without the handler, in a form that can be compared with ``==``.
     """
 
     name: str
@@ -37,23 +37,23 @@ class FilesExample:
 
 
 class FilesHandlerTests:
-    """Inherit, give `handler` and `examples`, and pytest collects the tests.
+    """Conformance tests of a files handler. Subclass it and define `handler` and `examples`.
 
     Attributes:
         handler: the handler.
-        examples: objects of every sort it takes.
+        examples: objects of every kind that it supports.
     """
 
     handler: FilesHandler
     examples: Sequence[FilesExample] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per example."""
+        """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
             metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
 
     def test_has_examples(self) -> None:
-        assert self.examples, "give the class attribute `examples` at least one FilesExample"
+        assert self.examples, "define the class attribute `examples` with at least one FilesExample"
         assert type(self.handler.priority) is int
 
     def test_examples_differ(self, example: FilesExample) -> None:
@@ -82,7 +82,7 @@ class FilesHandlerTests:
         example.change(value)
         _finish(rest)
         loaded = self.handler.load(example.make_other(), _stored(directory, tmp_path))
-        assert example.fingerprint(loaded) == example.fingerprint(example.make()), "what was saved is what came later"
+        assert example.fingerprint(loaded) == example.fingerprint(example.make()), "the save contains a later state"
 
     def test_saves_that_overlap_stay_apart(self, example: FilesExample, tmp_path: Path) -> None:
         directories = [_empty(tmp_path / name) for name in ("first", "second")]
@@ -109,7 +109,7 @@ class FilesHandlerTests:
             self.handler.load(example.make_other(), _empty(tmp_path / "empty"))
 
     def _saved(self, value: object, tmp_path: Path) -> Path:
-        """A directory with a finished save of a value, at another place than where it was written."""
+        """Save a value, and return a directory with the files, which is not the one where they were written."""
         directory = _empty(tmp_path / "saved")
         _finish(self.handler.save(value, directory))
         return _stored(directory, tmp_path)
@@ -121,7 +121,7 @@ def _empty(directory: Path) -> Path:
 
 
 def _stored(directory: Path, tmp_path: Path) -> Path:
-    """What a load is given: the files of a save, at another place."""
+    """Move the files of a save to another directory, and return it."""
     stored = tmp_path / "stored"
     shutil.copytree(directory, stored)
     shutil.rmtree(directory)
@@ -129,10 +129,10 @@ def _stored(directory: Path, tmp_path: Path) -> Path:
 
 
 def _finish(rest: Continuation | None) -> None:
-    """Run the rest of a save as the core does: on another thread."""
+    """Run the rest of a save on another thread, like the core."""
     if rest is None:
         return
-    assert callable(rest), f"save returns None or a function without arguments, found {rest!r:.100}"
+    assert callable(rest), f"save must return None or a function without arguments, found {rest!r:.100}"
     failures: list[BaseException] = []
 
     def work() -> None:

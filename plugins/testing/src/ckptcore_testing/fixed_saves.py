@@ -1,4 +1,4 @@
-"""Saves with fixed save ids and times: equal states give equal bytes, which can be compared with golden checkpoints."""
+"""Reproducible saves with fixed save ids and times, for comparison with golden checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CREATED_NANOSECONDS: Final = 1_767_323_045_678_000_000
 def fixed_saves(first: int = 1) -> Iterator[None]:
     """Give saves ascending ids, a fixed time, a fixed writer, and a timeline without durations.
 
-    The order of ids is fixed only if one thread draws them. Affects all threads of the process.
+    Affects all threads of the process. The ids are reproducible only if one thread saves.
 
     Args:
         first: the first save id.
@@ -60,7 +60,7 @@ def fixed_saves(first: int = 1) -> Iterator[None]:
 def _fixed_timeline(events: Sequence[Event]) -> JSON:
     """Return the phases of each rank by name, without times.
 
-    Phases of two threads end in any order. Blocking the caller may end after the commit, so it is left out.
+    Phases of two threads end in any order. The phase "blocking" is left out, because it may end after the commit.
     """
     kept = sorted([event for event in events if event.phase != "blocking"], key=lambda event: (event.rank, event.phase))
     return timeline_to_json([dataclasses.replace(event, began=0.0, seconds=0.0) for event in kept])

@@ -1,4 +1,4 @@
-"""Servers of GCS for tests, as processes of their own: the strict one of this distribution, and fake-gcs-server of others."""
+"""GCS servers for tests, as processes: the strict server of this distribution, and fake-gcs-server."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ DIALECT: Final = StoreDialect(
         b"</Message></Error>",
     ),
 )
-"""How the XML API lists, and says that it has too much to do: https://cloud.google.com/storage/docs/xml-api/reference-status"""
+"""List requests and throttling answers of the XML API.
+
+See https://cloud.google.com/storage/docs/xml-api/reference-status.
+"""
 
 _BINARY: Final = "vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64"
 
 
 @dataclass(frozen=True, slots=True)
 class GcsServer:
-    """A server of this machine that speaks GCS.
+    """A local GCS server.
 
     Attributes:
         server: the process.
-        kind: which one it is.
+        kind: the kind of server.
     """
 
     server: Server
@@ -48,7 +51,7 @@ class GcsServer:
 
     @property
     def options(self) -> Mapping[str, JSON]:
-        """What ``Context(storage={"gs": ...})`` takes to use it."""
+        """Options of ``Context(storage={"gs": ...})`` for this server."""
         options: dict[str, JSON] = {"endpoint": self.server.url, "anonymous": True}
         if self.kind == "fake-gcs-server":
             options["uploads"] = "composite"  # it has no uploads in parts
@@ -56,18 +59,18 @@ class GcsServer:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables by which programs use it: Google's, tensorstore's own and ours."""
+        """Environment variables for this server, of Google's libraries, tensorstore and ckptcore."""
         variables = {"STORAGE_EMULATOR_HOST": self.server.url, "TENSORSTORE_GCS_HTTP_URL": self.server.url}
         if self.kind == "fake-gcs-server":
             variables["CKPTCORE_GCS_UPLOADS"] = "composite"
         return variables
 
     def create_bucket(self, name: str = "") -> str:
-        """Create a bucket; its name, a new one where none is given."""
+        """Create a bucket. Return its name, a new one by default."""
         name = name or f"bucket-{uuid.uuid4().hex[:12]}"
         answer = urllib3.request("POST", f"{self.server.url}/storage/v1/b?project=testing", json={"name": name})
         if answer.status != 200:
-            raise RuntimeError(f"the bucket {name} could not be created: {answer.status} {answer.data[:300]!r}")
+            raise RuntimeError(f"cannot create the bucket {name}: {answer.status} {answer.data[:300]!r}")
         return name
 
 
@@ -76,8 +79,9 @@ def gcs_server(directory: Path, kind: Literal["strict", "fake-gcs-server"] = "st
     """Run a server while the context is entered.
 
     Args:
-        directory: an existing one, for its log and, of fake-gcs-server, for the objects.
-        kind: the strict one, in memory, or fake-gcs-server, which enforces preconditions in one kind of upload only.
+        directory: an existing directory for the log and the objects of fake-gcs-server.
+        kind: the strict server, which stores objects in memory, or fake-gcs-server, which enforces preconditions for
+            only one kind of upload.
     """
 
     def command(port: int) -> ServerCommand:

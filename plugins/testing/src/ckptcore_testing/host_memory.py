@@ -1,4 +1,4 @@
-"""A host memory for tests: copies as late as its contract lets it, so that a handler that frees too early is caught."""
+"""Host memory that copies as late as allowed, to detect handlers that free their arrays too early."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["LateHostMemory"]
 
 
 class LateHostMemory:
-    """A `ckptcore.protocols.HostMemory` that copies when the result is asked for. Any thread."""
+    """A `ckptcore.protocols.HostMemory` that copies when the result is requested. Any thread."""
 
     def empty(self, spec: ArraySpec) -> HostArray:
-        """Memory that holds 0xA5 in every byte, so that what was never written shows."""
+        """Return memory filled with 0xA5, to detect bytes that are never written."""
         memory = np.full(spec.nbytes, 0xA5, np.uint8)
         return memory.view(spec.numpy_dtype).reshape(spec.shape)
 
     def copy(self, source: HostArray) -> Pending[HostArray]:
-        """A copy that is made when its result is asked for."""
+        """Return a copy that is made when its result is requested."""
         return _LateCopy(source)
 
 

@@ -1,4 +1,4 @@
-"""JSON that was tampered with: one place of a document changed to what nobody expects there."""
+"""Hostile variants of JSON documents, with unexpected values in one or two places."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HOSTILE: Final[tuple[Any, ...]] = (
     None, True, -1, 0, 1, 2**31, 2**62, 2**70, 1.5, -0.0, 1e308, "", "..", "../../etc/passwd", "/etc/passwd", "a\0b",
     "\ud800", "x" * 5000, "0", [], {}, [[]], [-1], [2**62], [2**62, 2**62], ["a", 0], {"": None}, {"a": 1}, _DEEP,
 )  # fmt: skip
-"""Values that parsers trip over."""
+"""Values that parsers often mishandle."""
 
 
 def tampered(document: JSON, count: int, seed: int = 0) -> Iterator[JSON]:
-    """About `count` copies of a document, each with one or two places changed; equal for equal arguments.
+    """Yield about `count` copies of a document, each changed in one or two places.
 
-    Of a small document every place is given every hostile value.
+    In a small document every place gets every hostile value. Equal arguments give equal copies.
     """
     choices = random.Random(seed)
     pairs = [(place, value) for place in range(len(list(_places([document])))) for value in range(len(HOSTILE))]
@@ -60,7 +60,7 @@ def _tamper(holder: list[Any], choices: random.Random) -> None:
 
 
 def _places(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Each container of a document with each of its keys or indices."""
+    """Yield each container of a document with each of its keys or indices."""
     keys = list(container) if isinstance(container, dict) else range(len(container))
     for key in keys:
         yield container, key

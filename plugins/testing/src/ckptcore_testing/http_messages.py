@@ -1,8 +1,7 @@
-"""HTTP/1.1 messages as they are on a connection: read whole or in part, kept byte for byte, and sent on.
+"""HTTP/1.1 messages, read from and written to a connection without changes.
 
-Only what a proxy between a client and a store needs, from RFC 9112: nothing is decoded that is not needed to know where
-a message ends, and every header is passed on as it came, so that signatures over headers stay true. Bodies are held in
-memory.
+Implements the parts of RFC 9112 that a proxy needs. Only the length of a message is decoded, and headers are kept byte
+for byte, so that signatures remain valid. Bodies are kept in memory.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from typing import Final
 __all__ = ["ConnectionLost", "HTTPAnswer", "HTTPHead", "HTTPStream"]
 
 _HEAD_BYTES: Final = 1 << 18
-"""No head is longer."""
+"""Maximum size of a head."""
 
 _RECEIVE_BYTES: Final = 1 << 18
 _CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,16})[ \t]*(?:;.*)?")
 
 
 class ConnectionLost(OSError):
-    """The other end closed or reset the connection before a message was complete."""
+    """The connection was closed or reset before a message was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPHead:
-    """What comes before a body.
+    """The start line and the headers of a message.
 
     Attributes:
-        first: the first line, without its end.
-        fields: the header lines in their order, without their ends.
+        first: the first line, without line end.
+        fields: the header lines in order, without line ends.
     """
 
     first: bytes
     fields: tuple[bytes, ...]
 
     def field(self, name: str) -> str | None:
-        """The value of a header; of the first one where it is there twice."""
+        """Return the value of a header, of the first one if it is repeated."""
         wanted = name.lower().encode("ascii")
         for line in self.fields:
             found, _, value = line.partition(b":")
@@ -50,21 +49,21 @@ class HTTPHead:
         return None
 
     def having(self, name: str, value: str) -> HTTPHead:
-        """The same head with one header replaced, or added."""
+        """Return the head with one header replaced or added."""
         wanted = name.lower().encode("ascii")
         kept = tuple(line for line in self.fields if line.partition(b":")[0].strip().lower() != wanted)
         return replace(self, fields=(*kept, f"{name}: {value}".encode("latin-1")))
 
     def encoded(self) -> bytes:
-        """Its bytes, with the empty line that ends it."""
+        """Return the bytes, with the empty line at the end."""
         return b"\r\n".join((self.first, *self.fields, b"", b""))
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body by Content-Length; None where that is not said.
+        """Bytes of the body according to Content-Length. None without this header.
 
         Raises:
-            ConnectionLost: it is no number; nobody can go on with such a connection.
+            ConnectionLost: if the header is not a number, because the connection is then unusable.
         """
         value = self.field("content-length")
         if value is None:
@@ -75,22 +74,22 @@ class HTTPHead:
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the body comes in chunks that say how long each is."""
+        """True if the body is chunked."""
         return "chunked" in (self.field("transfer-encoding") or "").lower()
 
     @property
     def closes(self) -> bool:
-        """Whether the connection ends after this message."""
+        """True if the connection ends after this message."""
         return "close" in (self.field("connection") or "").lower() or b"HTTP/1.0" in self.first
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPAnswer:
-    """An answer, as it goes over the connection.
+    """An answer.
 
     Attributes:
-        head: its head.
-        body: its body with the framing of chunks, where it has such.
+        head: the head.
+        body: the body, with the framing of chunks.
     """
 
     head: HTTPHead
@@ -98,12 +97,12 @@ class HTTPAnswer:
 
     @property
     def status(self) -> int:
-        """200, 404..."""
+        """The status code."""
         return _status(self.head)
 
     @staticmethod
     def make(status: int, reason: str, content_type: str, body: bytes) -> HTTPAnswer:
-        """An answer with these contents."""
+        """Create an answer."""
         fields = (f"Content-Type: {content_type}".encode("latin-1"), f"Content-Length: {len(body)}".encode("latin-1"))
         return HTTPAnswer(HTTPHead(f"HTTP/1.1 {status} {reason}".encode("latin-1"), fields), body)
 
@@ -112,7 +111,7 @@ class HTTPStream:
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take a connection over, and close it with `close` or `reset`."""
+        """Take ownership of a connection. End it with `close` or `reset`."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._left = b""
@@ -131,7 +130,7 @@ class HTTPStream:
             raise ConnectionLost(f"the other end is gone: {error}") from error
 
     def read_head(self) -> HTTPHead | None:
-        """The next head; None where the connection ended orderly before its first byte.
+        """Read the next head. None if the connection was closed before its first byte.
 
         Raises:
             ConnectionLost
@@ -150,7 +149,7 @@ class HTTPStream:
         return HTTPHead(first, tuple(fields))
 
     def read_request_body(self, head: HTTPHead) -> bytes:
-        """The body of a request, chunks with their framing.
+        """Read the body of a request, with the framing of chunks.
 
         Raises:
             ConnectionLost
@@ -158,7 +157,7 @@ class HTTPStream:
         return self._read_chunks() if head.is_chunked else self.read(head.length or 0)
 
     def read_answer(self, method: str) -> HTTPAnswer:
-        """The answer to a request; interim ones (100 Continue) are passed over.
+        """Read the answer to a request. Interim answers (100 Continue) are skipped.
 
         Raises:
             ConnectionLost
@@ -176,12 +175,12 @@ class HTTPStream:
         length = head.length
         if length is not None:
             return HTTPAnswer(head, self.read(length))
-        # The end of the connection ends the body; whoever gets it on a connection that goes on needs its length.
+        # The end of the connection ends the body. Set its length, because the client's connection stays open.
         body = b"".join(iter(self._receive_left, b""))
         return HTTPAnswer(head.having("Content-Length", str(len(body))), body)
 
     def read(self, nbytes: int) -> bytes:
-        """So many bytes.
+        """Read `nbytes` bytes.
 
         Raises:
             ConnectionLost
@@ -244,24 +243,24 @@ class HTTPStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the other end has closed it, or sent what nobody asked for, while it was not in use."""
+        """True if the other end has closed the idle connection, or sent unexpected data."""
         readable = select.poll()
         readable.register(self._connection, select.POLLIN)
         return bool(self._left or readable.poll(0))
 
     def interrupt(self) -> None:
-        """Let whoever waits for this connection in another thread find its end. Never raises."""
+        """End the connection for other threads that read from it. Never raises."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it is closed, or the other end is gone
+            return  # closed already
 
     def close(self) -> None:
-        """End it orderly: what was sent arrives."""
+        """Close the connection. Sent data arrives."""
         self._connection.close()
 
     def reset(self) -> None:
-        """Break it: the other end sees a reset (RST), perhaps before what was sent last."""
+        """Reset the connection (RST). The last sent data may be lost."""
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._connection.close()
 

@@ -1,4 +1,4 @@
-"""What a save through a layout leaves behind when it dies or fails at any operation, as tests to inherit."""
+"""Conformance tests of saves that crash or fail at any operation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["LayoutCrashTests"]
 _Fault = TypeVar("_Fault")
 
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
-"""After an operation is before the next."""
+"""A crash after an operation is the same as one before the next."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A fresh place for one checkpoint."""
+class _TrialLocation:
+    """A new location for one checkpoint."""
 
     scheme: str
     directory: str
@@ -47,44 +47,44 @@ class _Place:
         return commit_method(self.storage()).replaces_atomically
 
     def storage(self) -> StorageBackend:
-        """The storage, opened at the directory that the checkpoint is in."""
+        """Open the parent directory of the checkpoint."""
         return installed_plugins().storage(self.scheme)(f"{self.scheme}://{self.directory}", StorageOptions())
 
 
 class LayoutCrashTests:
-    """Inherit, give `layout`, and pytest collects the tests: the old checkpoint or the new one, never neither.
+    """Tests that a failed save leaves the old or the new checkpoint. Subclass it and define `layout`.
 
-    On a local file system the save replaces a checkpoint; in memory, as on an object store, it is the first one at its
-    location, and what is found is nothing or the new one.
+    On a local file system the save replaces a checkpoint. In memory, which behaves like an object store, it is the
+    first save to its location.
 
     Attributes:
-        faults: about how many of the faults of each test are tried, the first and the last among them; None for all.
+        faults: approximate number of faults per test, including the first and the last. None: all.
     """
 
     faults: int | None = None
 
     def layout(self) -> Layout:
-        """The layout, with options that make it write several objects where it can."""
-        raise NotImplementedError("give the class the method `layout`")
+        """Return the layout, with options for several objects if possible."""
+        raise NotImplementedError("define the method `layout`")
 
     def storages(self) -> Mapping[str, StorageSample]:
-        """The storages, by names shown in those of the tests."""
+        """Return the storages, by their names in test ids."""
         return {"file": FILE, "memory": MEMORY}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per storage."""
+        """Parametrise tests with the storages."""
         if "storage" in metafunc.fixturenames:
             storages = self.storages()
             metafunc.parametrize("storage", list(storages.values()), ids=list(storages))
 
     @pytest.fixture
-    def places(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_Place]]:
-        """Places at which nothing stands."""
+    def places(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_TrialLocation]]:
+        """Yield new locations."""
         with storage.open(tmp_path) as location:
             scheme, found, rest = location.rpartition("://")
             yield _places(scheme if found else "file", rest.rpartition("/")[0])
 
-    def test_dying_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_Place]) -> None:
+    def test_dying_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_TrialLocation]) -> None:
         operations = self._operations(next(places))
         crashes = [CrashAt(one.number, moment) for one in operations if one.changes for moment in _MOMENTS]
         crashes.append(CrashAt(len(operations) - 1, "after"))
@@ -98,28 +98,28 @@ class LayoutCrashTests:
             self._assert_next_save_cleans_up(place)
         assert outcomes == {"old", "new"}, "the crashes did not come before and after the commit"
 
-    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_Place]) -> None:
+    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_TrialLocation]) -> None:
         for operation in self._chosen(self._operations(next(places))):
             place = next(places)
             self._prepare(place)
             where = f"{operation} failed"
-            fault = FailAt(operation.number, StorageError("the test let the storage fail"))
+            fault = FailAt(operation.number, StorageError("an injected failure"))
             try:
                 self._save(place, _new_state(), FaultPlan(fault))
             except CheckpointError:
                 assert self._assert_old_or_new(place, where) in ("old", "new")
             else:
                 assert self._assert_old_or_new(place, where) == "new", (
-                    f"{where}, the save said nothing and is not there"
+                    f"{where}, but the save succeeded without a checkpoint"
                 )
             self._assert_next_save_cleans_up(place)
 
-    def test_a_full_storage_leaves_the_old(self, places: Iterator[_Place]) -> None:
+    def test_a_full_storage_leaves_the_old(self, places: Iterator[_TrialLocation]) -> None:
         plan = FaultPlan()
         place = next(places)
         self._prepare(place)
         self._save(place, _new_state(), plan)
-        # A root, which has times and names in it, is some bytes shorter in one save than in another.
+        # The size of a root, which contains times and names, varies by some bytes.
         for room in self._chosen(range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12))):
             place = next(places)
             self._prepare(place)
@@ -136,39 +136,39 @@ class LayoutCrashTests:
             return faults
         return [*faults[:: -(-len(faults) // self.faults)], faults[-1]]
 
-    def _prepare(self, place: _Place) -> None:
+    def _prepare(self, place: _TrialLocation) -> None:
         if place.replaces_atomically:
             self._save(place, _old_state(), None)
 
-    def _operations(self, place: _Place) -> Sequence[Operation]:
-        """The operations that a save takes."""
+    def _operations(self, place: _TrialLocation) -> Sequence[Operation]:
+        """Return the operations of a save."""
         self._prepare(place)
         plan = FaultPlan()
         self._save(place, _new_state(), plan)
-        assert plan.operations, "the save went past the faulty storage"
+        assert plan.operations, "the save did not use the faulty storage"
         return plan.operations
 
-    def _save(self, place: _Place, state: object, plan: FaultPlan | None) -> None:
+    def _save(self, place: _TrialLocation, state: object, plan: FaultPlan | None) -> None:
         location = place.location
-        # One thread, so that operations come in the same order every time; each save is a process of its own.
-        # What a loss of power leaves is another question: here whatever was written stays.
+        # One thread, so that operations always have the same order. A new Context simulates a new process. Power loss
+        # is not tested here: written data is never lost.
         context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1), durability="none")
         if plan is not None:
             location = location.replace(place.scheme, "faulty", 1)
             context = with_storage(context, "faulty", partial(_open_with_faults, place.scheme, plan))
         ckptcore.save(location, state, layout=self.layout(), overwrite=place.replaces_atomically, context=context)
 
-    # --- what is left
+    # --- the result
 
-    def _assert_old_or_new(self, place: _Place, where: str) -> str:
+    def _assert_old_or_new(self, place: _TrialLocation, where: str) -> str:
         try:
             loaded = ckptcore.load(place.location)
         except CheckpointNotFoundError:
-            assert not place.replaces_atomically, f"{where}: neither the old checkpoint nor the new one is there"
+            assert not place.replaces_atomically, f"{where}: neither the old nor the new checkpoint exists"
             return "old"
         outcome = "new" if loaded["step"] == _new_state()["step"] else "old"
         expected = _new_state() if outcome == "new" else _old_state()
-        assert place.replaces_atomically or outcome == "new", f"{where}: a checkpoint that nobody saved"
+        assert place.replaces_atomically or outcome == "new", f"{where}: an unexpected checkpoint"
         assert list(loaded) == list(expected), f"{where}: a mix of old and new"
         for name, value in expected.items():
             if isinstance(value, int):
@@ -179,42 +179,42 @@ class LayoutCrashTests:
         assert report.ok, f"{where}: {report.problems}"
         return outcome
 
-    def _assert_next_save_cleans_up(self, place: _Place) -> None:
+    def _assert_next_save_cleans_up(self, place: _TrialLocation) -> None:
         if not place.replaces_atomically and self._is_committed(place):
             ckptcore.delete(place.location)
         self._save(place, _next_state(), None)
         assert ckptcore.load(place.location)["step"] == _next_state()["step"]
         self._assert_nothing_else(place)
 
-    def _is_committed(self, place: _Place) -> bool:
+    def _is_committed(self, place: _TrialLocation) -> bool:
         try:
             ckptcore.metadata(place.location)
         except CheckpointNotFoundError:
             return False
         return True
 
-    def _assert_nothing_else(self, place: _Place) -> None:
-        """Beside the checkpoint there is nothing, and in it nothing but what it lists."""
+    def _assert_nothing_else(self, place: _TrialLocation) -> None:
+        """Fail if the directory contains anything but the checkpoint, or the checkpoint unlisted objects."""
         storage = place.storage()
-        assert set(storage.list_names()) <= {"checkpoint/"}, "something is left beside the checkpoint"
+        assert set(storage.list_names()) <= {"checkpoint/"}, "leftovers next to the checkpoint"
         if not self._is_committed(place):
-            assert list(storage.list()) == [], "something is left of a save that failed"
+            assert list(storage.list()) == [], "leftovers of a failed save"
             return
         known = {f"checkpoint/{key}" for key in ckptcore.metadata(place.location).objects}
         extra = {key for key in storage.list() if key not in known and not key.startswith("checkpoint/checkpoint.")}
-        assert not extra, f"the checkpoint holds objects that it does not list: {sorted(extra)}"
+        assert not extra, f"the checkpoint contains unlisted objects: {sorted(extra)}"
 
 
 def _open_with_faults(scheme: str, plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
     return with_faults(installed_plugins().storage(scheme)(url.replace("faulty", scheme, 1), options), plan)
 
 
-def _places(scheme: str, directory: str) -> Iterator[_Place]:
+def _places(scheme: str, directory: str) -> Iterator[_TrialLocation]:
     while True:
         name = uuid.uuid4().hex
         if scheme == "file":
             Path(directory, name).mkdir()
-        yield _Place(scheme, f"{directory}/{name}")
+        yield _TrialLocation(scheme, f"{directory}/{name}")
 
 
 def _state(step: int) -> dict[str, Any]:

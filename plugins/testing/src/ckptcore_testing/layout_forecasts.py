@@ -1,4 +1,4 @@
-"""What a plan of a save must tell of a layout, as tests to inherit: what the save then does."""
+"""Conformance tests of dry runs: the plan must match the save."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["LayoutForecastTests"]
 
 _RANDOM: Final = re.compile(r"[0-9a-f]{16,}")
-"""What is in names that no two saves share."""
+"""Random parts of names."""
 
 _ABOUT_BYTES: Final = 8192
-"""How far a size may be off that depends on how long a save took."""
+"""Tolerance of sizes that depend on the duration of the save, in bytes."""
 
 _KINDS: Final[Mapping[str, str]] = {
     "put": "puts",
@@ -48,7 +48,7 @@ _KINDS: Final[Mapping[str, str]] = {
 
 
 class _CountedStorage:
-    """A plugin with a storage in memory that counts what one process asks of it."""
+    """A plugin with a storage in memory that counts the requests of one process."""
 
     def __init__(self, stores: MemoryStorages) -> None:
         self.asked = FaultPlan()
@@ -56,7 +56,7 @@ class _CountedStorage:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """``counted://`` locations."""
+        """Return the opener of ``counted://`` locations."""
         return {"counted": self._open}
 
     def _open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -64,10 +64,10 @@ class _CountedStorage:
 
 
 class LayoutForecastTests:
-    """Inherit, give `layout`, and pytest collects the tests; beside `LayoutTests`."""
+    """Tests that plans match saves, in addition to `LayoutTests`. Subclass it and define `layout`."""
 
     def layout(self) -> Layout:
-        """The layout, with options that let arrays of a few hundred kilobytes meet boundaries."""
+        """Return the layout, with options so that arrays of some hundred kilobytes cross boundaries."""
         raise NotImplementedError("give the class the method `layout`")
 
     @pytest.mark.parametrize("size", [1, 4])
@@ -132,7 +132,7 @@ class LayoutForecastTests:
 
 
 def _state(rank: int, size: int) -> dict[str, Any]:
-    """Arrays that are held alike, in parts, in parts that several hold, and tied; more keys on the last rank."""
+    """Return replicated, sharded, partly replicated and tied arrays, with more keys on the last rank."""
     wide = np.arange(300 * 500, dtype=np.float32).reshape(300, 500)
     edges = [300 * part // size for part in range(size + 1)]
     rows = ShardedArray.part(wide[edges[rank] : edges[rank + 1]], (edges[rank], 0), wide.shape, cuts=[edges[1:-1], []])
@@ -155,7 +155,7 @@ def _state(rank: int, size: int) -> dict[str, Any]:
 
 
 def _abstract(state: Any) -> Any:
-    """The same tree without elements."""
+    """Return the same tree without elements."""
     if isinstance(state, dict):
         return {key: _abstract(child) for key, child in state.items()}
     if isinstance(state, ShardedArray):
@@ -178,14 +178,14 @@ def _expect_objects(plan: SavePlan, found: Mapping[str, int]) -> None:
     assert len({one.key for one in planned}) == len(planned)
     exact = Counter([(_RANDOM.sub("*", one.key), one.nbytes) for one in planned if one.certainty == "exact"])
     stored = Counter([(_RANDOM.sub("*", key), size) for key, size in found.items()])
-    assert not exact - stored, "an object is not as planned"
+    assert not exact - stored, "an object differs from the plan"
     left = stored - exact
     for one in sorted(planned, key=lambda one: -one.nbytes):
         if one.certainty == "exact":
             continue
         fitting = [key for key in left if key[0] == _RANDOM.sub("*", one.key) and left[key]]
         if not fitting and one.certainty == "at most":
-            continue  # what is compressed well fills fewer files
+            continue  # compressed data can need fewer files
         assert fitting, f"{one.key} was not written"
         key = max(fitting, key=lambda key: key[1])
         if one.certainty == "at most":
@@ -197,7 +197,7 @@ def _expect_objects(plan: SavePlan, found: Mapping[str, int]) -> None:
 
 
 def _without_random_names(plan: SavePlan) -> list[Any]:
-    """A plan as it can be compared with one of another save."""
+    """Return a plan without random names, for comparison with the plan of another save."""
     return [
         (plan.layout, plan.arrays, plan.values, plan.array_bytes, tuple(plan.memory)),
         *[

@@ -1,4 +1,4 @@
-"""What a layout must do that takes arrays in pieces, as tests to inherit."""
+"""Conformance tests of layouts that write arrays in pieces."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _TIED: Final = {5: 0}
 
 @dataclass(frozen=True)
 class _CutTrial(Trial):
-    """A trial whose arrays are cut into runs, and whose objects are dealt out to the processes in turn.
+    """A trial whose arrays are divided into runs, and whose objects are assigned to processes in turn.
 
     Attributes:
-        objects: the leaves in each object.
-        most_bytes: of a run.
+        objects: the leaves of each object.
+        most_bytes: maximum size of a run.
     """
 
     objects: Sequence[Sequence[int]] = ()
     most_bytes: int = 1
 
     def plan(self, rank: int) -> WritePlan:
-        """What one process writes."""
+        """Return the plan of one process."""
         items: list[WriteItem] = []
         for leaf in (leaf for leaves in self.objects[rank :: self.size] for leaf in leaves):
             record = self.tree.leaves[leaf]
@@ -54,16 +54,16 @@ class _CutTrial(Trial):
 
 
 class LayoutPiecesTests:
-    """Inherit, give `layout`, and pytest collects the tests; beside `LayoutTests`, for a layout that takes arrays in pieces."""
+    """Tests of a layout that writes arrays in pieces, in addition to `LayoutTests`. Subclass it and define `layout`."""
 
     def layout(self) -> Layout:
-        """The layout, with options that let small arrays meet every boundary."""
-        raise NotImplementedError("give the class the method `layout`")
+        """Return the layout, with options for small chunks and files, so that small arrays cross all boundaries."""
+        raise NotImplementedError("define the method `layout`")
 
     def _arrays_by_object(self, trial: Trial) -> Sequence[Sequence[int]]:
         layout = self.layout()
         found = layout.arrays_by_object(trial.tree)
-        assert found is not None, f"{layout.name} does not take pieces"
+        assert found is not None, f"{layout.name} does not support pieces"
         return found
 
     def _trial(self) -> Trial:

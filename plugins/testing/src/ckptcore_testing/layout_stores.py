@@ -1,4 +1,4 @@
-"""Stores for layouts under test: they hold a layout to the letter of the protocols, over any storage."""
+"""Strict stores for tests of layouts, which check that a layout follows the protocols."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ckptcore.model import (
 )
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import IF_ABSENT, ChunkIndex, ReadStore, StorageAddress, StorageBackend, StorageOptions
-from ckptcore_testing.coverage import assert_makes_up
+from ckptcore_testing.coverage import assert_covers
 
 __all__ = [
     "DirectoryReadStore",
     "DirectoryWriteStore",
-    "HeldSnapshot",
-    "StoredObject",
+    "MemorySnapshot",
+    "MutableObject",
     "StrictReadStore",
     "StrictWriteStore",
     "WatchedIndex",
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 
-class HeldSnapshot:
-    """A `ckptcore.protocols.Snapshot` of arrays in memory, that come in every order of axes and bytes.
+class MemorySnapshot:
+    """A `ckptcore.protocols.Snapshot` of arrays in memory, with varying memory order and byte order.
 
     Args:
-        plan: what is written.
-        arrays: by number of the leaf, the whole array.
+        plan: the plan.
+        arrays: the whole arrays, by number of the leaf.
     """
 
     def __init__(self, plan: WritePlan, arrays: Mapping[int, HostArray]) -> None:
@@ -58,11 +58,11 @@ class HeldSnapshot:
 
     @property
     def plan(self) -> WritePlan:
-        """What is written."""
+        """The plan."""
         return self._plan
 
     def take(self, item: int) -> Sequence[HostArray]:
-        """C order, Fortran order and big endian in turn: all are allowed."""
+        """Return arrays in C order, Fortran order and big-endian in turn. All are allowed."""
         assert item not in self.released, f"item {item} is taken after it was released"
         self.taken.add(item)
         whole = self._arrays[self._plan.items[item].leaf]
@@ -80,18 +80,18 @@ class HeldSnapshot:
         return [form.reshape(box.shape) for form, box in zip(forms, self._plan.items[item].boxes, strict=True)]
 
     def release(self, item: int) -> None:
-        """Count it."""
+        """Record the release."""
         assert item not in self.released, f"item {item} is released twice"
         self.released.append(item)
 
     def assert_released(self) -> None:
-        """Fail unless the memory of every item was given back: a bounded memory would run out."""
+        """Fail unless every item was released. Bounded memory would run out otherwise."""
         missing = sorted(set(range(len(self._plan.items))) - set(self.released))
         assert not missing, f"the items {missing} were never released"
 
 
 class StrictWriteStore:
-    """A `ckptcore.protocols.WriteStore` over a storage that notes every object written."""
+    """A `ckptcore.protocols.WriteStore` that records all objects."""
 
     def __init__(self, storage: StorageBackend) -> None:
         self._storage = storage
@@ -103,12 +103,12 @@ class StrictWriteStore:
         return self._storage.address
 
     def put(self, key: str, data: bytes) -> None:
-        """Write a file."""
+        """Write an object."""
         assert isinstance(data, bytes), f"put takes bytes, found {type(data)}"
         self._add(key, data)
 
     def write(self, key: str, segments: Sequence[Segment]) -> None:
-        """Write a file of segments, and hold each to what it says of itself."""
+        """Write an object of segments, and check the size of each segment."""
         parts: list[bytes] = []
         for number, segment in enumerate(segments):
             if isinstance(segment, ArraySegment):
@@ -131,7 +131,7 @@ class StrictWriteStore:
         self._add(key, b"".join(parts))
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
-        """Write files, one after the other, on another thread: a layout may not rely on its own."""
+        """Write objects on another thread, because layouts must not depend on the calling thread."""
         with ThreadPoolExecutor(1) as other:
             other.submit(self._write_each, iter(objects)).result()
 
@@ -141,7 +141,7 @@ class StrictWriteStore:
 
     def _add(self, key: str, data: bytes) -> None:
         assert key not in self.objects, f"the object {key} is written twice"
-        assert key != "checkpoint.json", "the root is not the layout's to write"
+        assert key != "checkpoint.json", "a layout must not write the root"
         try:
             self._storage.put(key, data, condition=IF_ABSENT)
         except ConditionFailedError as error:
@@ -154,7 +154,7 @@ def _gathered(segment: ArraySegment) -> bytes:
     boxes = [box for box, _ in arrays]
     origin = Box.whole(segment.box.shape)
     shifted = [box.within(segment.box) for box in boxes]
-    assert_makes_up(
+    assert_covers(
         [Box(tuple(part.start for part in box), tuple(part.stop for part in box)) for box in shifted],
         origin.stop,
         f"the arrays of a segment of {segment.box}",
@@ -173,9 +173,9 @@ class StrictReadStore:
     """A `ckptcore.protocols.ReadStore` over a storage.
 
     Args:
-        storage: where the objects are.
-        digests: SHA-256 of each object that is to be verified; no other object is there then. None: nothing is verified
-            but the checksums behind tiles, as where other software wrote the checkpoint.
+        storage: the storage.
+        digests: SHA-256 of the objects. Other objects do not exist for the layout. None: only checksums of chunks are
+            verified, as in checkpoints of other software.
     """
 
     def __init__(self, storage: StorageBackend, digests: Mapping[str, bytes] | None = None) -> None:
@@ -188,13 +188,13 @@ class StrictReadStore:
         return self._storage.address
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes of a file."""
+        """Read bytes of an object."""
         assert type(start) is int and start >= 0, f"get of {key} from {start!r}"
         assert stop is None or (type(stop) is int and stop >= start), f"get of {key} from {start} to {stop!r}"
         return self._verified(key)[start:stop]
 
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
-        """Bytes of files; the last are read first."""
+        """Read ranges of objects, the last one first."""
         found: list[bytes | None] = []
         for key, start, stop in reversed(ranges):
             try:
@@ -204,37 +204,37 @@ class StrictReadStore:
         return found[::-1]
 
     def size(self, key: str) -> int:
-        """Bytes of a file."""
+        """Return the size of an object in bytes."""
         return len(self._verified(key))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below."""
+        """List the names in a directory."""
         return list(self._storage.list_names(prefix.removesuffix("/")))
 
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
-        """Fill targets from files, and hold each read to what it says of itself; the last read comes first."""
+        """Fill targets from objects, the last read first, and check each read."""
         remaining: dict[int, int] = {}
         for read in reads:
             for number, _, _ in read.targets:
                 remaining[number] = remaining.get(number, 0) + 1
         for read in reversed(reads):
-            self._read_tile(read)
+            self._read_chunk(read)
             for number, _, _ in read.targets:
                 remaining[number] -= 1
                 if remaining[number] == 0:
                     yield number
 
     def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
-        """Read through an index as the core does."""
+        """Read with an index, like the core."""
         return read_boxes(index, items, buffers, self)
 
-    def _read_tile(self, read: ChunkRead) -> None:
+    def _read_chunk(self, read: ChunkRead) -> None:
         assert type(read.offset) is int and read.offset >= 0, f"a read of {read.key} from {read.offset!r}"
         nbytes = read.box.size * read.itemsize
         data = self._verified(read.key)[read.offset : read.offset + nbytes]
         if len(data) != nbytes:
             raise CorruptCheckpointError(
-                f"{read.key} ends at byte {read.offset + len(data)}, where {nbytes} from {read.offset} are expected",
+                f"{read.key} ends at byte {read.offset + len(data)}, expected {nbytes} bytes from {read.offset}",
                 key=read.key,
             )
         if read.checksum is not None:
@@ -251,19 +251,19 @@ class StrictReadStore:
                 target[common.within(box)] = tile[common.within(read.box)]
 
     def _compare(self, read: ChunkRead, checksum: Checksum, data: bytes) -> None:
-        """Compare what stands behind a tile, whoever verified the object: a layout may not name what is not there."""
+        """Verify the checksum after a chunk, even if the object was verified, because the layout names its position."""
         stop = read.offset + len(data)
         end = stop + checksum.nbytes
         stored = self._verified(read.key)[stop:end]
         if len(stored) != checksum.nbytes:
             raise CorruptCheckpointError(
-                f"{read.key} ends at byte {stop + len(stored)}, where {checksum.name} is expected from {stop} to {end}",
+                f"{read.key} ends at byte {stop + len(stored)}, expected {checksum.name} in bytes {stop} to {end}",
                 key=read.key,
             )
         found = checksum.encode(checksum.of(memoryview(data)))
         if stored != found:
             raise ChecksumError(
-                f"{read.key} is not what was written in bytes {read.offset} to {end}: expected {checksum.name} "
+                f"{read.key} is damaged in bytes {read.offset} to {end}: expected {checksum.name} "
                 f"{stored.hex()}, found {found.hex()}",
                 key=read.key,
                 start=read.offset,
@@ -275,68 +275,68 @@ class StrictReadStore:
             raise ObjectNotFoundError(f"the checkpoint has no object {key}")
         data = self._storage.get(key)
         if self._digests is not None and hashlib.sha256(data).digest() != self._digests[key]:
-            raise ChecksumError(f"{key} is not what was written", key=key)
+            raise ChecksumError(f"{key} is damaged", key=key)
         return data
 
 
 class DirectoryWriteStore(StrictWriteStore):
-    """A strict store of files: `local_directory` as a storage."""
+    """A strict write store of a local directory."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(local_directory(directory))
 
 
 class DirectoryReadStore(StrictReadStore):
-    """A strict store of files: `local_directory` as a storage."""
+    """A strict read store of a local directory."""
 
     def __init__(self, directory: Path, digests: Mapping[str, bytes] | None = None) -> None:
         super().__init__(local_directory(directory), digests)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object of a storage, for a test to look at and to damage."""
+class MutableObject:
+    """An object of a storage that a test can read, change and delete."""
 
     storage: StorageBackend
     key: str
 
     @property
     def nbytes(self) -> int:
-        """How long it is."""
+        """The size in bytes."""
         return self.storage.size(self.key)
 
     def read_bytes(self) -> bytes:
-        """All of it."""
+        """Return the bytes."""
         return self.storage.get(self.key)
 
     def write_bytes(self, data: bytes | bytearray) -> None:
-        """Put something else in its place."""
+        """Replace the bytes."""
         self.storage.put(self.key, bytes(data))
 
     def unlink(self) -> None:
-        """Remove it."""
+        """Delete the object."""
         self.storage.delete([self.key])
 
 
 def local_directory(directory: Path) -> StorageBackend:
-    """A directory of files as a storage, which need not be there yet."""
+    """Return a storage of a local directory, which need not exist."""
     return installed_plugins().storage("file")(str(directory), StorageOptions(durable=False))
 
 
-def objects_below(storage: StorageBackend) -> dict[str, StoredObject]:
-    """Every object of a storage by key, sorted."""
-    return {key: StoredObject(storage, key) for key in sorted(storage.list())}
+def objects_below(storage: StorageBackend) -> dict[str, MutableObject]:
+    """Return all objects of a storage, sorted by key."""
+    return {key: MutableObject(storage, key) for key in sorted(storage.list())}
 
 
 class WatchedIndex(ChunkIndex):
-    """An index whose reads go through one function, so that tests can count or spoil them. A `NativeReader`."""
+    """An index whose reads call a function, so that tests can count or damage them. A `NativeReader`."""
 
     def __init__(
         self,
         inner: ChunkIndex,
         read: Callable[[ChunkIndex, Sequence[ReadItem], Sequence[HostArray], ReadStore], Iterator[int]],
     ) -> None:
-        """Read through `read`, which is passed `inner` and the arguments of `NativeReader.read`."""
+        """Wrap an index. `read` is called with `inner` and the arguments of `NativeReader.read`."""
         self.inner = inner
         self._read = read
 
@@ -349,11 +349,11 @@ class WatchedIndex(ChunkIndex):
         return self.inner.extents(leaf)
 
     def check(self, leaves: Collection[int]) -> None:
-        """As the inner index does."""
+        """See `ChunkIndex`."""
         self.inner.check(leaves)
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:

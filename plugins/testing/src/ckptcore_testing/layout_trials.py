@@ -1,4 +1,4 @@
-"""One checkpoint written and read through a layout alone: no engine, no commit, any number of processes."""
+"""Trials: checkpoints that a layout writes and reads without a commit, for any number of processes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,15 @@ from ckptcore.model.transfer import list_of_column
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import CheckpointInfo, Layout, ReadStore, StorageBackend
 from ckptcore_testing.arrays import assert_same_bits, bit_patterns
-from ckptcore_testing.layout_stores import HeldSnapshot, StoredObject, StrictReadStore, StrictWriteStore, objects_below
+from ckptcore_testing.layout_stores import (
+    MemorySnapshot,
+    MutableObject,
+    StrictReadStore,
+    StrictWriteStore,
+    objects_below,
+)
 
-__all__ = ["Trial", "Written", "flat_trial", "tree_trial", "write_metadata_files", "write_sessions", "write_trial"]
+__all__ = ["Trial", "WrittenTrial", "flat_trial", "tree_trial", "write_metadata_files", "write_sessions", "write_trial"]
 
 SAVE_ID = "0123456789abcdef"
 CREATED = "2026-01-02T03:04:05.678+00:00"
@@ -51,16 +57,15 @@ CREATED = "2026-01-02T03:04:05.678+00:00"
 
 @dataclass(frozen=True)
 class Trial:
-    """A tree to write, with its elements.
+    """A tree with elements.
 
     Attributes:
         tree: the tree.
-        arrays: by number of the leaf, the elements of each array, aliases too.
-        parts: by number of the leaf, for each process the boxes it writes; a leaf left out is written whole by
-            process 0.
-        size: how many processes write.
-        name: of the checkpointable; empty where the tree is the whole checkpoint.
-        session: which session of a partial save it is; None: no partial save.
+        arrays: elements of all arrays, including aliases, by number of the leaf.
+        parts: boxes that each process writes, by number of the leaf. Process 0 writes other leaves.
+        size: number of processes.
+        name: name of the checkpointable. Empty if the tree is the whole checkpoint.
+        session: number of the session of a partial save. None: not a partial save.
     """
 
     tree: TreeMetadata
@@ -71,7 +76,7 @@ class Trial:
     session: int | None = None
 
     def plan(self, rank: int) -> WritePlan:
-        """What one process writes."""
+        """Return the plan of one process."""
         items = []
         for leaf, array in self.arrays.items():
             if leaf in self.tree.aliases:
@@ -94,7 +99,7 @@ def tree_trial(
     parts: Mapping[int, Sequence[Sequence[Box]]] | None = None,
     size: int = 1,
 ) -> Trial:
-    """A trial of these leaves, in the order of the skeleton; arrays have random elements."""
+    """Return a trial of these leaves, in the order of the skeleton, with random elements."""
     records: list[LeafRecord] = []
     arrays: dict[int, HostArray] = {}
     aliases, parts = aliases or {}, parts or {}
@@ -111,22 +116,22 @@ def tree_trial(
 def flat_trial(
     specs: Mapping[Key, ArraySpec], *, parts: Mapping[int, Sequence[Sequence[Box]]] | None = None, size: int = 1
 ) -> Trial:
-    """A trial of one dict of arrays."""
+    """Return a trial of one dict of arrays."""
     skeleton = Node("dict", tuple(specs), (LEAF,) * len(specs))
     return tree_trial(skeleton, tuple(specs.values()), parts=parts, size=size)
 
 
 @dataclass(frozen=True)
-class Written:
-    """A trial that was written.
+class WrittenTrial:
+    """A written trial.
 
     Attributes:
-        trial: what.
-        layout: by what.
-        storage: where.
-        state: what the layout keeps in the root, after a trip through JSON.
+        trial: the trial.
+        layout: the layout.
+        storage: the storage.
+        state: the layout's state in the root, encoded and decoded as JSON.
         digests: SHA-256 of each object.
-        records: what the root would say of each object.
+        records: record of each object in the root.
     """
 
     trial: Trial
@@ -136,8 +141,8 @@ class Written:
     digests: Mapping[str, bytes]
     records: Mapping[str, ObjectRecord]
 
-    def objects(self) -> dict[str, StoredObject]:
-        """Each object by key."""
+    def objects(self) -> dict[str, MutableObject]:
+        """Return the objects by key."""
         return {key: stored for key, stored in objects_below(self.storage).items() if key in self.digests}
 
     def read(
@@ -149,13 +154,13 @@ class Written:
         verified: bool = True,
         store: ReadStore | None = None,
     ) -> list[HostArray]:
-        """Read boxes of leaves, each array whole where none are named; fails where the layout breaks its contract.
+        """Read boxes of leaves, and check that the layout follows the protocol.
 
         Args:
-            wanted: numbers of leaves and boxes.
-            state, tree: other ones than were written.
-            verified: whether the strict store verifies what it reads.
-            store: another one than the strict store.
+            wanted: numbers of leaves, and boxes. None: all arrays.
+            state, tree: replace the written ones.
+            verified: True if the strict store verifies objects.
+            store: replaces the strict store.
         """
         tree = self.trial.tree if tree is None else tree
         if wanted is None:
@@ -175,7 +180,7 @@ class Written:
             store = self.stores(verified=verified)[0]
         at_yield: dict[int, bytes] = {}
         for number in store.read_boxes(index, items, buffers):
-            assert 0 <= number < len(items), f"read yields {number}, and there are {len(items)} buffers"
+            assert 0 <= number < len(items), f"read yields {number}, but there are {len(items)} buffers"
             assert number not in at_yield, f"read yields {number} twice"
             at_yield[number] = buffers[number].tobytes()
         assert len(at_yield) == len(items), f"read never yields {sorted(set(range(len(items))) - set(at_yield))}"
@@ -186,7 +191,7 @@ class Written:
     def assert_reads_back(
         self, wanted: Sequence[tuple[int, Box]] | None = None, *, stores: Sequence[ReadStore] = ()
     ) -> None:
-        """Fail unless boxes of leaves, or every array whole, come back bit for bit, through both sorts of store."""
+        """Fail unless boxes of leaves (by default all arrays) are read back bitwise, with both kinds of store."""
         if wanted is None:
             wanted = [
                 (leaf, Box.whole(array.shape))
@@ -198,30 +203,33 @@ class Written:
                 assert_same_bits(found, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
 
     def stores(self, *, verified: bool = True) -> Sequence[ReadStore]:
-        """The strict store, and the one that loads read through."""
+        """Return the strict store, and the store of loads."""
         return (
             StrictReadStore(self.storage, self.digests if verified else None),
             ObjectReader(self.storage, self.records if verified else {}, _threads(), verify=verified),
         )
 
 
-def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> Written:
-    """Check, write on each process, finish and write metadata files; every plan, receipt and state takes the trips it takes in a job."""
+def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> WrittenTrial:
+    """Check and write a trial on each process, finish it, and write metadata files.
+
+    Plans, receipts and states are encoded and decoded as in a job.
+    """
     return _finish(layout, trial, _write(layout, trial, storage), storage)
 
 
-def write_sessions(layout: Layout, trials: Sequence[Trial], storage: StorageBackend) -> Written:
-    """The same in several sessions, one after the other, and one finish; the whole as a trial that was written.
+def write_sessions(layout: Layout, trials: Sequence[Trial], storage: StorageBackend) -> WrittenTrial:
+    """Write a trial in several sessions of a partial save, and finish it. Return the combined trial.
 
     Args:
-        layout: one that has the capability ``sessions``.
-        trials: of each session; mappings of them are united.
-        storage: where to write.
+        layout: a layout with the capability ``sessions``.
+        trials: the trial of each session. Their mappings are merged.
+        storage: the storage.
     """
     assert layout.capabilities.sessions
     sessions: list[SessionReceipts] = []
     arrays: dict[TreePath, HostArray] = {}
-    first = 3  # ranks are missing where somebody died
+    first = 3  # ranks of failed sessions are missing
     for trial in trials:
         receipts = _write(layout, replace(trial, session=first), storage)
         sessions.append(SessionReceipts(first, trial.tree, receipts))
@@ -240,24 +248,24 @@ def _write(layout: Layout, trial: Trial, storage: StorageBackend) -> Sequence[Re
     for rank in reversed(range(trial.size)):
         plan = trial.plan(rank)
         assert pickle.loads(pickle.dumps(plan)) == plan
-        snapshot, store = HeldSnapshot(plan, trial.arrays), StrictWriteStore(storage)
+        snapshot, store = MemorySnapshot(plan, trial.arrays), StrictWriteStore(storage)
         state = layout.write(snapshot, store)
         snapshot.assert_released()
         receipt = Receipt(plan.rank, plan.items, _through_json(state), tuple(store.objects.values()))
-        (told,) = decode_receipts([trial.tree], encode_receipts([trial.tree], [receipt]))
-        receipts.append(pickle.loads(pickle.dumps(told)))
+        (received,) = decode_receipts([trial.tree], encode_receipts([trial.tree], [receipt]))
+        receipts.append(pickle.loads(pickle.dumps(received)))
     receipts.sort(key=lambda receipt: receipt.rank)
     return receipts
 
 
-def _finish(layout: Layout, trial: Trial, receipts: Sequence[Receipt], storage: StorageBackend) -> Written:
+def _finish(layout: Layout, trial: Trial, receipts: Sequence[Receipt], storage: StorageBackend) -> WrittenTrial:
     state = _through_json(layout.finish(trial.tree, receipts, StrictWriteStore(storage)))
     if not trial.name:
         write_metadata_files(layout, CheckpointInfo(CREATED), storage)
     contents = {key: stored.read_bytes() for key, stored in objects_below(storage).items()}
     digests = {key: hashlib.sha256(content).digest() for key, content in contents.items()}
     records = {key: _record(key, content) for key, content in contents.items()}
-    return Written(trial, layout, storage, state, digests, records)
+    return WrittenTrial(trial, layout, storage, state, digests, records)
 
 
 def write_metadata_files(layout: Layout, info: CheckpointInfo, storage: StorageBackend) -> None:
@@ -265,7 +273,7 @@ def write_metadata_files(layout: Layout, info: CheckpointInfo, storage: StorageB
     store = StrictWriteStore(storage)
     layout.write_metadata_files(info, store)
     for key in store.objects:
-        assert not key.startswith("checkpoint."), f"write_metadata_files wrote {key}, and such names are reserved"
+        assert not key.startswith("checkpoint."), f"write_metadata_files wrote {key}, which is a reserved name"
         assert key.partition("/")[0] not in info.members, f"write_metadata_files wrote {key} into a checkpointable"
 
 

@@ -1,4 +1,4 @@
-"""What every layout must do, as tests to inherit."""
+"""Conformance tests of layouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ckptcore_testing.hostile_json import tampered
 from ckptcore_testing.layout_stores import StrictReadStore, local_directory, objects_below
 from ckptcore_testing.layout_trials import (
     Trial,
-    Written,
+    WrittenTrial,
     flat_trial,
     tree_trial,
     write_metadata_files,
@@ -51,7 +51,7 @@ __all__ = ["LayoutTests"]
 
 _REFUSALS: Final = (UnsupportedLeafError, NameCollisionError, UnsupportedKeyError)
 _EXAMPLE_BYTES: Final = 64 << 20
-"""More memory than any honest read of the small checkpoints below needs, in bytes."""
+"""Memory limit of a read of the small test checkpoints, in bytes."""
 
 _AWKWARD_TREES: Final[dict[str, tuple[tuple[Key, ...], ...]]] = {
     "dots": (("a.b",), ("a", "b")),
@@ -77,17 +77,17 @@ _quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class LayoutTests:
-    """Inherit, give `layout`, and pytest collects the tests.
+    """Conformance tests of a layout. Subclass it and define `layout`.
 
     Attributes:
-        several_processes: whether several processes can write parts of one array.
-        ties: whether names of one array share its bytes.
-        foreign: whether `Layout.inspect` finds what this layout wrote; then keys are those of one dict, and dtypes in
-            `PORTABLE_DTYPES` come back by name.
-        composites: whether `Layout.inspect_composite` finds several checkpointables that it wrote.
-        refused_dtypes: dtypes that `Layout.check` refuses; every other one must come back.
-        tampered_states: about how many states are tampered with.
-        most_damages: of each kind, how many an object meets at most; None: all, which is for storages that are near.
+        several_processes: True if several processes can write parts of one array.
+        ties: True if tied arrays are stored once.
+        foreign: True if `Layout.inspect` recognises checkpoints of this layout, with the keys of one dict and the names
+            of `PORTABLE_DTYPES`.
+        composites: True if `Layout.inspect_composite` recognises several checkpointables of this layout.
+        refused_dtypes: dtypes that `Layout.check` refuses. All others must be supported.
+        tampered_states: approximate number of tampered states to test.
+        most_damages: maximum number of damaged variants of each kind per object. None: all, for fast storages.
     """
 
     several_processes: bool = True
@@ -99,28 +99,28 @@ class LayoutTests:
     most_damages: int | None = None
 
     def layout(self) -> Layout:
-        """The layout, with options that let small arrays meet every boundary (small chunks, small files)."""
-        raise NotImplementedError("give the class the method `layout`")
+        """Return the layout, with options for small chunks and files, so that small arrays cross all boundaries."""
+        raise NotImplementedError("define the method `layout`")
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> StorageBackend:
-        """An empty storage to write to: a local directory, unless a class gives another."""
+        """Return an empty storage, by default a local directory."""
         return local_directory(tmp_path)
 
     def _some(self, damages: Sequence[T]) -> Sequence[T]:
-        """As many as this class asks for, from the first to the last."""
+        """Return up to `most_damages` values, including the first and the last."""
         if self.most_damages is None:
             return damages
         return damages[:: max(1, -(-len(damages) // self.most_damages))]
 
-    # --- what comes back
+    # --- reading back
 
     def test_it_has_a_name(self) -> None:
         name = self.layout().name
         assert type(name) is str and name
 
     def test_it_can_be_sent_to_a_worker(self, place: StorageBackend) -> None:
-        """With its options, and without what it remembers of a checkpoint that it read."""
+        """A pickled layout has its options, but no caches of checkpoints."""
         layout = self.layout()
         sent = len(pickle.dumps(layout))
         trial = flat_trial({f"array {number}": ArraySpec((3, 2), "float32") for number in range(100)})
@@ -148,7 +148,7 @@ class LayoutTests:
         write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), place).assert_reads_back()
 
     def test_blocks_boundaries_do_not_show(self, place: StorageBackend) -> None:
-        """Arrays above one block of checksums, at odd offsets."""
+        """Arrays larger than a block of checksums, at odd offsets."""
         specs: dict[Key, ArraySpec] = {
             "odd": ArraySpec((7,), "uint8"),
             "large": ArraySpec((1031, 773), "float32"),
@@ -182,11 +182,11 @@ class LayoutTests:
         try:
             self.layout().check(trial.tree, 1)
         except _REFUSALS:
-            return  # refused before a byte is written: that is allowed
+            return  # refusing before a byte is written is allowed
         write_trial(self.layout(), trial, place).assert_reads_back()
 
     def test_shared_arrays_are_stored_once(self, place: StorageBackend) -> None:
-        """Or once for each name, where the format cannot share bytes and each name must be found."""
+        """A format without tied arrays stores the bytes once per name."""
         specs = [ArraySpec((64, 1024), "float32")] * 3
         skeleton = Node("dict", ("embed", "head", "third"), (LEAF,) * 3)
         written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), place)
@@ -237,12 +237,12 @@ class LayoutTests:
 
     @pytest.mark.parametrize("cells", [(3, 1), (1, 4), (2, 3)], ids=["rows", "columns", "both"])
     def test_replicas_share_an_array(self, cells: tuple[int, int], place: StorageBackend) -> None:
-        """What several processes hold comes from them in turn, cell by cell between the cuts, and is stored once: not three times."""
+        """Replicas are written by several processes in turn, and stored once."""
         layout = self.layout()
         if not layout.capabilities.any_replica_writes:
             return
         assert self.several_processes, (
-            f"{layout.name} has the capability any_replica_writes and takes no parts of arrays"
+            f"{layout.name} has the capability any_replica_writes, but does not write parts of arrays"
         )
         specs: dict[Key, ArraySpec] = {"shared": ArraySpec((96, 160), "float32"), "uneven": ArraySpec((7, 9), "int16")}
         cut = [_cut(spec, cells) for spec in specs.values()]
@@ -258,7 +258,7 @@ class LayoutTests:
         assert stored < 2.5 * specs["shared"].nbytes, f"{stored} bytes were written for {specs['shared'].nbytes}"
 
     def test_sessions_make_one_checkpoint(self, place: StorageBackend) -> None:
-        """Each knows its own leaves only: arrays, what is tied, values, a part of an array, or nothing at all."""
+        """Each session knows only its own leaves: arrays, ties, values, a part of an array, or nothing."""
         layout = self.layout()
         if not layout.capabilities.sessions:
             return
@@ -323,7 +323,7 @@ class LayoutTests:
         second.assert_reads_back()
 
     def test_another_layout_object_reads_it(self, place: StorageBackend) -> None:
-        """What options a layout was written with is in its state."""
+        """The state of a layout contains its options."""
         written = write_trial(self.layout(), _small_trial(), place)
         dataclasses.replace(written, layout=type(self.layout())()).assert_reads_back()
 
@@ -331,7 +331,7 @@ class LayoutTests:
         state = write_trial(self.layout(), _small_trial(), place).state
         assert pickle.loads(pickle.dumps(state)) == state
 
-    # --- where things are
+    # --- positions of chunks
 
     def test_extents_are_where_leaves_lie(self, place: StorageBackend) -> None:
         written = write_trial(self.layout(), _small_trial(), place)
@@ -369,10 +369,10 @@ class LayoutTests:
                         plain(part).astype(little_dtype(part.dtype)).tobytes()
                     )
 
-    # --- what is damaged or hostile
+    # --- damaged and hostile checkpoints
 
     def test_a_hostile_state_is_an_error(self, place: StorageBackend) -> None:
-        """A tampered state gives a CheckpointError or elements of the checkpoint's files; never a crash."""
+        """A tampered state causes a CheckpointError, or returns bytes of the checkpoint's files, but never crashes."""
         written = write_trial(self.layout(), _small_trial(), place)
         for state in tampered(written.state, self.tampered_states):
             with _BoundedMemory(f"reading with the state {state!r:.500}"):
@@ -417,7 +417,7 @@ class LayoutTests:
                     _only_checkpoint_errors(partial(_read_unverified, written), f"{key} corrupted")
             stored.write_bytes(content)
 
-    # --- other software's checkpoints
+    # --- checkpoints of other software
 
     def test_inspect_finds_what_it_wrote(self, place: StorageBackend) -> None:
         if not self.foreign:
@@ -428,10 +428,10 @@ class LayoutTests:
         specs["none"] = ArraySpec((0, 4), "float32")
         written = write_trial(self.layout(), flat_trial(specs), place)
         found = self.layout().inspect(StrictReadStore(place), None)
-        assert found is not None, "inspect does not find what write and finish wrote"
+        assert found is not None, "inspect does not recognise the written checkpoint"
         assert found.writer and json.loads(json.dumps(found.state, allow_nan=False)) == found.state
         names = [str(path[-1]) for path in found.tree.paths]
-        assert sorted(names) == sorted(map(str, specs)), "inspect gives other names than were written"
+        assert sorted(names) == sorted(map(str, specs)), "inspect returns other names than were written"
         arrays = dict(zip(specs, written.trial.arrays.values(), strict=True))
         for name, elements in zip(names, written.read(tree=found.tree, state=found.state, verified=False), strict=True):
             assert_same_bits(elements, arrays[name], name)
@@ -442,8 +442,8 @@ class LayoutTests:
         assert layout.inspect(StrictReadStore(Subdirectory(place, "missing")), None) is None, "no directory"
         place.put("notes.txt", b"nothing to see here")
         place.put("sub/data.bin", bytes(range(256)))
-        assert layout.inspect(StrictReadStore(place), None) is None, "files of no format"
-        assert layout.inspect(StrictReadStore(place), "notes.txt") is None, "a file of no format"
+        assert layout.inspect(StrictReadStore(place), None) is None, "files of another format"
+        assert layout.inspect(StrictReadStore(place), "notes.txt") is None, "a file of another format"
 
     def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
         written = write_trial(self.layout(), _small_trial(), place)
@@ -462,7 +462,7 @@ class LayoutTests:
     # --- checkpoints of several checkpointables
 
     def test_several_checkpointables_are_found_by_name(self, place: StorageBackend) -> None:
-        """Each is written below its name, then the metadata files; each can be inspected, and the names are found."""
+        """Each checkpointable and the list of names can be inspected."""
         layout = self.layout()
         written = self._write_several(layout, place)
         for one in written.values():
@@ -471,12 +471,12 @@ class LayoutTests:
             return
         for name, one in written.items():
             found = layout.inspect(StrictReadStore(Subdirectory(place, name)), None)
-            assert found is not None, f"inspect does not find {name} in its directory"
+            assert found is not None, f"inspect does not recognise {name} in its directory"
             assert len(found.tree.leaves) == len(one.trial.arrays)
             one.assert_reads_back()
         if self.composites:
             several = layout.inspect_composite(StrictReadStore(place))
-            assert several is not None, "inspect_composite does not find what was written"
+            assert several is not None, "inspect_composite does not recognise the written checkpoint"
             assert {name: several.members[name] for name in written} == dict.fromkeys(written, "tree")
             assert several.writer
 
@@ -488,7 +488,7 @@ class LayoutTests:
             assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
             (name,) = found.members
             assert layout.inspect(StrictReadStore(Subdirectory(place, name)), None) is not None, (
-                f"nothing is found at {name}"
+                f"inspect does not recognise {name}"
             )
 
     def test_something_else_is_no_composite(self, place: StorageBackend) -> None:
@@ -515,8 +515,8 @@ class LayoutTests:
             _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} removed")
             stored.write_bytes(content)
 
-    def _write_several(self, layout: Layout, place: StorageBackend) -> dict[str, Written]:
-        """Two trees in the directories of their names, with the metadata files of one checkpoint."""
+    def _write_several(self, layout: Layout, place: StorageBackend) -> dict[str, WrittenTrial]:
+        """Write two trees to directories of their names, with the metadata files of one checkpoint."""
         written = {}
         for name in ("params", "moments"):
             trial = dataclasses.replace(_small_trial(), name=name)
@@ -527,13 +527,13 @@ class LayoutTests:
         write_metadata_files(layout, info, place)
         return written
 
-    def _inspect_and_read(self, written: Written, entry: str | None) -> object:
+    def _inspect_and_read(self, written: WrittenTrial, entry: str | None) -> object:
         found = self.layout().inspect(StrictReadStore(written.storage), entry)
         if found is None:
             return None
         file_bytes = sum(stored.nbytes for stored in objects_below(written.storage).values())
         if found.tree.nbytes > 16 * file_bytes + 4096:
-            return None  # an honest reader gives up here: it would not fit in the files
+            return None  # larger than the files, so a reader must refuse it
         return written.read(tree=found.tree, state=found.state, verified=False)
 
 
@@ -571,7 +571,7 @@ def _small_trial() -> Trial:
 
 
 def _nested(children: Mapping[Key, Skeleton | Mapping[Key, Skeleton]]) -> Node:
-    """A dict of leaves and dicts of leaves."""
+    """Return a dict of leaves and dicts of leaves."""
     made = [
         child if not isinstance(child, Mapping) else Node("dict", tuple(child), tuple(child.values()))
         for child in children.values()
@@ -580,7 +580,7 @@ def _nested(children: Mapping[Key, Skeleton | Mapping[Key, Skeleton]]) -> Node:
 
 
 def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
-    """A tree of dicts with these paths, and the numbers of the paths in the order of its leaves."""
+    """Return a tree of dicts with these paths, and the numbers of the paths in the order of its leaves."""
     order: list[int] = []
 
     def build(members: list[tuple[tuple[Key, ...], int]]) -> Skeleton:
@@ -595,20 +595,20 @@ def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
     return build([(path, number) for number, path in enumerate(paths)]), order
 
 
-def _read_unverified(written: Written) -> None:
+def _read_unverified(written: WrittenTrial) -> None:
     for store in written.stores(verified=False):
         written.read(verified=False, store=store)
 
 
 def _cut(spec: ArraySpec, cells: Sequence[int]) -> ArrayRecord:
-    """An array cut into so many cells along each axis, the last of them shorter."""
+    """Divide an array into cells, of which the last one along each axis can be smaller."""
     steps = [-(-extent // count) for extent, count in zip(spec.shape, cells, strict=True)]
     cuts = tuple([tuple(range(step, extent, step)) for step, extent in zip(steps, spec.shape, strict=True)])
     return ArrayRecord(spec, cuts=cuts)
 
 
-def _comes_back(written: Written, leaf: int) -> bool:
-    """Whether a leaf is read as it was written; one that is found to be damaged by a checksum in the file is not."""
+def _comes_back(written: WrittenTrial, leaf: int) -> bool:
+    """Return True if a leaf is read back. False if a checksum in the file detects damage."""
     array = written.trial.arrays[leaf]
     try:
         (found,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
@@ -617,8 +617,8 @@ def _comes_back(written: Written, leaf: int) -> bool:
     return found.tobytes() == array.tobytes()
 
 
-def _extents(written: Written, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-    """All extents (leaf, object, start, stop) that a state describes."""
+def _extents(written: WrittenTrial, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+    """Return all extents (leaf, object, start, stop) of a state."""
     tree = written.trial.tree
     index = written.layout.index(tree, state)
     for leaf in written.trial.arrays:
@@ -627,8 +627,8 @@ def _extents(written: Written, state: JSON) -> Iterator[tuple[int, str, int, int
                 yield leaf, key, start, stop
 
 
-def _describe_all(written: Written, state: JSON) -> None:
-    """Call everything of an index that reads nothing."""
+def _describe_all(written: WrittenTrial, state: JSON) -> None:
+    """Call all methods of an index that do not read."""
     tree = written.trial.tree
     index = written.layout.index(tree, state)
     for leaf in written.trial.arrays:
@@ -640,14 +640,14 @@ def _describe_all(written: Written, state: JSON) -> None:
 
 
 def _lengths(length: int) -> list[int]:
-    """Where an object of this length is cut."""
+    """Return lengths to which an object of this length is truncated."""
     if length <= 64:
         return list(range(length))
     return sorted({0, 1, 7, 8, 9, *range(10, length, max(1, length // 40)), length - 1})
 
 
 def _damaged(content: bytes, choices: random.Random) -> list[bytes]:
-    """What may stand in place of a file."""
+    """Return damaged variants of a file."""
     damaged = [content[:length] for length in _lengths(len(content))]
     damaged += [b"\0" * len(content), b"\xff" * 64, b"{}", b"[" * 100_000, b"null", bytes(range(256)) * 4]
     for _ in range(60):
@@ -673,13 +673,13 @@ def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:
         raise AssertionError(f"{where}: expected a CheckpointError, found {type(error).__name__}: {error}") from error
 
 
-def _error_or_right(written: Written, where: str) -> None:
+def _error_or_right(written: WrittenTrial, where: str) -> None:
     for store in written.stores():
         _only_checkpoint_errors(partial(written.assert_reads_back, stores=(store,)), where)
 
 
 class _BoundedMemory:
-    """Fails where more memory is allocated at once than an honest read needs."""
+    """Fails if more memory is allocated than a correct read needs."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -690,4 +690,4 @@ class _BoundedMemory:
     def __exit__(self, *_: object) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < _EXAMPLE_BYTES, f"{self._where} took {peak} bytes of memory"
+        assert peak < _EXAMPLE_BYTES, f"{self._where} used {peak} bytes of memory"

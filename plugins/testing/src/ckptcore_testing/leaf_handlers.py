@@ -1,4 +1,4 @@
-"""What every leaf handler must do, as tests to inherit."""
+"""Conformance tests of leaf handlers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, Pending, Sh
 from ckptcore.protocols import LeafHandler
 from ckptcore_testing.arrays import assert_same_bits, dtype_name, same_bits
 from ckptcore_testing.cases import check_each
-from ckptcore_testing.coverage import assert_inside, assert_makes_up
+from ckptcore_testing.coverage import assert_covers, assert_inside
 from ckptcore_testing.host_memory import LateHostMemory
 from ckptcore_testing.trees import assert_same_value
 
@@ -29,16 +29,15 @@ _STRANGE_KIND: Final = "stranger.kind"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafExample:
-    """A leaf to test a handler with.
+    """A leaf for tests of a handler.
 
     Attributes:
-        name: shown in the names of the tests.
-        make: makes the leaf, new each time.
-        expected: the elements as an array; for a leaf that lives in the root, the value itself.
-        elements: the elements of a leaf of this sort, found without the handler; for a leaf that lives in the root
-            the value.
-        abstracts: each makes an abstract leaf that asks for what `make` makes: same shape, dtype and kind.
-        mutate: changes every element of a leaf in place; None where its type cannot be changed.
+        name: the name in test ids.
+        make: creates a new leaf.
+        expected: the elements as an array, or the value of a leaf that is stored in the root.
+        elements: returns the elements or the value of a leaf, without the handler.
+        abstracts: functions that create abstract leaves of the same shape, dtype and kind.
+        mutate: changes every element of a leaf in place. None if the type is immutable.
     """
 
     name: str
@@ -53,14 +52,14 @@ _KINDS: Final = frozenset({"example", "array_example", "value_example", "mutable
 
 
 def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a check on every example of a kind, in one test, and raise the failures of all of them together.
+    """Turn a check into one test that runs it for every example of a kind, and raises all failures together.
 
-    Handlers have a hundred examples and thirty checks of a millisecond each: as many tests would take longer to collect
-    than to run. Called with arguments, the test runs the check once, with these.
+    Handlers have a hundred examples and thirty checks of a millisecond each. Separate tests would take longer to
+    collect than to run. If the test is called with arguments, it runs the check once with these.
 
     Args:
-        kind: the name of the argument that gets the example.
-        others: by name, more arguments; the check runs with each combination.
+        kind: the name of the argument for the example.
+        others: values of further arguments, by name. The check runs with each combination.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +76,7 @@ def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., Non
 
             check_each(check_one, examples, *others.values())
 
-        # Not `functools.wraps`: pytest would take the arguments of the check for fixtures.
+        # Not `functools.wraps`, with which pytest would treat the arguments of the check as fixtures.
         test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__
         return test
 
@@ -85,12 +84,12 @@ def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., Non
 
 
 class LeafHandlerTests:
-    """Inherit, give `handler` and `examples`, and pytest collects the tests: each runs one check on all examples.
+    """Conformance tests of a leaf handler. Subclass it and define `handler` and `examples`.
 
     Attributes:
         handler: the handler.
-        examples: leaves of every sort it takes.
-        unsupported: each makes a leaf of a type that the handler takes and that it must refuse.
+        examples: leaves of every kind that it supports.
+        unsupported: functions that create leaves of a supported type that the handler must refuse.
     """
 
     handler: LeafHandler
@@ -98,7 +97,7 @@ class LeafHandlerTests:
     unsupported: Sequence[Callable[[], Any]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each example, in the tests that a subclass adds or overrides."""
+        """Parametrise tests that a subclass adds or overrides."""
         for argument in _KINDS.intersection(metafunc.fixturenames):
             members = self._examples(argument)
             metafunc.parametrize(argument, members, ids=[one.name for one in members])
@@ -106,7 +105,7 @@ class LeafHandlerTests:
             metafunc.parametrize("refused", list(self.unsupported))
 
     def _examples(self, kind: str) -> list[LeafExample]:
-        """The examples that a test takes as an argument of this name."""
+        """Return the examples for a test argument of this name."""
         if kind == "example":
             return list(self.examples)
         of_arrays = [isinstance(self.handler.describe(one.make()), ArrayRecord) for one in self.examples]
@@ -122,21 +121,21 @@ class LeafHandlerTests:
         return record
 
     def _loaded(self, example: LeafExample, abstract: object, stored: ArrayRecord) -> list[tuple[Box, HostArray]]:
-        """What a load gives `build` in this process, in memory of its own."""
+        """Return the boxes that a load passes to `build` in this process, in new memory."""
         boxes = self.handler.wanted(abstract, stored)
         return [(box, np.array(example.expected[box.slices], order="C", copy=True)) for box in boxes]
 
     # --- describe
 
     def test_has_examples(self) -> None:
-        assert self.examples, "give the class attribute `examples` at least one LeafExample"
+        assert self.examples, "define the class attribute `examples` with at least one LeafExample"
         assert type(self.handler.priority) is int
 
     @_for_each("example")
     def test_describe_says_what_the_leaf_is(self, example: LeafExample) -> None:
         leaf = example.make()
         record = self.handler.describe(leaf)
-        assert record == self.handler.describe(leaf), "describe gives different answers for one leaf"
+        assert record == self.handler.describe(leaf), "describe returns different records for one leaf"
         assert record.kind and type(record.kind) is str
         if isinstance(record, ArrayRecord):
             assert record.spec.shape == example.expected.shape
@@ -163,7 +162,7 @@ class LeafHandlerTests:
     def test_what_cannot_be_stored_is_refused(self, refused: Callable[[], Any]) -> None:
         with pytest.raises(UnsupportedLeafError) as caught:
             self.handler.describe(refused())
-        assert len(str(caught.value)) > 10, "say why it cannot be stored and what to do"
+        assert len(str(caught.value)) > 10, "the error must explain the reason and what to do"
 
     # --- abstract
 
@@ -190,7 +189,7 @@ class LeafHandlerTests:
         leaf = array_example.make()
         abstract = self.handler.abstract(leaf)
         if abstract is leaf:
-            assert array_example.mutate is None, "what can be changed holds elements, and asks for others afterwards"
+            assert array_example.mutate is None, "a mutable leaf cannot be its own abstract leaf"
             return
         if array_example.expected.size:
             with pytest.raises(UnsupportedLeafError):
@@ -209,7 +208,7 @@ class LeafHandlerTests:
         try:
             gone = weakref.ref(leaf)
         except TypeError:
-            return  # a type that says nothing of its end
+            return  # the type does not support weak references
         abstract = self.handler.abstract(leaf)
         if abstract is leaf:
             return
@@ -250,12 +249,12 @@ class LeafHandlerTests:
         for rank in range(size):
             for shard in self._shards(leaf, rank, size):
                 assert_inside(shard.box, shape, "shards")
-                assert 0 <= shard.replica < shard.replicas, f"{shard} is none of its own replicas"
-                assert (shard.box, shard.replica) not in seen, f"{shard} comes twice over {size} processes"
+                assert 0 <= shard.replica < shard.replicas, f"{shard} has an invalid replica number"
+                assert (shard.box, shard.replica) not in seen, f"{shard} is repeated in {size} processes"
                 seen.add((shard.box, shard.replica))
                 if shard.replica == 0:
                     owned.append(shard.box)
-        assert_makes_up(owned, shape, f"replica 0 of the shards over {size} processes")
+        assert_covers(owned, shape, f"replica 0 of the shards over {size} processes")
 
     @_for_each("array_example", size=(1, 2, 3))
     def test_the_number_of_replicas_is_that_of_the_shards(self, array_example: LeafExample, size: int) -> None:
@@ -263,7 +262,7 @@ class LeafHandlerTests:
         found = self.handler.replicas(leaf, size)
         for rank in range(size):
             for shard in self._shards(leaf, rank, size):
-                assert found in (shard.replicas, 1, None), f"{shard}, and replicas says {found}"
+                assert found in (shard.replicas, 1, None), f"{shard}, but replicas returns {found}"
 
     @_for_each("array_example", size=(1, 3))
     def test_a_dry_run_sees_the_shards_of_a_save(self, array_example: LeafExample, size: int) -> None:
@@ -300,7 +299,7 @@ class LeafHandlerTests:
         mutable_example.mutate(leaf)
         changed = mutable_example.elements(leaf)
         if changed.size and same_bits(changed, mutable_example.expected):
-            raise AssertionError(f"`mutate` of the example {mutable_example.name} changes nothing")
+            raise AssertionError(f"`mutate` of the example {mutable_example.name} does not change the elements")
         self._assert_boxes(copies, boxes, mutable_example.expected, "copy_to_host, after the leaf was changed")
 
     @_for_each("array_example")
@@ -326,11 +325,11 @@ class LeafHandlerTests:
 
     def _shards(self, leaf: object, rank: int, size: int) -> Sequence[Shard]:
         shards = self.handler.shards(leaf, rank, size)
-        assert shards is not None, "shards: None is for arrays of which other processes hold everything"
+        assert shards is not None, "shards returned None, which means that only other processes have shards"
         return shards
 
     def _boxes(self, leaf: object) -> list[Box]:
-        """The boxes held here, and parts of them: a box can be split over its replicas."""
+        """Return the boxes of this process and parts of them, because replicas can divide a box."""
         boxes: list[Box] = []
         for shard in self._shards(leaf, 0, 1):
             boxes.append(shard.box)
@@ -350,15 +349,15 @@ class LeafHandlerTests:
             assert isinstance(array, np.ndarray), f"{where}: expected a NumPy array, found {type(array)}"
             assert_same_bits(array, expected[box.slices], f"{where} {box}")
 
-    # --- back
+    # --- from the host
 
     @_for_each("array_example")
     def test_wanted_boxes_make_up_the_array(self, array_example: LeafExample) -> None:
         stored = self._array_record(array_example.make())
         for abstract in self._abstracts(array_example):
             boxes = self.handler.wanted(abstract, stored)
-            assert len(set(boxes)) == len(boxes), "wanted gives a box twice"
-            assert_makes_up(boxes, stored.spec.shape, "wanted, in the only process", overlap=True)
+            assert len(set(boxes)) == len(boxes), "wanted returns a box twice"
+            assert_covers(boxes, stored.spec.shape, "wanted, in the only process", overlap=True)
 
     @_for_each("array_example")
     def test_build_brings_the_leaf_back(self, array_example: LeafExample) -> None:
@@ -376,7 +375,7 @@ class LeafHandlerTests:
         built = self.handler.build(leaf, stored, self._loaded(array_example, leaf, stored))
         assert type(built) is type(leaf)
         assert_same_value(
-            array_example.elements(leaf), array_example.expected, "the leaf that stood for the abstract one"
+            array_example.elements(leaf), array_example.expected, "the leaf that was used as an abstract leaf"
         )
 
     @_for_each("array_example")
@@ -387,7 +386,7 @@ class LeafHandlerTests:
         strange = stored._replace(kind=_STRANGE_KIND, notes={"stranger": [1, "two", None]})
         for abstract in self._abstracts(array_example):
             built = self.handler.build(abstract, strange, self._loaded(array_example, abstract, strange))
-            assert_same_value(array_example.elements(built), array_example.expected, "build of a strange kind")
+            assert_same_value(array_example.elements(built), array_example.expected, "build of an unknown kind")
 
     @_for_each("value_example")
     def test_build_brings_a_value_back(self, value_example: LeafExample) -> None:
@@ -401,7 +400,7 @@ class LeafHandlerTests:
             assert type(built) is type(leaf)
 
     def _abstracts(self, example: LeafExample) -> list[Any]:
-        """The abstract leaves of an example, and the leaf itself, which is one too."""
+        """Return the abstract leaves of an example, including the leaf itself."""
         return [*[make() for make in example.abstracts], example.make()]
 
     # --- into an existing leaf
@@ -500,4 +499,4 @@ class LeafHandlerTests:
         hash(identity)
         other = array_example.make()
         if other is not leaf:
-            assert identity != self.handler.identity(other), "two leaves with memory of their own are not tied"
+            assert identity != self.handler.identity(other), "two leaves with separate memory must not be tied"

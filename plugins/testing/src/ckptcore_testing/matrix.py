@@ -1,4 +1,4 @@
-"""Every framework's save loads in every other, through every layout and storage installed, as tests to inherit."""
+"""Tests of all combinations of installed frameworks, layouts and storages."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ def _samples() -> Samples:
 
 
 class StorageMatrixTests:
-    """Inherit, and pytest collects the tests: combinations of frameworks, layouts and storages.
+    """Tests of combinations of frameworks, layouts and storages. Subclass it.
 
     Frameworks and storages are found by their samples (see `ckptcore_testing.samples`), layouts by their names.
     Override the three methods to test fewer.
     """
 
     def frameworks(self) -> Mapping[str, FrameworkSample]:
-        """The frameworks, by name."""
+        """Return the frameworks by name."""
         return _samples().frameworks
 
     def layouts(self) -> Mapping[str, LayoutSample]:
-        """The layouts that can be saved with, by name."""
+        """Return the layouts that can save, by name."""
         known = _samples().layouts
         samples = [known.get(layout.name, LayoutSample(name=layout.name)) for layout in installed_plugins().layouts()]
         return {sample.name: sample for sample in samples if sample.saves}
 
     def storages(self) -> Mapping[str, StorageSample]:
-        """The storages, by scheme."""
+        """Return the storages by scheme."""
         return _samples().storages
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each combination of a covering array of the members that a test takes.
+        """Parametrise tests with a pairwise covering array of their arguments.
 
-        Each member meets each other one: any two of saver, loader, layout, storage and container. The remaining
-        combinations of the product are slow tests; a `conftest.py` with an option `--slow` decides if they are
-        generated. With a storage that is costly only the first framework is quick, with every layout.
+        It contains any two of saver, loader, layout, storage and container. The other combinations are slow tests,
+        which are generated with the option `--slow` of a `conftest.py`. Costly storages are combined only with the
+        first framework and every layout in quick tests.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {
@@ -94,7 +94,7 @@ class StorageMatrixTests:
 
     @pytest.fixture(autouse=True)
     def _sessions(self) -> Iterator[None]:
-        """The settings that frameworks need to have all their dtypes."""
+        """Apply the frameworks' settings for all dtypes."""
         with ExitStack() as stack:
             for framework in self.frameworks().values():
                 stack.enter_context(framework.session())
@@ -114,7 +114,7 @@ class StorageMatrixTests:
         tmp_path: Path,
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, loader, layout))
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage):
+        with storage.open(tmp_path) as location, _checkpoint(location, _make_arrays(saver, arrays), layout, storage):
             abstract = {
                 dtype: [loader.abstract(ArraySpec(array.shape, dtype)) for array in shapes]
                 for dtype, shapes in arrays.items()
@@ -134,7 +134,7 @@ class StorageMatrixTests:
         tmp_path: Path,
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, loader, layout))
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage):
+        with storage.open(tmp_path) as location, _checkpoint(location, _make_arrays(saver, arrays), layout, storage):
             target = {
                 dtype: [loader.make(bit_patterns(ArraySpec(array.shape, dtype), 77)) for array in shapes]
                 for dtype, shapes in arrays.items()
@@ -146,7 +146,7 @@ class StorageMatrixTests:
                     assert isinstance(leaf, loader.array_type)
                     assert_same_bits(loader.elements(leaf), expected, f"{dtype} {expected.shape}")
                     if loader.fills:
-                        assert leaf is old, "an array that can be filled stays the same object"
+                        assert leaf is old, "an array that can be filled must remain the same object"
                     else:
                         unchanged = bit_patterns(ArraySpec(expected.shape, dtype), 77)
                         assert_same_bits(loader.elements(old), unchanged, "an array that cannot be changed")
@@ -155,7 +155,7 @@ class StorageMatrixTests:
         self, saver: FrameworkSample, layout: LayoutSample, storage: StorageSample, tmp_path: Path
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage):
+        with storage.open(tmp_path) as location, _checkpoint(location, _make_arrays(saver, arrays), layout, storage):
             for loaded in (ckptcore.load(location), ckptcore.load(location, ckptcore.metadata(location).abstract)):
                 for dtype, shapes in arrays.items():
                     for leaf, expected in zip(loaded[dtype], shapes, strict=True):
@@ -166,7 +166,10 @@ class StorageMatrixTests:
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
         custom = {"note": "matrix", "numbers": [1, 2.5, None]}
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage, custom):
+        with (
+            storage.open(tmp_path) as location,
+            _checkpoint(location, _make_arrays(saver, arrays), layout, storage, custom),
+        ):
             found = ckptcore.metadata(location)
             assert found.layout == layout.name
             assert found.custom == custom
@@ -181,7 +184,7 @@ class StorageMatrixTests:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
         with storage.open(tmp_path) as location:
             context = _context(storage)
-            handle = ckptcore.save_async(location, _made(saver, arrays), layout=layout.name, context=context)
+            handle = ckptcore.save_async(location, _make_arrays(saver, arrays), layout=layout.name, context=context)
             try:
                 handle.result(timeout=120)
                 loaded = ckptcore.load_async(location).result(timeout=120)
@@ -204,12 +207,12 @@ class StorageMatrixTests:
 
 
 class SaveLoadMatrixTests(StorageMatrixTests):
-    """Inherit, and pytest collects the tests: beside what needs a storage, what frameworks and containers do with one another."""
+    """Tests of combinations of frameworks and containers, in addition to `StorageMatrixTests`. Subclass it."""
 
     # --- the members
 
     def test_every_plugin_with_leaves_or_storages_takes_part(self) -> None:
-        """A plugin that offers no sample would go untested."""
+        """A plugin without a sample would not be tested."""
         failed = installed_plugins().failed
         assert not failed, f"these plugins failed to load: {failed}"
         entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=PROJECT_NAME)}
@@ -219,10 +222,10 @@ class SaveLoadMatrixTests(StorageMatrixTests):
             samples = _samples().offered.get("ckptcore-testing" if distribution is None else distribution.name, ())
             if "ckpt_leaf_handler" in plugin.hooks:
                 frameworks = [sample for sample in samples if isinstance(sample, FrameworkSample)]
-                assert frameworks, f"the plugin {plugin.name} handles leaves and offers no FrameworkSample"
+                assert frameworks, f"the plugin {plugin.name} handles leaves, but has no FrameworkSample"
             offered = {scheme for sample in samples if isinstance(sample, StorageSample) for scheme in sample.schemes}
             missing = set(plugin.storages) - offered
-            assert not missing, f"the plugin {plugin.name} offers {sorted(missing)} and no StorageSample of them"
+            assert not missing, f"the plugin {plugin.name} opens {sorted(missing)}, but has no StorageSample of them"
             assert offered or "ckpt_storage_for" not in plugin.hooks, (
                 f"the plugin {plugin.name} offers no StorageSample"
             )
@@ -233,7 +236,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
         self, saver: FrameworkSample, container: Any, layout: LayoutSample, tmp_path: Path
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
-        saved = container.make([_made(saver, arrays), {"step": 7, "name": "run", "nothing": None}])
+        saved = container.make([_make_arrays(saver, arrays), {"step": 7, "name": "run", "nothing": None}])
         ckptcore.save(tmp_path / "checkpoint", saved, layout=layout.name, context=_FAST)
         abstract = ckptcore.abstract(saved)
         assert type(abstract) is type(saved)
@@ -307,7 +310,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
             for leaf in inner.children(made):
                 assert_same_bits(saver.elements(leaf), elements, name)
 
-    # --- everything with everything, one at a time
+    # --- all combinations
 
     @pytest.mark.slow
     def test_every_combination(
@@ -319,7 +322,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
         dtype: str,
         tmp_path: Path,
     ) -> None:
-        """Each dtype, in each container, from each framework to each, through each layout and storage."""
+        """Each dtype in each container, with any frameworks, layout and storage."""
         if dtype not in _common_dtypes(saver, loader, layout):
             assert dtype not in PORTABLE_DTYPES or dtype not in loader.dtypes or dtype not in saver.dtypes
             return
@@ -342,7 +345,7 @@ def _common_dtypes(saver: FrameworkSample, loader: FrameworkSample, layout: Layo
         for name in DTYPE_NAMES
         if name in saver.dtypes and name in loader.dtypes and name not in layout.refused_dtypes
     ]
-    assert "float32" in common, "every framework and layout has float32"
+    assert "float32" in common, "every framework and layout must support float32"
     for name in common:
         dtype_from_name(name)
     return common
@@ -352,7 +355,7 @@ def _arrays(dtypes: list[str]) -> dict[str, list[HostArray]]:
     return {dtype: [bit_patterns(ArraySpec(shape, dtype)) for shape in SHAPES] for dtype in dtypes}
 
 
-def _made(saver: FrameworkSample, arrays: Mapping[str, list[HostArray]]) -> dict[str, list[Any]]:
+def _make_arrays(saver: FrameworkSample, arrays: Mapping[str, list[HostArray]]) -> dict[str, list[Any]]:
     return {dtype: [saver.make(array) for array in shapes] for dtype, shapes in arrays.items()}
 
 
@@ -368,7 +371,7 @@ def _checkpoint(
     storage: StorageSample,
     custom: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """A checkpoint that is deleted at the end: a storage may outlive the test."""
+    """Yield a location whose checkpoint is deleted at the end, because the storage may outlive the test."""
     context = _context(storage)
     ckptcore.save(location, state, layout=layout.name, metadata=custom, context=context)
     try:

@@ -1,4 +1,4 @@
-"""Covering arrays: few combinations in which each value of a parameter meets each value of every other one."""
+"""Pairwise covering arrays: few combinations that contain each pair of values of two parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["covering_pairs"]
 
 
 def covering_pairs(*parameters: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return combinations of one value of each parameter that have every pair of values of two parameters at least once.
+    """Return combinations that contain each pair of values of two parameters at least once.
 
-    Most defects of a product come from one value or from two of them together; a full product of four parameters is
-    many times as long. The same arguments give the same combinations. With two parameters it is their product.
+    Most defects depend on one or two values, and a full product of four parameters is many times longer. Equal
+    arguments give equal combinations. With two parameters the result is their product.
     """
     if len(parameters) <= 2 or not all(parameters):
         return list(itertools.product(*parameters))
@@ -30,7 +30,7 @@ def covering_pairs(*parameters: Sequence[str]) -> list[tuple[str, ...]]:
                     sum(tuple(sorted([(position, value), chosen])) in missing for chosen in row.items())
                     for value in values
                 ]
-                # Of equal ones take another in each row: its pairs with later parameters differ, too.
+                # Break ties differently in each row, which also varies the pairs with later parameters.
                 order = [(len(rows) + number) % len(values) for number in range(len(values))]
                 row[position] = values[max(order, key=gains.__getitem__)]
         for pair in itertools.combinations(sorted(row.items()), 2):

@@ -1,4 +1,4 @@
-"""What every plugin must do, as tests to inherit."""
+"""Conformance tests of plugins."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PUBLIC_MODULES: Final = (
     "ckptcore.training",
     "ckptcore_testing",
 )
-"""The modules that plugins may import; of the packages among them also what is inside."""
+"""The modules that plugins may import, including the modules of these packages."""
 
 _TYPE_HOOKS: Final = (
     "ckpt_leaf_handler",
@@ -51,12 +51,12 @@ _TYPE_HOOKS: Final = (
 
 
 class PluginTests:
-    """Inherit, give `entry_point`, and pytest collects the tests. The plugin must be installed, at least editable.
+    """Conformance tests of a plugin. Subclass it and define `entry_point`. The plugin must be installed.
 
     Attributes:
         entry_point: the name of the plugin's entry point in the group ``ckptcore``.
-        heavy: packages that importing the entry module must not import; None: what the plugin's distribution requires
-            beside the core and what the core requires.
+        heavy: packages that the entry module must not import. None: the requirements of the plugin's distribution that
+            the core does not require.
         inner: modules that may import any module of ckptcore. Only for distributions that are released with it.
     """
 
@@ -64,7 +64,7 @@ class PluginTests:
     heavy: Collection[str] | None = None
     inner: Collection[str] = ()
 
-    # --- what is installed
+    # --- the installed plugin
 
     def _entry(self) -> importlib.metadata.EntryPoint:
         found = importlib.metadata.entry_points(group=PROJECT_NAME, name=self.entry_point)
@@ -85,7 +85,7 @@ class PluginTests:
         return manager
 
     def _answer(self, hook: str, **arguments: object) -> Any:
-        """What this plugin alone answers to a hook; None if it has no such hook."""
+        """Return the answer of this plugin to a hook. None if it does not implement the hook."""
         answers = getattr(self._manager().hook, hook)(**arguments)
         return answers[0] if answers else None
 
@@ -107,7 +107,7 @@ class PluginTests:
         )
 
     def test_hooks_answer_without_the_framework(self) -> None:
-        """A program that never imports the framework gets its answers, and still does not."""
+        """Hooks do not import the framework."""
         heavy = sorted(set(self._required_packages() if self.heavy is None else self.heavy))
         program = (
             "import sys, json, importlib.metadata, pluggy\n"
@@ -126,11 +126,11 @@ class PluginTests:
         )
         output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
         answered, imported = json.loads(output)
-        assert answered == 0, "the plugin claims a type it cannot know"
-        assert not set(heavy) & set(imported), f"asking the hooks imports {sorted(set(heavy) & set(imported))}"
+        assert answered == 0, "the plugin handles an unknown type"
+        assert not set(heavy) & set(imported), f"the hooks import {sorted(set(heavy) & set(imported))}"
 
     def _required_packages(self) -> set[str]:
-        """Import names of what the distribution requires, and the core does not."""
+        """Return the import names of requirements that the core does not have."""
         required = _requirements(self._distribution()) - _requirements(importlib.metadata.distribution(PROJECT_NAME))
         providers = importlib.metadata.packages_distributions()
         return {
@@ -142,7 +142,7 @@ class PluginTests:
     def test_it_imports_only_public_modules(self) -> None:
         top = self._entry().module.partition(".")[0]
         found = [line for path in _sources(top) if path.stem not in self.inner for line in internal_imports(path)]
-        assert found == [], "only the public modules of ckptcore stay as they are: " + "; ".join(found)
+        assert found == [], "import only public modules of ckptcore: " + "; ".join(found)
 
     # --- hooks
 
@@ -154,14 +154,14 @@ class PluginTests:
         assert callers, "the plugin implements no hook"
         marked = {caller.name for caller in callers}
         named = {name for name in dir(plugin) if name.startswith("ckpt_")}
-        assert named == marked, f"{sorted(named ^ marked)} look like hooks and are not marked with @hookimpl"
+        assert named == marked, f"{sorted(named ^ marked)} look like hooks, but are not marked with @hookimpl"
 
     def test_it_claims_no_type_of_others(self) -> None:
-        for example in (object(), _Stranger(), 1, "text", {}, [], ModuleType("module"), int):
+        for example in (object(), _UnknownType(), 1, "text", {}, [], ModuleType("module"), int):
             for hook in _TYPE_HOOKS:
                 key = "leaf_type" if hook == "ckpt_leaf_handler" else "value_type"
                 answer = self._answer(hook, **{key: type(example), "example": example})
-                assert answer is None, f"{hook} claims {type(example)}"
+                assert answer is None, f"{hook} handles {type(example)}, which is not a type of this plugin"
 
     def test_layouts_have_their_names(self) -> None:
         layouts: Mapping[str, Any] = self._answer("ckpt_layouts") or {}
@@ -175,30 +175,30 @@ class PluginTests:
         samples = [sample for sample in self._samples() if isinstance(sample, StorageSample)]
         sampled = {scheme for sample in samples for scheme in sample.schemes}
         if "ckpt_storage_for" in {caller.name for caller in self._callers()}:
-            assert sampled, "offer a StorageSample of a scheme that the plugin opens so that the matrix tests it"
+            assert sampled, "define a StorageSample for a scheme of the plugin, for the matrix of tests"
         for scheme, opener in storages.items():
-            assert re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme), f"{scheme!r} is no URL scheme in lower case"
+            assert re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme), f"{scheme!r} is not a URL scheme in lower case"
             assert callable(opener)
             others = _offered_by_others("ckpt_storages", self.entry_point)
             assert scheme not in others, f"the scheme {scheme!r} is also offered by {others[scheme]}"
-            assert scheme in sampled, f"offer a StorageSample for {scheme}:// so that the matrix tests it"
+            assert scheme in sampled, f"define a StorageSample for {scheme}://, for the matrix of tests"
 
-    def test_it_opens_no_scheme_that_nobody_knows(self) -> None:
+    def test_it_does_not_open_unknown_schemes(self) -> None:
         answer = self._answer("ckpt_storage_for", scheme="no-such-scheme")
-        assert answer is None, "ckpt_storage_for answers for any scheme: who mistypes one is not told so"
+        assert answer is None, "ckpt_storage_for must return None for unknown schemes, for a clear error"
 
     def test_leaves_have_a_sample_and_priorities(self) -> None:
         if "ckpt_leaf_handler" not in {caller.name for caller in self._callers()}:
             return
         frameworks = [sample for sample in self._samples() if isinstance(sample, FrameworkSample)]
-        assert frameworks, "offer a FrameworkSample so that the matrix tests the plugin's leaves"
+        assert frameworks, "define a FrameworkSample, for the matrix of tests"
         for sample in frameworks:
             spec = ArraySpec((2,), next(iter(sample.dtypes)))
             with sample.session():
                 leaves = (sample.make(bit_patterns(spec)), sample.abstract(spec))
             for leaf in leaves:
                 handler = self._answer("ckpt_leaf_handler", leaf_type=type(leaf), example=leaf)
-                assert handler is not None, f"the plugin does not claim {type(leaf)} of its own sample"
+                assert handler is not None, f"the plugin does not handle {type(leaf)} of its own sample"
                 assert type(handler.priority) is int
 
     def _callers(self) -> list[Any]:
@@ -207,12 +207,12 @@ class PluginTests:
         return list(manager.get_hookcallers(plugin) or [])
 
 
-class _Stranger:
-    """Nobody's type."""
+class _UnknownType:
+    """A type that no plugin handles."""
 
 
 def _offered_by_others(hook: str, entry_point: str) -> dict[str, str]:
-    """Names that other installed plugins offer, with the plugin."""
+    """Return the names that other installed plugins offer, with the plugin."""
     from ckptcore.plugins import installed_plugins
 
     attribute = "layouts" if hook == "ckpt_layouts" else "storages"
@@ -235,7 +235,7 @@ def _normal(name: str) -> str:
 
 def _sources(package: str) -> Iterator[Path]:
     spec = importlib.util.find_spec(package)
-    assert spec is not None, f"there is no module {package}"
+    assert spec is not None, f"no module {package}"
     for place in spec.submodule_search_locations or ():
         yield from sorted(Path(place).rglob("*.py"))
     if not spec.submodule_search_locations and spec.origin is not None:
@@ -243,7 +243,7 @@ def _sources(package: str) -> Iterator[Path]:
 
 
 def internal_imports(path: Path) -> list[str]:
-    """The imports in a source file that reach into the internals of ckptcore, each with its line."""
+    """Return the imports of internal modules of ckptcore in a source file, with their lines."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         modules: list[str] = []
@@ -253,12 +253,12 @@ def internal_imports(path: Path) -> list[str]:
             modules = [node.module]
             if node.module == PROJECT_NAME:
                 modules = [_member(alias.name) for alias in node.names]
-        found += [f"{path}:{node.lineno} imports {module}" for module in modules if not _is_public(module)]  # type: ignore[attr-defined]  # modules come of imports, which have lines
+        found += [f"{path}:{node.lineno} imports {module}" for module in modules if not _is_public(module)]  # type: ignore[attr-defined]  # imports have lines
     return found
 
 
 def _member(name: str) -> str:
-    """What ``from ckptcore import name`` imports."""
+    """Return the module that ``from ckptcore import name`` imports."""
     full = f"{PROJECT_NAME}.{name}"
     return full if importlib.util.find_spec(full) is not None else PROJECT_NAME
 

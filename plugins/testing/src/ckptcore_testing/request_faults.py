@@ -1,4 +1,4 @@
-"""What goes wrong with a request between a client and a store, and plans that decide when: by number, or by a seed."""
+"""Faults of requests in a `FaultProxy`, and plans that choose them by number or by a seed."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ProxiedRequest:
-    """A request that a client sent through a `FaultProxy`, known before its body.
+    """The head of a request through a `FaultProxy`.
 
     Attributes:
-        number: how many came before it, over all connections.
+        number: the number of earlier requests, of all connections.
         method: ``GET``, ``PUT``...
-        path: without the query, as it was sent.
-        query: parameters by name; without a value, empty.
-        headers: by name in lower case.
-        nbytes: bytes of its body; 0 where it has none, or does not say.
+        path: the path without the query, as sent.
+        query: parameters by name. Empty if they have no value.
+        headers: headers by lower-case name.
+        nbytes: bytes of the body; 0 if unknown.
     """
 
     number: int
@@ -59,7 +59,7 @@ class ProxiedRequest:
 
     @property
     def changes(self) -> bool:
-        """Whether it can change what is stored."""
+        """True if the request can change stored data."""
         return self.method not in ("GET", "HEAD")
 
     def __str__(self) -> str:
@@ -69,11 +69,11 @@ class ProxiedRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoreDialect:
-    """What a proxy has to know of a service; the testing package of its storage gives it.
+    """Properties of a service that a proxy needs. The testing package of its storage plugin defines them.
 
     Attributes:
-        is_list: whether a request lists keys.
-        throttled: what the service answers where it has too much to do.
+        is_list: returns True if a request lists keys.
+        throttled: the answer of the service to throttled requests.
     """
 
     is_list: Callable[[ProxiedRequest], bool]
@@ -82,35 +82,35 @@ class StoreDialect:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Latency: nothing happens for so many seconds. The one fault that goes together with another."""
+    """Wait before handling the request. Can be combined with another fault."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """The service's answer that it has too much to do; the store never hears of the request."""
+    """Answer that the service is throttled, without forwarding the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResetRequest:
-    """A reset when a part of the request's body (0 to 1) has come; the store never hears of the request."""
+    """Reset the connection after a part (0 to 1) of the request's body, without forwarding the request."""
 
     part: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ResetAnswer:
-    """The store does it; a reset when a part of the answer's body (0 to 1) is sent."""
+    """Reset the connection after a part (0 to 1) of the answer's body."""
 
     part: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class TruncateAnswer:
-    """The store does it; the connection ends orderly when a part of the body (0 to 1) is sent.
+    """Close the connection normally after a part (0 to 1) of the answer's body.
 
-    The Content-Length stays, or the last chunk is missing, so that a client can see that something is missing.
+    The Content-Length is not changed, or the last chunk is missing, so that clients can detect this.
     """
 
     part: float = 0.5
@@ -118,10 +118,10 @@ class TruncateAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CutContent:
-    """So many bytes are missing at the end of an answer, and its Content-Length says the shorter length.
+    """Remove bytes from the end of an answer, and reduce its Content-Length.
 
-    No network does this, since TCP loses nothing silently: it is what a cache or a proxy with a defect does. Only who
-    knows how much there must be, or has a checksum, notices. Answers in chunks, or without a body, are passed on whole.
+    Networks do not do this, but defective caches and proxies do. Clients detect it only with a known size or a
+    checksum. Chunked answers and answers without a body are not changed.
     """
 
     nbytes: int = 1
@@ -129,45 +129,45 @@ class CutContent:
 
 @dataclass(frozen=True, slots=True)
 class StaleList:
-    """A list is answered as the same list was before; where it was not asked before, as it is."""
+    """Answer a list request with the previous answer to an equal request, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """The store gets the request twice, one after the other; the client hears one of the answers."""
+    """Send the request to the server twice. The client receives the first or the second answer."""
 
     heard: Literal["first", "second"] = "first"
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatLater:
-    """The request is answered, and arrives at the store once more when so many others were done after it."""
+    """Answer the request, and send it to the server again after some other requests."""
 
     requests: int = 5
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverLater:
-    """A reset at once, and the request arrives at the store when so many others were done after it."""
+    """Reset the connection, and send the request to the server after some other requests."""
 
     requests: int = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LoseAnswer:
-    """The store does it, and the client sees a reset before the first byte of the answer."""
+    """Forward the request, and reset the connection before the first byte of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptBefore:
-    """Call this, and reset; the store never hears of the request."""
+    """Call a function and reset the connection, without forwarding the request."""
 
     action: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptAfter:
-    """The store does it; call this, and reset before the first byte of the answer."""
+    """Forward the request, call a function, and reset the connection before the first byte of the answer."""
 
     action: Callable[[], object]
 
@@ -176,22 +176,22 @@ RequestFault: TypeAlias = (
     Wait | Throttle | ResetRequest | ResetAnswer | TruncateAnswer | CutContent | StaleList | Duplicate | RepeatLater
     | DeliverLater | LoseAnswer | InterruptBefore | InterruptAfter
 )  # fmt: skip
-"""What goes wrong with a request."""
+"""A fault of a request."""
 
 
 class RequestPlan(Protocol):
-    """Decides what goes wrong. Any thread."""
+    """Chooses the faults of requests. Any thread."""
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
-        """What a request meets: any number of `Wait`, and at most one other fault."""
+        """Return the faults of a request: any number of `Wait`, and at most one other."""
         ...
 
 
 class RequestsFailing:
-    """Faults by the number of the request; nothing else goes wrong. The plan without any is one of no faults."""
+    """A plan with faults by the number of the request. By default there are none."""
 
     def __init__(self, faults: Mapping[int, RequestFault] | None = None) -> None:
-        """Give a fault to each of these requests, numbered from 0."""
+        """Set the faults by number of the request, counted from 0."""
         self._faults = dict(faults or {})
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
@@ -201,7 +201,7 @@ class RequestsFailing:
 
 
 _UNIQUE: Final = re.compile(r"[0-9a-f]{8,}")
-"""What is another one each time in the name of a request: a save id, the id of a holder, a bucket for a test."""
+"""Random parts of request paths: save ids, lease ids, names of test buckets."""
 
 _OF_ALL: Final = (Wait, Throttle, ResetAnswer, LoseAnswer, DeliverLater, RepeatLater, Duplicate)
 _OF_READS: Final = (Wait, Throttle, ResetAnswer, LoseAnswer, TruncateAnswer, CutContent)
@@ -209,11 +209,10 @@ _OF_LISTS: Final = (*_OF_READS, StaleList, StaleList)
 
 
 class SeededFaults:
-    """Faults drawn by a seed: the same for the same requests, whatever the order in which threads send them.
+    """A plan with random but reproducible faults, independent of the order in which threads send requests.
 
-    What a request meets depends on the seed, on its method and path (ids that differ from run to run left out), on the
-    names of its parameters, and on how often that was asked before. A throttled request begins a burst: some that
-    follow are throttled too.
+    The faults of a request depend on the seed, its method, its path without random ids, the names of its parameters,
+    and the number of earlier equal requests. Throttling comes in bursts of several requests.
     """
 
     def __init__(
@@ -228,17 +227,17 @@ class SeededFaults:
         burst: int = 4,
         latest: int = 12,
     ) -> None:
-        """Draw faults.
+        """Create a plan.
 
         Args:
-            seed: the same gives the same.
-            rate: which part of the requests meets one, 0 to 1.
-            most: after so many there are no more, so that whoever tries again gets through.
-            spared: kinds of faults that do not come.
-            may_repeat: which requests may arrive at the store later (`RepeatLater`, `DeliverLater`).
-            wait_seconds: the longest latency.
-            burst: the most requests that are throttled in a row.
-            latest: the most requests that are done before one that comes late.
+            seed: seed of the random numbers.
+            rate: fraction of requests with a fault, 0 to 1.
+            most: maximum number of faults, so that retries succeed eventually.
+            spared: kinds of faults to leave out.
+            may_repeat: returns True for requests that may be delayed (`RepeatLater`, `DeliverLater`).
+            wait_seconds: maximum wait.
+            burst: maximum number of throttled requests in a row.
+            latest: maximum number of requests before a delayed one.
         """
         self._seed = seed
         self._rate = rate

@@ -1,6 +1,6 @@
-"""Samples: what a plugin gives the matrix of all frameworks, layouts and storages, so that it is tested with no edit.
+"""Samples of frameworks, layouts and storages, with which the matrix tests all installed plugins together.
 
-A distribution offers them by entry points in the group ``ckptcore_testing``; each names one sample::
+A distribution offers samples by entry points in the group ``ckptcore_testing``, one per sample::
 
     [project.entry-points."ckptcore_testing"]
     torch = "ckptcore_torch.testing:SAMPLE"
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 SAMPLE_GROUP: Final = "ckptcore_testing"
-"""The group of the entry points that name samples."""
+"""The entry point group of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class ContainerSample:
     """A type of containers.
 
     Attributes:
-        name: shown in the names of the tests.
-        make: makes a container of two children, leaves or other containers.
-        children: the two children of such a container.
+        name: the name in test ids.
+        make: creates a container of two children, which are leaves or containers.
+        children: returns the two children.
     """
 
     name: str
@@ -56,15 +56,15 @@ class FrameworkSample:
     """A framework whose arrays are leaves.
 
     Attributes:
-        name: shown in the names of the tests; unique.
-        dtypes: the dtypes it has, by their names in checkpoints.
-        make: makes an array with these elements, in memory of its own.
-        abstract: makes an abstract leaf that asks for an array of this shape and dtype.
-        elements: the elements of an array, found without ckptcore.
-        array_type: the type of what loads.
-        fills: whether `ckptcore.load_into` changes the array itself.
-        containers: types of containers that the framework brings along.
-        session: entered while the sample is used, for settings of the framework that `dtypes` needs.
+        name: the unique name, also in test ids.
+        dtypes: the supported dtypes, by their names in checkpoints.
+        make: creates an array with these elements, in new memory.
+        abstract: creates an abstract leaf of this shape and dtype.
+        elements: returns the elements of an array, without ckptcore.
+        array_type: the type of loaded arrays.
+        fills: True if `ckptcore.load_into` changes the array in place.
+        containers: container types of the framework.
+        session: context manager for settings of the framework that `dtypes` requires.
     """
 
     name: str
@@ -83,14 +83,12 @@ class StorageSample:
     """A storage.
 
     Attributes:
-        scheme: its URL scheme; unique.
-        open: given an empty directory for what it needs, gives for a while a location at which nothing stands. It may
-            start a server and stop it again.
-        costly: whether a request costs so much that of its combinations only those of the first framework are quick
-            tests.
-        aliases: other schemes that name the same, and are not tried beside it.
-        without_conditions: what is saved there is saved with this in its `Context`; ``"marker"`` where puts cannot be
-            conditional.
+        scheme: the unique URL scheme.
+        open: returns a context manager for a new location, for an empty local directory. It may run a server.
+        costly: True if requests are slow. Quick tests then combine the storage only with the first framework.
+        aliases: equivalent schemes, which are not tested separately.
+        without_conditions: the option of the `Context` for saves to this storage: ``"marker"`` if it has no conditional
+            puts.
     """
 
     scheme: str
@@ -101,18 +99,18 @@ class StorageSample:
 
     @property
     def schemes(self) -> frozenset[str]:
-        """Its scheme and the aliases."""
+        """The scheme and its aliases."""
         return frozenset({self.scheme, *self.aliases})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSample:
-    """What the matrix has to know of a layout; one that saves, and refuses no dtype, needs no sample.
+    """Restrictions of a layout. A layout without restrictions needs no sample.
 
     Attributes:
-        name: of the layout.
-        refused_dtypes: dtypes that it refuses.
-        saves: whether it can be saved with at all; the matrix leaves one out that only reads what other software wrote.
+        name: the name of the layout.
+        refused_dtypes: dtypes that the layout does not support.
+        saves: False if the layout can only read checkpoints of other software. The matrix leaves it out.
     """
 
     name: str
@@ -121,16 +119,16 @@ class LayoutSample:
 
 
 Sample: TypeAlias = FrameworkSample | StorageSample | LayoutSample
-"""What an entry point in `SAMPLE_GROUP` names."""
+"""The type of entry points in `SAMPLE_GROUP`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples by name or scheme, and by the name of the distribution that offers them.
+    """Samples by name or scheme, and by distribution.
 
     Attributes:
         frameworks, layouts, storages: the samples, sorted by name.
-        offered: by distribution, its samples.
+        offered: the samples of each distribution.
     """
 
     frameworks: Mapping[str, FrameworkSample] = field(default_factory=dict)
@@ -140,10 +138,10 @@ class Samples:
 
 
 def installed_samples() -> Samples:
-    """The samples of everything installed.
+    """Return the samples of all installed distributions.
 
     Raises:
-        PluginError: if an entry point names something else, or two samples have one name.
+        PluginError: if an entry point is not a sample, or two samples have the same name.
     """
     frameworks: dict[str, FrameworkSample] = {}
     layouts: dict[str, LayoutSample] = {}
@@ -159,7 +157,7 @@ def installed_samples() -> Samples:
             case StorageSample():
                 _add(storages, sample.scheme, sample)
             case _:
-                raise PluginError(f"the entry point {entry_point.name} of {SAMPLE_GROUP} names {sample!r}, no sample")
+                raise PluginError(f"the entry point {entry_point.name} of {SAMPLE_GROUP} is {sample!r}, not a sample")
         distribution = "" if entry_point.dist is None else entry_point.dist.name
         offered.setdefault(distribution, []).append(sample)
     return Samples(frameworks, layouts, storages, offered)
@@ -167,4 +165,4 @@ def installed_samples() -> Samples:
 
 def _add(samples: dict[str, Any], name: str, sample: Sample) -> None:
     if samples.setdefault(name, sample) is not sample:
-        raise PluginError(f"two samples are named {name!r}: names are unique, uninstall one of the distributions")
+        raise PluginError(f"two samples have the name {name!r}. Uninstall one of the distributions")

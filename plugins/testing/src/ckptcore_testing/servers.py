@@ -1,4 +1,4 @@
-"""Servers for tests: child processes on a free port of this machine, that answer before they are used and die with their parent."""
+"""Servers for tests: child processes on a free local port, which end with their parent."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ signal.signal(signal.SIGTERM, lambda *_: child.terminate())
 threading.Thread(target=end_with_parent, daemon=True).start()
 sys.exit(child.wait())
 """
-"""Runs a server until its standard input ends, which it does however the parent dies, also by SIGKILL."""
+"""Runs a server until its standard input ends, which also happens if the parent is killed by SIGKILL."""
 
 _TRIES: Final = 3
-_SECONDS_BETWEEN_LOOKS: Final = 0.01
-_LOG_TOLD: Final = 2000
+_POLL_SECONDS: Final = 0.01
+_MAX_LOG_CHARACTERS: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How a server is started.
+    """The command that starts a server.
 
     Attributes:
-        arguments: the program and what it is given.
-        environment: added to that of this process.
+        arguments: the program and its arguments.
+        environment: environment variables to add.
     """
 
     arguments: Sequence[str]
@@ -54,11 +54,11 @@ class ServerCommand:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers.
+    """A running server.
 
     Attributes:
-        port: on 127.0.0.1.
-        log: the file with what it printed.
+        port: the port on 127.0.0.1.
+        log: file with the output of the server.
     """
 
     port: int
@@ -66,12 +66,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it answers, without ``/`` at the end."""
+        """The URL, without ``/`` at the end."""
         return f"http://{_HOST}:{self.port}"
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listened on just now."""
+    """Return a port of 127.0.0.1 that is currently unused."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         port: int = probe.getsockname()[1]
@@ -85,13 +85,13 @@ def serve(
     """Run a server while the context is entered.
 
     Args:
-        command: given a free port, how to start a server that listens there.
-        directory: an existing one, for its log.
-        path: answers a GET as soon as the server is ready, with any status below 500.
-        timeout_seconds: how long it may take to answer.
+        command: returns the command of the server, for a free port.
+        directory: an existing directory for the log.
+        path: the server is ready when a GET of this path has a status below 500.
+        timeout_seconds: maximum time until the server is ready.
 
     Raises:
-        RuntimeError: if it ends before it answers, or does not answer in time; with the end of its log.
+        RuntimeError: if the server exits or is not ready in time. Contains the end of the log.
     """
     for tries_left in reversed(range(_TRIES)):
         port = free_port()
@@ -100,10 +100,10 @@ def serve(
             if _answers(process, port, path, timeout_seconds):
                 yield Server(port, log)
                 return
-        # Somebody else may have taken the port meanwhile.
+        # Another process may have taken the port: try another one.
         if not tries_left:
-            told = log.read_text(errors="replace")[-_LOG_TOLD:]
-            raise RuntimeError(f"the server ended with {process.returncode} before it answered at port {port}:\n{told}")
+            output = log.read_text(errors="replace")[-_MAX_LOG_CHARACTERS:]
+            raise RuntimeError(f"the server on port {port} exited with {process.returncode} at its start:\n{output}")
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _running(command: ServerCommand, log: Path) -> Iterator[subprocess.Popen[byt
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **command.environment},
-            start_new_session=True,  # an interrupt from the keyboard is for the tests, which then end it
+            start_new_session=True,  # Ctrl-C interrupts only the tests, which then stop the server
         )
     try:
         yield process
@@ -126,7 +126,7 @@ def _running(command: ServerCommand, log: Path) -> Iterator[subprocess.Popen[byt
 
 
 def _answers(process: subprocess.Popen[bytes], port: int, path: str, timeout_seconds: float) -> bool:
-    """Wait until a server answers; False if it ended.
+    """Wait until a server answers. Return False if it exited.
 
     Raises:
         RuntimeError: if it does not answer in time.
@@ -146,5 +146,5 @@ def _answers(process: subprocess.Popen[bytes], port: int, path: str, timeout_sec
             found = error
         finally:
             connection.close()
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    raise RuntimeError(f"the server at port {port} is not ready after {timeout_seconds} seconds: {found}")
+        time.sleep(_POLL_SECONDS)
+    raise RuntimeError(f"the server on port {port} is not ready after {timeout_seconds} seconds: {found}")

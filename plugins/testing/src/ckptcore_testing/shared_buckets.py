@@ -1,4 +1,4 @@
-"""A bucket that the tests of a process share, on a server which is started with the first location."""
+"""A bucket that all tests of a process share. The first location starts its server."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["BucketServer", "SharedBucket"]
 
 
 class BucketServer(Protocol):
-    """A server that speaks the protocol of an object store."""
+    """A server of an object store."""
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables by which programs use it."""
+        """Environment variables for this server."""
         ...
 
     def create_bucket(self, name: str = "") -> str:
-        """Create a bucket; its name, a new one where none is given."""
+        """Create a bucket. Return its name, a new one by default."""
         ...
 
 
 class SharedBucket:
-    """A bucket on a server that ends with this process. Any thread."""
+    """A bucket on a server that stops with this process. Any thread."""
 
     def __init__(self, scheme: str, serve: Callable[[Path], AbstractContextManager[BucketServer]]) -> None:
-        """Start nothing yet.
+        """Do not start the server.
 
         Args:
-            scheme: of its URLs.
-            serve: given an empty directory, runs the server while what it returns is entered.
+            scheme: scheme of the bucket's URLs.
+            serve: returns a context manager that runs the server, for an empty directory.
         """
         self._scheme = scheme
         self._serve = serve
@@ -49,7 +49,7 @@ class SharedBucket:
             if self._found is None:
                 stack = ExitStack()
                 atexit.register(stack.close)
-                # Not among those of pytest, whose names are too long for sockets.
+                # Not a directory of pytest, because these paths are too long for sockets.
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptcore-")))
                 server = stack.enter_context(self._serve(directory))
                 self._found = server, server.create_bucket()
@@ -57,7 +57,7 @@ class SharedBucket:
 
     @contextmanager
     def open(self, directory: Path) -> Iterator[str]:
-        """A location of its own, found by the variables of the environment: `StorageSample.open`."""
+        """Yield a new location, with the environment variables of the server. See `StorageSample.open`."""
         server, bucket = self._bucket()
         with pytest.MonkeyPatch.context() as patch:
             for name, value in server.environment.items():

@@ -1,8 +1,8 @@
-"""A disk in memory that knows what survives a loss of power: only what was synced, and any part of the rest.
+"""A simulated disk in memory that can lose power: only synced data is guaranteed to survive.
 
-It is as unkind as file systems may be, and no more: data of a file survives up to its last sync, later data survives by
-pages in any mix; each change of names (create, remove, rename, exchange) survives whole or not at all once its
-directory was not synced after it, in any combination, also a rename without the bytes of the file that was renamed.
+It simulates the worst case that file systems allow. The data of a file survives up to its last sync; any mix of later
+pages survives. A change of names (create, remove, rename, exchange) after the last sync of its directory survives
+completely or not at all, in any combination with other changes. A rename can survive without the data of the file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class DiskFile:
     """A file.
 
     Attributes:
-        data: what a reader sees.
-        durable: what survives for certain; None before the first sync.
+        data: the data that readers see.
+        durable: the data that is guaranteed to survive. None before the first sync.
     """
 
     data: bytearray = field(default_factory=bytearray)
@@ -39,9 +39,9 @@ class DiskDirectory:
     """A directory.
 
     Attributes:
-        names: what a reader sees.
-        durable: what survives for certain.
-        ages: for each name the number of the change that `durable` has of it.
+        names: the names that readers see.
+        durable: the names that are guaranteed to survive.
+        ages: for each name, the number of its last change in `durable`.
     """
 
     names: dict[str, DiskNode] = field(default_factory=dict)
@@ -54,30 +54,30 @@ DiskNode: TypeAlias = DiskFile | DiskDirectory
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Names that change together, not durable yet: directory, name, and what it names then."""
+    """An atomic change of names that is not durable: directory, name, and the new node."""
 
     number: int
     names: tuple[tuple[DiskDirectory, str, DiskNode | None], ...]
 
 
 class SimulatedDisk:
-    """A file system in memory, and the machine that writes to it.
+    """A simulated file system, and the machine that writes to it.
 
-    `ckptcore_testing.open_simulated` opens storages on it. Each step that a real one takes (create, write, sync,
-    rename, ...) is counted. Run the code once and look at `steps`; then run it again on fresh disks with ``crash_at``
-    from 0 on, and load from each of `after_power_loss`.
+    `ckptcore_testing.open_simulated` opens storages on it. Each step (create, write, sync, rename, ...) is counted. Run
+    the code once and read `steps`. Then run it again on new disks with ``crash_at`` from 0 on, and load from each of
+    the disks of `after_power_loss`.
 
     Attributes:
-        steps: what was done, in words: one entry per step.
-        lock: held while anything is looked at or changed.
-        locked: the directories that somebody holds.
+        steps: descriptions of the steps.
+        lock: protects all reads and changes.
+        locked: the locked directories.
     """
 
     def __init__(self, *, crash_at: int | None = None) -> None:
-        """Begin with an empty disk.
+        """Create an empty disk.
 
         Args:
-            crash_at: the number of the step before which the power fails: it and all later ones raise `SimulatedCrash`.
+            crash_at: number of the step before which the power fails. This and all later steps raise `SimulatedCrash`.
         """
         self.root = DiskDirectory()
         self.steps: list[str] = []
@@ -90,16 +90,16 @@ class SimulatedDisk:
 
     @property
     def crashed(self) -> bool:
-        """Whether the power has failed."""
+        """True if the power has failed."""
         return self._crashed
 
-    # --- what a file system does --------------------------------------------------------------------------------------
+    # --- operations of a file system ----------------------------------------------------------------------------------
 
     def expect_power(self) -> None:
-        """Do nothing while there is power.
+        """Check that the power has not failed.
 
         Raises:
-            SimulatedCrash
+            SimulatedCrash: if it has.
         """
         if self.crashed:
             raise SimulatedCrash(f"the test cut the power before step {self._crash_at}")
@@ -111,7 +111,7 @@ class SimulatedDisk:
         self.steps.append(what)
 
     def change(self, what: str, *names: tuple[DiskDirectory, str, DiskNode | None]) -> None:
-        """Let names stand for other things (None: for nothing), all of them at once."""
+        """Change names atomically. A node of None removes the name."""
         with self.lock:
             self._step(what)
             for directory, name, node in names:
@@ -122,24 +122,24 @@ class SimulatedDisk:
             self._pending.append(_Change(next(self._numbers), names))
 
     def write(self, what: str, file: DiskFile, offset: int, data: bytes) -> None:
-        """Write bytes, behind the end of the file too."""
+        """Write bytes, possibly after the end of the file."""
         with self.lock:
             self._step(what)
             file.data.extend(bytes(max(0, offset + len(data) - len(file.data))))
             file.data[offset : offset + len(data)] = data
 
     def sync_file(self, what: str, file: DiskFile) -> None:
-        """Make the bytes of a file durable; not its name."""
+        """Make the data of a file durable, but not its name."""
         with self.lock:
             self._step(what)
             file.durable = bytes(file.data)
 
     def has_changed(self, directory: DiskDirectory) -> bool:
-        """Whether names in a directory are not durable."""
+        """Return True if a directory has changes that are not durable."""
         return any(changed is directory for change in self._pending for changed, _, _ in change.names)
 
     def sync_directory(self, what: str, directory: DiskDirectory) -> None:
-        """Make the names in a directory durable; not the bytes behind them, nor the names in directories below."""
+        """Make the names in a directory durable, but not the data of files or the names in subdirectories."""
         with self.lock:
             self._step(what)
             kept = []
@@ -150,13 +150,13 @@ class SimulatedDisk:
                     kept.append(change)
             self._pending = kept
 
-    # --- what survives ------------------------------------------------------------------------------------------------
+    # --- power loss ---------------------------------------------------------------------------------------------------
 
     def after_power_loss(self, chance: random.Random, count: int = 8) -> Iterator[SimulatedDisk]:
-        """Disks that may be found when power is back, with all on them durable.
+        """Yield possible disks after a power loss. All their data is durable.
 
-        First the one where nothing survived that was not synced, then one with all of it, then one with all names and
-        no bytes that were not synced, then `count` with parts of both.
+        First a disk with only synced data, then one with all data, then one with all names but only synced data, then
+        `count` disks with parts of both.
         """
         yield self._survivor(chance, names=0.0, data="none")
         yield self._survivor(chance, names=1.0, data="all")
@@ -169,7 +169,7 @@ class SimulatedDisk:
             copies: dict[int, DiskDirectory] = {}
 
             def mutable(directory: DiskDirectory) -> DiskDirectory:
-                """The directory's durable names, so that changes can be applied to a copy."""
+                """Return a copy of a directory's durable names, to which changes can be applied."""
                 copy = copies.get(id(directory))
                 if copy is None:
                     copy = DiskDirectory(durable=dict(directory.durable), ages=dict(directory.ages))
@@ -202,7 +202,7 @@ class SimulatedDisk:
 
 
 def _apply(change: _Change) -> None:
-    """Let a change survive, except where a later one of the same name has."""
+    """Make a change durable, except for names with a later durable change."""
     for directory, name, node in change.names:
         if directory.ages.get(name, 0) > change.number:
             continue
@@ -226,7 +226,7 @@ def _surviving_bytes(file: DiskFile, chance: random.Random, data: str) -> bytes:
         case 1:
             return new
         case 2:
-            # The size survived, pages did not.
+            # Only the size survives.
             return bytes(len(new))
         case _:
             mixed = bytearray(old.ljust(len(new), b"\0")[: len(new)])

@@ -1,4 +1,4 @@
-"""A storage over a `SimulatedDisk`: it does on that disk what a storage of real directories does on a real one."""
+"""A storage on a `SimulatedDisk`, with the same steps as the storage of local directories."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _Path: TypeAlias = tuple[str, ...]
 
 
 def open_simulated(disk: SimulatedDisk, url: str, options: StorageOptions) -> SimulatedStorage:
-    """Open a directory of a disk by a URL of any scheme: what follows ``://`` is its path.
+    """Open a directory of a disk by a URL of any scheme. The path follows ``://``.
 
-    ``functools.partial(open_simulated, disk)`` is what a plugin offers as a storage.
+    A plugin can use ``functools.partial(open_simulated, disk)`` as a storage opener.
     """
     _, found, rest = url.partition("://")
     path = unquote(rest if found else url)
@@ -47,7 +47,7 @@ def open_simulated(disk: SimulatedDisk, url: str, options: StorageOptions) -> Si
 
 
 class SimulatedStorage(StorageBackend):
-    """The files below a directory of a `SimulatedDisk`. Any thread; offers `AtomicDirectories` too."""
+    """Files in a directory of a `SimulatedDisk`. Implements `AtomicDirectories`. Any thread."""
 
     # Requests are small, so that tests see them split.
     capabilities = StorageCapabilities(request_bytes=64 << 10)
@@ -98,7 +98,7 @@ class SimulatedStorage(StorageBackend):
         with self._disk.lock:
             current = self._find(path)
             if isinstance(current, DiskDirectory):
-                raise StorageError(f"cannot write {key}: a directory stands there")
+                raise StorageError(f"cannot write {key}: it is a directory")
             _check(key, current, condition)
             directory = self._make_directories(path[:-1])
             temporary = f"{_TEMPORARY_PREFIX}{next(self._temporary)}-{path[-1]}"
@@ -157,17 +157,17 @@ class SimulatedStorage(StorageBackend):
                     self._make_durable(self._path(key)[:-1])
 
     def complete(self, key: str, file: DiskFile) -> None:
-        """Make a file durable that a writer has written whole, where the storage was opened so."""
+        """Make a complete file durable, if the storage was opened as durable."""
         if self._durable:
             self._disk.sync_file(f"sync {key}", file)
             self._make_durable(self._path(key)[:-1])
 
     def write(self, key: str, file: DiskFile, offset: int, data: Buffer) -> None:
-        """Write a piece of a file."""
+        """Write a range of a file."""
         self._disk.write(f"write {key} at {offset}", file, offset, bytes(data))
 
     def give_up(self, key: str, file: DiskFile) -> None:
-        """Remove a file that a writer could not write whole."""
+        """Remove an incomplete file."""
         path = self._path(key)
         with self._disk.lock:
             directory = self._find(path[:-1]) if not self._disk.crashed else None
@@ -175,7 +175,7 @@ class SimulatedStorage(StorageBackend):
                 self._disk.change(f"remove {key}", (directory, path[-1], None))
                 self._remove_empty(path[:-1])
 
-    # --- looking around -----------------------------------------------------------------------------------------------
+    # --- listing ------------------------------------------------------------------------------------------------------
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""
@@ -215,7 +215,7 @@ class SimulatedStorage(StorageBackend):
             above = self._make_directories(new[:-1])
             there = above.names.get(new[-1])
             if isinstance(there, DiskFile) or (there is not None and there.names):
-                raise ConditionFailedError(f"cannot rename {source} to {destination}: something stands there")
+                raise ConditionFailedError(f"cannot rename {source} to {destination}: it already exists")
             self._disk.change(
                 f"rename {source} to {destination}",
                 (self._directory(old[:-1]), old[-1], None),
@@ -257,7 +257,7 @@ class SimulatedStorage(StorageBackend):
                 self._disk.sync_directory(f"sync the names in {_words((*path, name))}", node)
 
     def delete_directory(self, key: str) -> None:
-        """See `AtomicDirectories`; it takes a step for each file, as on a real disk."""
+        """See `AtomicDirectories`. Takes one step per file, like a real disk."""
         path = self._path(key)
         with self._disk.lock:
             above = self._find(path[:-1])
@@ -291,13 +291,13 @@ class SimulatedStorage(StorageBackend):
     def _file(self, key: str) -> DiskFile:
         found = self._find(self._path(key))
         if not isinstance(found, DiskFile):
-            raise ObjectNotFoundError(f"there is no file {key} below {_words(self._root)}")
+            raise ObjectNotFoundError(f"no file {key} in {_words(self._root)}")
         return found
 
     def _directory(self, path: _Path) -> DiskDirectory:
         found = self._find(path)
         if not isinstance(found, DiskDirectory):
-            raise ObjectNotFoundError(f"there is no directory {_words(path)}")
+            raise ObjectNotFoundError(f"no directory {_words(path)}")
         return found
 
     def _make_directories(self, path: _Path) -> DiskDirectory:
@@ -309,12 +309,12 @@ class SimulatedStorage(StorageBackend):
                 node = DiskDirectory()
                 self._disk.change(f"make the directory {_words(path[:depth])}", (directory, name, node))
             if not isinstance(node, DiskDirectory):
-                raise StorageError(f"cannot make the directory {_words(path[:depth])}: a file stands there")
+                raise StorageError(f"cannot make the directory {_words(path[:depth])}: it is a file")
             directory = node
         return directory
 
     def _make_durable(self, path: _Path) -> None:
-        """Make the names in a directory durable, and its own and those of the directories above it."""
+        """Make the names in a directory and in its parent directories durable."""
         for depth in range(len(path), -1, -1):
             directory = self._directory(path[:depth])
             if self._disk.has_changed(directory):
@@ -370,7 +370,7 @@ class _SimulatedWriter:
 
     def _expect_open(self) -> None:
         if not self._open:
-            raise ValueError(f"{self._key} is complete or given up; nothing more can be written")
+            raise ValueError(f"cannot write {self._key}: the writer is finished or aborted")
 
 
 def _check(key: str, current: DiskFile | None, condition: PutCondition | None) -> None:
@@ -378,7 +378,7 @@ def _check(key: str, current: DiskFile | None, condition: PutCondition | None) -
         return
     if isinstance(condition, IfAbsent):
         if current is not None:
-            raise ConditionFailedError(f"cannot create {key}: expected no object there, found one")
+            raise ConditionFailedError(f"cannot create {key}: it already exists")
         return
     found = None if current is None else _tag(bytes(current.data))
     if found != condition.tag:

@@ -1,4 +1,4 @@
-"""What every storage must do, as tests to inherit."""
+"""Conformance tests of storages."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ HOSTILE_KEYS: Sequence[str] = (
     "", "/", "/absolute", "..", "../outside", "a/../b", "a/..", ".", "./a", "a/.", "a//b", "a/", "/a/", "//a", "nul\0",
     "a/nul\0/b",
 )  # fmt: skip
-"""Keys that every storage refuses."""
+"""Keys that every storage must refuse."""
 
 UNUSUAL_KEYS: Sequence[str] = (
-    "with space", "%41%2F", "a?b#c", "plus+and&equals=", "'quotes'\"", ".hidden", "...", "..a", "a..", "~", "$HOME", "*",
-    "ü/日本語", "é", "x" * 200, "deep/" * 20 + "end", "-rf", "a:b", "tab\tname", "(1)", "{x}", "[y]",
+    "with space", "%41%2F", "a?b#c", "plus+and&equals=", "'quotes'\"", ".hidden", "...", "..a", "a..", "~", "$HOME",
+    "*", "ü/日本語", "é", "x" * 200, "deep/" * 20 + "end", "-rf", "a:b", "tab\tname", "(1)", "{x}", "[y]",
 )  # fmt: skip
-"""Keys that every storage takes."""
+"""Keys that every storage must support."""
 
 
 class StorageBackendTests:
-    """Inherit, give `open`, and pytest collects the tests.
+    """Conformance tests of a storage. Subclass it and define `open`.
 
     Attributes:
-        examples: how many sequences of operations Hypothesis tries.
-        threads: how many threads use the storage at once.
-        conditional: whether `put` takes conditions; where it does not, it raises `AtomicityError` and changes nothing.
+        examples: number of sequences of operations that Hypothesis tries.
+        threads: number of concurrent threads.
+        conditional: True if `put` supports conditions. Otherwise it must raise `AtomicityError` and change nothing.
     """
 
     examples: int = 25
@@ -55,22 +55,21 @@ class StorageBackendTests:
     conditional: bool = True
 
     def open(self, directory: str) -> StorageBackend:
-        """Open a directory; within one test the same name opens the same one.
+        """Open a directory. Equal names in one test open the same directory.
 
         Args:
-            directory: its name, with ``/`` between its parts; nothing is there before the test that first opens it, for
-                no two tests use the same name.
+            directory: the name, with ``/`` between its parts. It is new, because each test uses another name.
         """
-        raise NotImplementedError("give the class the method `open`")
+        raise NotImplementedError("define the method `open`")
 
     @pytest.fixture
     def name(self) -> str:
-        """A directory that no other test uses."""
+        """Return a directory name that no other test uses."""
         return f"conformance-{uuid.uuid4().hex}"
 
     @pytest.fixture
     def storage(self, name: str) -> StorageBackend:
-        """An empty directory."""
+        """Return an empty directory."""
         return self.open(name)
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ class StorageBackendTests:
         _write(storage, "data", b"old" * 1000)
         reader = storage.open_reader("data")
         if isinstance(reader, ReaderByKey):
-            pytest.skip("this storage finds an object anew for each read")
+            pytest.skip("this storage opens an object again for each read")
         with pytest.raises(ObjectNotFoundError):
             storage.open_reader("absent")
         memory = bytearray(6)
@@ -199,7 +198,7 @@ class StorageBackendTests:
         _write(storage, "data", b"old" * 1000)
         reader = storage.open_stamped("data")
         if not isinstance(reader, StampedReader):
-            pytest.skip("this storage holds no objects for many small reads")
+            pytest.skip("this storage does not keep objects open for small reads")
         with pytest.raises(ObjectNotFoundError):
             storage.open_stamped("absent")
         stamp = reader.stamp()
@@ -209,9 +208,7 @@ class StorageBackendTests:
         storage.put("data", b"newer" * 1000)
         reader.get_into([(1, memoryview(memory))])
         assert memory == b"ldoldo" and reader.size() == 3000
-        assert stamp is None or isinstance(
-            hash(stamp), int
-        )  # another name may stand for it now: that may be told as a change
+        assert stamp is None or isinstance(hash(stamp), int)  # a rename may count as a change
         mapped = reader.memory()
         assert mapped is None or (mapped.readonly and mapped[:3000] == b"old" * 1000)
         again = storage.open_stamped("data")
@@ -239,7 +236,7 @@ class StorageBackendTests:
 
     def test_conditions_are_refused_where_there_are_none(self, storage: StorageBackend) -> None:
         if self.conditional:
-            pytest.skip("this storage takes conditions")
+            pytest.skip("this storage supports conditions")
         for condition in (IF_ABSENT, IfTag(storage.put("a/b", b"first"))):
             for key in ("a/b", "a/new"):
                 with pytest.raises(AtomicityError):
@@ -297,7 +294,7 @@ class StorageBackendTests:
             assert storage.get(key) == b"worker %d" % won.index(True)
 
     def test_conditional_puts_lose_nothing(self, storage: StorageBackend) -> None:
-        """A counter that every thread raises, by compare and swap."""
+        """All threads increment a counter by compare-and-swap."""
         self._needs_conditions()
         storage.put("counter", b"0")
 
@@ -393,7 +390,7 @@ class StorageBackendTests:
             def write_part(number: int) -> None:
                 memory = bytearray(data[number * part : (number + 1) * part])
                 writer.write_at(number * part, memoryview(memory))
-                memory[:] = bytes(len(memory))  # it was sent, or copied, by now
+                memory[:] = bytes(len(memory))  # write_at must have sent or copied the bytes
 
             list(pool.map(write_part, (3, 1, 0, 2)))
         writer.finish()
@@ -435,7 +432,7 @@ class StorageBackendTests:
         storage.sync([])
         assert storage.get("a/b/c") == b"1"
 
-    # --- looking around and deleting ----------------------------------------------------------------------------------
+    # --- listing and deleting -----------------------------------------------------------------------------------------
 
     def test_list_is_sorted_and_goes_by_directories(self, storage: StorageBackend) -> None:
         keys = ["a", "a-b", "a.b", "aa/x", "ab", "b/a", "b/a-1/x", "b/c/y", "b/z", "c"]
@@ -490,7 +487,7 @@ class StorageBackendTests:
         assert list(storage.list()) == ["a"]
 
     def test_objects_come_and_go_in_one_directory(self, storage: StorageBackend) -> None:
-        """A directory that vanishes as it becomes empty takes nothing along that is just being written."""
+        """Removing an empty directory does not affect concurrent writes to it."""
 
         def work(worker: int) -> None:
             for number in range(20):
@@ -577,7 +574,7 @@ class StorageBackendTests:
     # --- all together -------------------------------------------------------------------------------------------------
 
     def test_it_behaves_like_a_dictionary(self) -> None:
-        """Any sequence of operations does to the storage what it does to a dict of bytes."""
+        """Any sequence of operations has the same results as with a dict of bytes."""
         run_state_machine_as_test(
             storage_machine(lambda: self.open(f"conformance-{uuid.uuid4().hex}"), conditional=self.conditional),
             settings=settings(
@@ -617,7 +614,7 @@ class StorageBackendTests:
         self._at_once(work)
 
     def _at_once(self, work: Callable[[int], object]) -> list[object]:
-        """What work returns in each thread, begun together."""
+        """Call `work` on several threads at the same time. Return the results."""
         barrier = threading.Barrier(self.threads)
 
         def start(worker: int) -> object:
@@ -629,7 +626,7 @@ class StorageBackendTests:
 
 
 def _pattern(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes in which each place is told from its neighbours and from those a page or a block away."""
+    """Return bytes that differ at neighbouring positions, and a page or a block apart."""
     words = b"".join(
         [(seed * 1_000_003 + number * 2_654_435_761 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(4099)]
     )
@@ -637,7 +634,7 @@ def _pattern(nbytes: int, seed: int = 0) -> bytes:
 
 
 def _write(storage: StorageBackend, key: str, data: bytes) -> None:
-    """Write an object by a writer."""
+    """Write an object with a writer."""
     writer = storage.open_writer(key, len(data))
     writer.write_at(0, data)
     writer.finish()

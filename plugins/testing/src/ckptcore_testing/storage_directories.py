@@ -1,4 +1,4 @@
-"""What a storage with real directories must do on top, as tests to inherit."""
+"""Conformance tests of storages with real directories."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ __all__ = ["AtomicDirectoriesTests", "DirectoryStorage"]
 
 
 class DirectoryStorage(StorageBackend, AtomicDirectories, Protocol):
-    """A storage that is both."""
+    """A storage with real directories."""
 
 
 class AtomicDirectoriesTests:
-    """Inherit, give `open`, and pytest collects the tests; beside `StorageBackendTests`, in a class of its own.
+    """Tests of `AtomicDirectories`, in addition to `StorageBackendTests`. Subclass it and define `open`.
 
     Attributes:
-        threads: how many threads use the storage at once.
+        threads: number of concurrent threads.
     """
 
     threads: int = 8
 
     def open(self, directory: str) -> DirectoryStorage:
-        """Open a directory; within one test the same name opens the same one.
+        """Open a directory. Equal names in one test open the same directory.
 
         Args:
-            directory: its name; nothing is there before the test that first opens it.
+            directory: the name of a directory, which does not exist before the test.
         """
-        raise NotImplementedError("give the class the method `open`")
+        raise NotImplementedError("define the method `open`")
 
     @pytest.fixture
     def name(self) -> str:
-        """A directory that no other test uses."""
+        """Return a directory name that no other test uses."""
         return f"conformance-{uuid.uuid4().hex}"
 
     @pytest.fixture
     def storage(self, name: str) -> DirectoryStorage:
-        """An empty directory."""
+        """Return an empty directory."""
         return self.open(name)
 
     def test_it_offers_the_protocol(self, storage: DirectoryStorage) -> None:
@@ -94,7 +94,7 @@ class AtomicDirectoriesTests:
             storage.put("hidden/a", b"1")
             storage.rename("hidden", "final")
             another = storage.lock_directory("hidden")
-            assert another is not None, "the new directory of the old name is another one"
+            assert another is not None, "a new directory with an old name has another lock"
             with another:
                 pass
             assert storage.lock_directory("final") is None
@@ -190,7 +190,7 @@ class AtomicDirectoriesTests:
         assert {key: storage.get(key) for key in storage.list()} == {"deep/other/a": b"1", "one/b/c": b"2"}
 
     def test_readers_follow_an_exchange(self, storage: DirectoryStorage) -> None:
-        """Also those that keep files open."""
+        """Readers that keep files open continue to work."""
         storage.put("one/a", b"first ")
         storage.put("other/a", b"second")
         memory = bytearray(6)
@@ -277,7 +277,7 @@ class AtomicDirectoriesTests:
         assert list(storage.list()) == ["a/b"]
 
     def _at_once(self, work: Callable[[int], object]) -> list[object]:
-        """What work returns in each thread, begun together."""
+        """Call `work` on several threads at the same time. Return the results."""
         barrier = threading.Barrier(self.threads)
 
         def start(worker: int) -> object:
@@ -289,7 +289,7 @@ class AtomicDirectoriesTests:
 
 
 def _exchange_or_skip(storage: DirectoryStorage, first: str, second: str) -> None:
-    """Exchange two directories; where the storage says that it cannot, it must not have begun to."""
+    """Exchange two directories. If the storage does not support it, check that nothing changed, and skip the test."""
     before = list(storage.list())
     try:
         storage.exchange(first, second)

@@ -1,4 +1,4 @@
-"""A storage beside a dict that is told to do the same."""
+"""A Hypothesis state machine that compares a storage with a dict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
 
 __all__ = ["storage_machine"]
 
-# No key is a directory of another: object stores have both, file systems cannot.
+# No key is the directory of another one, because file systems cannot have both.
 _KEYS = st.sampled_from(["a", "b", "c/a", "c/b", "c/d/e", "c/d/f", "g/h/i", "c-d", "c.d"])
 _DIRECTORIES = st.sampled_from(["", "c", "c/d", "g", "g/h", "z"])
 _DATA = st.one_of(
@@ -25,7 +25,12 @@ _PLACES = st.integers(0, 50) | st.sampled_from([4095, 4096, 65_536, 299_999, 300
 def storage_machine(
     open_empty: Callable[[], StorageBackend], *, conditional: bool = True
 ) -> type[RuleBasedStateMachine]:
-    """A Hypothesis state machine over storages that `open_empty` opens, each empty; `conditional`: whether puts take conditions."""
+    """Return a Hypothesis state machine that compares a storage with a dict.
+
+    Args:
+        open_empty: opens a new empty storage.
+        conditional: True if the storage has conditional puts.
+    """
 
     class StorageMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -76,7 +81,7 @@ def storage_machine(
         @rule(key=_KEYS, data=_DATA)
         def give_up(self, key: str, data: bytes) -> None:
             if key in self.model:
-                return  # whether the old object is still there is left to the storage
+                return  # the storage decides whether the old object remains
             writer = self.storage.open_writer(key)
             writer.write_at(0, data)
             writer.abort()

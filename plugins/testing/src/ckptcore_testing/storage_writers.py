@@ -1,4 +1,4 @@
-"""Tests of new objects and of unfinished uploads, to inherit."""
+"""Conformance tests of `StorageBackend.open_new` and `StorageBackend.abort_uploads`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ __all__ = ["NewObjectTests", "UploadsTests"]
 
 _PIECE_BYTES: Final = 1 << 20
 _SECONDS: Final = 60.0
-"""How long an upload may take to begin that is written in the background."""
+"""Maximum time until an upload in the background begins."""
 
 
 class NewObjectTests:
-    """Tests of `StorageBackend.open_new`, for a storage without real directories. Inherit, give `open`, and pytest collects them.
+    """Tests of `StorageBackend.open_new`, for object stores. Subclass it and define `open`.
 
     Attributes:
-        large_bytes: so many bytes go in several requests.
+        large_bytes: size of an object that is uploaded in several requests.
     """
 
     large_bytes: int = (9 << 20) + 17
 
     def open(self, directory: str) -> StorageBackend:
-        """Open a directory; within one test the same name opens the same one.
+        """Open a directory. Equal names in one test open the same directory.
 
         Args:
-            directory: its name; nothing is there before the test that first opens it.
+            directory: the name of a directory, which does not exist before the test.
         """
-        raise NotImplementedError("give the class the method `open`")
+        raise NotImplementedError("define the method `open`")
 
     @pytest.fixture
     def storage(self) -> StorageBackend:
-        """An empty directory."""
+        """Return an empty directory."""
         return self.open(f"conformance-{uuid.uuid4().hex}")
 
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
@@ -47,7 +47,7 @@ class NewObjectTests:
         data = self._data(size)
         writer = storage.open_new("directory/data", len(data) if known else None)
         _write_pieces(writer, data)
-        assert list(storage.list()) == [], "it is not there before finish"
+        assert list(storage.list()) == [], "the object must not exist before finish"
         writer.finish()
         assert storage.get("directory/data") == data
         assert list(storage.list()) == ["directory/data"]
@@ -125,30 +125,32 @@ class NewObjectTests:
 
 
 class UploadsTests:
-    """Tests of `StorageBackend.abort_uploads`, for a storage that keeps pieces of unfinished objects. Use as `NewObjectTests`.
+    """Tests of `StorageBackend.abort_uploads`, for storages that keep parts of unfinished uploads.
+
+    Subclass it and define `open`, as for `NewObjectTests`.
 
     Attributes:
-        upload_bytes: what so many bytes of an unfinished object are written of, the service keeps pieces of.
+        upload_bytes: size of an object of which the service keeps parts before `finish`.
     """
 
     upload_bytes: int = 24 << 20
 
     def open(self, directory: str) -> StorageBackend:
-        """Open a directory; within one test the same name opens the same one.
+        """Open a directory. Equal names in one test open the same directory.
 
         Args:
-            directory: its name; nothing is there before the test that first opens it.
+            directory: the name of a directory, which does not exist before the test.
         """
-        raise NotImplementedError("give the class the method `open`")
+        raise NotImplementedError("define the method `open`")
 
     @pytest.fixture
     def name(self) -> str:
-        """A directory that no other test uses."""
+        """Return a directory name that no other test uses."""
         return f"conformance-{uuid.uuid4().hex}"
 
     @pytest.fixture
     def storage(self, name: str) -> StorageBackend:
-        """An empty directory."""
+        """Return an empty directory."""
         return self.open(name)
 
     def test_a_new_directory_has_none(self, storage: StorageBackend) -> None:
@@ -203,13 +205,13 @@ class UploadsTests:
             storage.abort_uploads(key)
 
     def _begin(self, storage: StorageBackend, key: str) -> ObjectWriter:
-        """A writer that all bytes were given to."""
+        """Write all bytes of an object, and return the unfinished writer."""
         writer = storage.open_writer(key, self.upload_bytes)
         _write_pieces(writer, bytes(self.upload_bytes))
         return writer
 
     def _abort(self, storage: StorageBackend, prefix: str, expected: int) -> None:
-        """Give uploads up, which may just be beginning."""
+        """Abort the expected number of uploads, which may still be starting."""
         found = storage.abort_uploads(prefix)
         deadline = time.monotonic() + _SECONDS
         while found < expected and time.monotonic() < deadline:

@@ -44,23 +44,23 @@ def dtypes(names: Sequence[str] = DTYPE_NAMES) -> st.SearchStrategy[str]:
 
 
 def shapes(max_dims: int = 4, max_side: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes, in elements; also without axes and without elements."""
+    """Shapes, including shapes without axes and without elements."""
     return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
 
 
 def specs(names: Sequence[str] = DTYPE_NAMES, *, max_dims: int = 4, max_side: int = 6) -> st.SearchStrategy[ArraySpec]:
-    """Array specs of any shape and these dtypes."""
+    """Array specs of these dtypes."""
     return st.builds(ArraySpec, shapes(max_dims, max_side), dtypes(names))
 
 
 def arrays(names: Sequence[str] = DTYPE_NAMES) -> st.SearchStrategy[HostArray]:
-    """NumPy arrays with elements of any bit pattern, C-contiguous."""
+    """C-contiguous NumPy arrays with random bit patterns."""
     return st.builds(bit_patterns, specs(names), st.integers(0, 99))
 
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...], *, allow_empty: bool = False) -> Box:
-    """A box inside an array of a shape; without elements only if the array has none, or if allowed."""
+    """A box inside an array. It is empty only if the array is, or if `allow_empty`."""
     start, stop = [], []
     for extent in shape:
         least = 0 if allow_empty or extent == 0 else 1
@@ -72,7 +72,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...], *, allow_empty: bool = False)
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...], max_parts: int = 6) -> tuple[Box, ...]:
-    """Boxes that together make up an array of a shape: no gap, no overlap, and not always a grid."""
+    """Boxes that cover an array without gaps or overlaps, not always in a grid."""
     parts = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, max_parts - 1))):
         number = draw(st.integers(0, len(parts) - 1))
@@ -89,7 +89,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...], max_parts: int = 6) -> t
 
 
 def keys() -> st.SearchStrategy[Key]:
-    """Keys of mappings: ints, and strs that layouts like to trip over."""
+    """Keys of mappings: ints and strs, including strs that layouts must escape."""
     awkward = st.sampled_from(
         [
             "",
@@ -115,7 +115,7 @@ def keys() -> st.SearchStrategy[Key]:
 
 
 def values() -> st.SearchStrategy[object]:
-    """Leaves that live in the root: None, bool, int of any size, float, complex, str and bytes."""
+    """Values that are stored in the root: None, bool, int of any size, float, complex, str and bytes."""
     return st.one_of(
         st.none(),
         st.booleans(),
@@ -137,9 +137,9 @@ def trees(
     """Nested trees of every built-in container, also empty ones, with leaves of every kind.
 
     Args:
-        leaves: what the leaves are; NumPy arrays and values where None.
-        containers: more containers: each makes one of some children, of any number.
-        max_leaves: how many leaves a tree has at most, about.
+        leaves: the leaves. None: NumPy arrays and values.
+        containers: functions that create further containers from any number of children.
+        max_leaves: approximate maximum number of leaves.
     """
 
     def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -1,4 +1,4 @@
-"""A fake of the collectives of a framework: ranks that are threads of one process send each other bytes through memory."""
+"""Fake collectives: the ranks are threads of one process and exchange bytes through memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["ThreadCollectives", "ThreadNetwork"]
 
 
 class ThreadNetwork:
-    """What the ranks of a `ThreadJob` send each other bytes over. Any thread.
+    """The connection between the ranks of a `ThreadJob`. Any thread.
 
     Attributes:
-        sent: the rank, the members and the bytes of each broadcast, in the order in which senders came.
+        sent: sender, members and number of bytes of each broadcast, in order.
 
     Args:
-        size: how many ranks.
+        size: the number of ranks.
         timeout_seconds: how long a rank waits for the sender.
     """
 
@@ -31,19 +31,19 @@ class ThreadNetwork:
         self.timeout_seconds = timeout_seconds
         self.sent: list[tuple[int, tuple[int, ...], int]] = []
         self._changed = threading.Condition()
-        self._given: dict[_Place, tuple[int, bytes]] = {}
+        self._given: dict[_BroadcastId, tuple[int, bytes]] = {}
 
     def collectives(self, rank: int) -> ThreadCollectives:
-        """Those of one rank."""
+        """Return the collectives of one rank."""
         return ThreadCollectives(self, rank)
 
-    def _give(self, place: _Place, rank: int, data: HostArray) -> None:
+    def _give(self, place: _BroadcastId, rank: int, data: HostArray) -> None:
         with self._changed:
             self.sent.append((rank, place.members, data.nbytes))
             self._given[place] = rank, data.tobytes()
             self._changed.notify_all()
 
-    def _take(self, place: _Place, sender: int, data: HostArray) -> None:
+    def _take(self, place: _BroadcastId, sender: int, data: HostArray) -> None:
         deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while place not in self._given:
@@ -53,15 +53,15 @@ class ThreadNetwork:
             found, given = self._given[place]
         if found != sender or len(given) != data.nbytes:
             raise PluginError(
-                f"{place} is one of {len(given)} bytes from rank {found}: expected {data.nbytes} bytes from rank "
-                f"{sender}; all members give the same"
+                f"{place} has {len(given)} bytes from rank {found}, expected {data.nbytes} bytes from rank {sender}. "
+                "All members must call it with the same arguments"
             )
         data[:] = np.frombuffer(given, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """One broadcast of many: of which connection, among whom, and the how many-th it is there."""
+class _BroadcastId:
+    """Identifies a broadcast: the key of the connection, the members, and the number of the broadcast."""
 
     key: str
     members: tuple[int, ...]
@@ -82,16 +82,16 @@ class ThreadCollectives:
 
     @property
     def rank(self) -> int:
-        """Which of the ranks."""
+        """The rank."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self._network.size
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> _ThreadChannels:
-        """See `ckptcore.protocols.Collectives`; waits for nobody."""
+        """See `ckptcore.protocols.Collectives`. Does not wait for other ranks."""
         return _ThreadChannels(self._network, self._rank, key, [tuple(group) for group in groups])
 
 
@@ -110,11 +110,13 @@ class _ThreadChannels:
         return np.full(nbytes, 0xA5, np.uint8)
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """See `ckptcore.protocols.Channels`; the sender's bytes are taken at once."""
+        """See `ckptcore.protocols.Channels`. Copies the sender's bytes immediately."""
         members = self._groups[group]
         if sender not in members or self._rank not in members:
-            raise PluginError(f"rank {self._rank} takes part in a broadcast from rank {sender} among {list(members)}")
-        place = _Place(self._key, members, self._counts[group])
+            raise PluginError(
+                f"broadcast from rank {sender} on rank {self._rank}: both must be members of {list(members)}"
+            )
+        place = _BroadcastId(self._key, members, self._counts[group])
         self._counts[group] += 1
         if sender == self._rank:
             self._network._give(place, sender, data)
@@ -122,13 +124,13 @@ class _ThreadChannels:
         return _Arrival(self._network, place, sender, data)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """See `ckptcore.protocols.Channels`. Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
     network: ThreadNetwork
-    place: _Place
+    place: _BroadcastId
     sender: int
     data: HostArray
 

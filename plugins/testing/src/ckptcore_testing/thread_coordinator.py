@@ -1,4 +1,4 @@
-"""A fake job: several ranks as threads of one process, that agree through memory."""
+"""A fake job: the ranks are threads of one process and exchange payloads through memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class ThreadJob:
-    """A job of `size` ranks; each has a `ThreadCoordinator`. Any thread.
+    """A job of ranks with a `ThreadCoordinator` each. Any thread.
 
     Args:
-        size: how many ranks.
+        size: the number of ranks.
         timeout_seconds: how long a rank waits for the others in one exchange.
     """
 
@@ -30,14 +30,14 @@ class ThreadJob:
         self._exchanges: dict[str, dict[int, bytes]] = {}
 
     def coordinator(self, rank: int) -> ThreadCoordinator:
-        """The coordinator of one rank."""
+        """Return the coordinator of a rank."""
         return ThreadCoordinator(self, rank)
 
     def run(self, job: Callable[[Coordinator], T]) -> Sequence[T]:
-        """Run `job` on a thread for each rank; what each returned, in order of rank.
+        """Run `job` on a thread for each rank. Return the results by rank.
 
         Raises:
-            ExceptionGroup: what ranks raised, when all are done.
+            ExceptionGroup: the errors of the ranks, after all have finished.
         """
         results: dict[int, T] = {}
         errors: list[Exception] = []
@@ -45,7 +45,7 @@ class ThreadJob:
         def run_rank(rank: int) -> None:
             try:
                 results[rank] = job(self.coordinator(rank))
-            except Exception as error:  # noqa: BLE001  # raised again below, on the thread that called
+            except Exception as error:  # noqa: BLE001  # raised again on the calling thread
                 errors.append(error)
 
         threads = [threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
@@ -61,12 +61,14 @@ class ThreadJob:
         with self._changed:
             exchange = self._exchanges.setdefault(key, {})
             if rank in exchange:
-                raise PluginError(f"rank {rank} used the key {key!r} for two exchanges; keys are unique per exchange")
+                raise PluginError(
+                    f"rank {rank} used the key {key!r} for two exchanges. Use a new key for each exchange"
+                )
             exchange[rank] = payload
             self._changed.notify_all()
 
     def _take(self, key: str, ranks: Sequence[int], size: int, timeout_seconds: float) -> Sequence[bytes]:
-        """The payloads of these ranks of so many, once all are there."""
+        """Wait for the payloads of these ranks, and return them."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while True:
@@ -77,8 +79,8 @@ class ThreadJob:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     raise CoordinationTimeoutError(
-                        f"after {timeout_seconds:g} s of the exchange {key!r}, {len(missing)} of {size} ranks "
-                        f"had not come: {missing}; look at what they were doing",
+                        f"{len(missing)} of {size} ranks did not take part in the exchange {key!r} within "
+                        f"{timeout_seconds:g} s: {missing}. Check what these ranks were doing",
                         missing,
                     )
 
@@ -94,12 +96,12 @@ class ThreadCoordinator:
 
     @property
     def rank(self) -> int:
-        """Which of the ranks."""
+        """The rank."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self._size
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> ThreadCoordinator:
@@ -107,14 +109,14 @@ class ThreadCoordinator:
         return ThreadCoordinator(self._job, list(ranks).index(self._rank), len(ranks), deadlines)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """See `ckptcore.protocols.Coordinator`; only the leader waits."""
+        """See `ckptcore.protocols.Coordinator`. Only the leader waits."""
         self._job._give(key, self._rank, payload)
         return self._take(key, range(self.size)) if self._rank == 0 else None
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """See `ckptcore.protocols.Coordinator`; the leader does not wait."""
+        """See `ckptcore.protocols.Coordinator`. The leader does not wait."""
         if (payload is None) == (self._rank == 0):
-            raise PluginError(f"broadcast {key!r}: the leader, and nobody else, gives the payload")
+            raise PluginError(f"broadcast {key!r}: only the leader must pass a payload")
         if payload is not None:
             self._job._give(key, self._rank, payload)
             return payload

@@ -1,4 +1,4 @@
-"""Whether two trees are the same: containers of the same types and keys in the same order, leaves bit for bit."""
+"""Assertions that two trees are equal: types and order of containers, and the bits of leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["assert_same_tree", "assert_same_value"]
 
 
 def assert_same_tree(found: Any, expected: Any, where: str = "the tree") -> None:
-    """Fail, saying where, unless two trees of built-in containers, NumPy arrays and values are the same."""
+    """Fail with the path unless two trees of built-in containers, NumPy arrays and values are equal."""
     assert type(found) is type(expected), f"{where}: expected a {type(expected)}, found {found!r:.100}"
     if isinstance(expected, dict):
         keys, expected_keys = list(found), list(expected)
@@ -35,7 +35,7 @@ def assert_same_tree(found: Any, expected: Any, where: str = "the tree") -> None
 
 
 def assert_same_value(found: Any, expected: Any, where: str) -> None:
-    """Fail unless two arrays, or two values, are exactly the same; any NaN is the same as any other float NaN."""
+    """Fail unless two arrays or values are exactly equal. All NaNs of float values are equal."""
     if isinstance(expected, np.ndarray):
         assert isinstance(found, np.ndarray), f"{where}: expected a NumPy array, found {type(found)}"
         assert_same_bits(found, expected, where)
@@ -47,5 +47,5 @@ def assert_same_value(found: Any, expected: Any, where: str) -> None:
             same = math.isnan(part) if math.isnan(expected_part) else part.hex() == expected_part.hex()
             assert same, f"{where}: expected {expected!r}, found {found!r}"
         return
-    # No repr: Python refuses that of a very long int.
+    # No repr, because Python refuses to convert a very long int to text.
     assert found == expected, f"{where}: expected another {type(expected).__name__}"

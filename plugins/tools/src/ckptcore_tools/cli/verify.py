@@ -70,8 +70,8 @@ def _print(report: VerifyReport) -> None:
     if not report.objects:
         print_line(
             ("readable", "bold green"),
-            f": {format_size(report.nbytes)} of arrays. This checkpoint was written by other software, without checksums "
-            "of ckptcore: damage that its own format does not detect is not found",
+            f": {format_size(report.nbytes)} of arrays. This checkpoint was written by other software, without "
+            "checksums of ckptcore: damage that its own format does not detect is not found",
         )
         return
     print_line(("sound", "bold green"), f": {checked}")
