@@ -89,7 +89,7 @@ class Untested:
         (Misnamed, "test_layouts_have_their_names", AssertionError),
         (Twice, "test_layouts_have_their_names", AssertionError),
         (Shouting, "test_storages_have_schemes_and_samples", AssertionError),
-        (Overconfident, "test_it_opens_no_scheme_that_nobody_knows", AssertionError),
+        (Overconfident, "test_it_does_not_open_unknown_schemes", AssertionError),
         (Untested, "test_storages_have_schemes_and_samples", AssertionError),
         (Overconfident, "test_storages_have_schemes_and_samples", AssertionError),
     ],
