@@ -51,7 +51,7 @@ class OneTree(NamedTuple):
 
 
 class SaveDestination(NamedTuple):
-    """Where a save is requested to go.
+    """The requested place of a save.
 
     Attributes:
         place: the path or URL.

@@ -413,7 +413,7 @@ def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[
     if shape is None:
         return start + 1
     if isinstance(shape, _Checkpointable):
-        return _find_shared(shape.state, start, {}, [])  # the object builds its state anew each time
+        return _find_shared(shape.state, start, {}, [])  # the object builds a new state each time
     stop = start
     for child in shape.children:
         stop = _find_shared(child, stop, found, pairs)

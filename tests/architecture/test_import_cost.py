@@ -23,7 +23,7 @@ HEAVY = (
 )  # fmt: skip
 """Packages that no program gets for importing ckptcore."""
 
-MOST_MODULES = 119
+MOST_MODULES = 114
 """Limit of modules that a first save or load imports in addition to NumPy, ml_dtypes, pluggy and xxhash."""
 
 PROBE = """
@@ -125,3 +125,27 @@ def test_every_name_is_there_without_another_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ckptcore.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+THREADS_PROBE = """
+import sys, tempfile, threading
+import numpy
+import ckptcore
+
+imported = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            imported.append(name)
+
+sys.meta_path.insert(0, Finder())
+with tempfile.TemporaryDirectory() as directory:
+    ckptcore.save_async(directory + "/state", {"w": numpy.ones(3)}).result()
+assert not imported, imported
+"""
+
+
+def test_a_first_asynchronous_save_imports_on_the_thread_of_the_caller() -> None:
+    """A process that is forked while another thread imports a module waits for ever if it imports it too."""
+    subprocess.run([sys.executable, "-c", THREADS_PROBE], check=True, timeout=120)
