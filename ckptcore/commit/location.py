@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.conditional_stores import ConditionalPuts, EmulatedConditionalPuts
 from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
@@ -196,12 +197,9 @@ def commit_method(directory: StorageBackend) -> CommitMethod:
     Args:
         directory: a storage, opened at the directory.
     """
-    # Imported by the first save or deletion: loads need neither module, and a save needs one of them.
     if has_directories(type(directory)):
-        from ckptcore.commit.rename import RenameMethod
-
         return RenameMethod(directory)
-    from ckptcore.commit.conditional_put import ConditionalPutMethod
+    from ckptcore.commit.conditional_put import ConditionalPutMethod  # only object stores need it
 
     return ConditionalPutMethod(directory)
 
