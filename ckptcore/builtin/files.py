@@ -15,7 +15,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import Receipt, TreeMetadata
-from ckptcore.model.objects import check_key
+from ckptcore.model.metadata import check_key
 from ckptcore.model.tree import JSON
 from ckptcore.planning import ChunkTable
 from ckptcore.protocols import (

@@ -34,7 +34,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from ckptcore.model.objects import check_directory_key, check_key
+from ckptcore.model.metadata import check_directory_key, check_key
 from ckptcore.protocols import (
     Buffer,
     IfAbsent,

@@ -19,7 +19,7 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.objects import check_directory_key, check_key
+from ckptcore.model.metadata import check_directory_key, check_key
 from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageBackend, StorageOptions
 
 __all__ = ["MemoryStorage", "MemoryStorages"]

@@ -13,8 +13,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.installed import version_of
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
-from ckptcore.model.objects import ObjectRecord, check_key
+from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata, ValueRecord, check_key
 from ckptcore.model.tree import JSON
 
 __all__ = [

@@ -32,8 +32,14 @@ from ckptcore.commit.root import (
     check_name,
 )
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
-from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord, check_key
+from ckptcore.model.metadata import (
+    BLOCK_BYTES,
+    CHECKSUM_ALGORITHM,
+    CHECKSUM_BYTES,
+    ObjectRecord,
+    TreeMetadata,
+    check_key,
+)
 from ckptcore.model.transfer import list_of_column
 from ckptcore.model.tree import JSON
 

@@ -12,7 +12,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, PluginError
 from ckptcore.model import BLOCK_BYTES, Checksum, ChecksumSegment, ObjectRecord, Segment
-from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES
+from ckptcore.model.metadata import CHECKSUM_ALGORITHM, CHECKSUM_BYTES
 from ckptcore.protocols import Buffer
 
 __all__ = [

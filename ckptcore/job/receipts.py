@@ -14,8 +14,7 @@ import numpy as np
 
 from ckptcore.errors import PluginError, UnsupportedVersionError
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.transfer import IntegerColumn, ItemColumns, Receipt
 from ckptcore.model.tree import JSON
 

@@ -18,8 +18,7 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFo
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import ChunkIndex, Layout, ReadBoxes, ReadThrough, StorageBackend

@@ -29,8 +29,7 @@ from ckptcore.loading.opening import (
     tree_attempts,
 )
 from ckptcore.loading.stored_trees import abstract_tree, transformed
-from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of

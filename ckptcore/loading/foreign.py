@@ -25,8 +25,7 @@ from ckptcore.errors import (
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
-from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import ObjectRecord, check_key
+from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key
 from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of

@@ -17,7 +17,7 @@ from ckptcore.loading.indexing import AxisIndex, BasicIndex, index_box, rows_of
 from ckptcore.loading.open_state import OpenState, find_plain_extent, map_array
 from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
-from ckptcore.model.objects import BLOCK_BYTES
+from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.runtime import runtime_of
 

@@ -33,8 +33,7 @@ from ckptcore.loading.opening import (
 )
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
 from ckptcore.model.arrays import ArraySpec
-from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
+from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of

@@ -15,8 +15,17 @@ from ckptcore.model.arrays import (
     dtype_from_name,
     name_of_dtype,
 )
-from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
-from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord, check_directory_key, check_key
+from ckptcore.model.metadata import (
+    BLOCK_BYTES,
+    PLAIN_ARRAY,
+    ArrayRecord,
+    LeafRecord,
+    ObjectRecord,
+    TreeMetadata,
+    ValueRecord,
+    check_directory_key,
+    check_key,
+)
 from ckptcore.model.transfer import (
     ArraySegment,
     BytesSegment,

@@ -1,4 +1,4 @@
-"""Records of the leaves of a checkpoint, and the tree of them."""
+"""Records of a checkpoint: its leaves, their tree, and its objects with block checksums."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
-from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
 from ckptcore.model.tree import JSON, Skeleton, TreePath, leaf_count, leaf_paths, skeleton_from_json, skeleton_to_json
 
-__all__ = ["PLAIN_ARRAY", "ArrayRecord", "LeafRecord", "TreeMetadata", "ValueRecord"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CHECKSUM_ALGORITHM",
+    "CHECKSUM_BYTES",
+    "PLAIN_ARRAY",
+    "ArrayRecord",
+    "LeafRecord",
+    "ObjectRecord",
+    "TreeMetadata",
+    "ValueRecord",
+    "check_directory_key",
+    "check_key",
+]
 
 PLAIN_ARRAY: Final = "array"
 """The kind of a plain array."""
@@ -309,3 +321,69 @@ def _natural(found: JSON) -> int:
     if type(found) is not int or found < 0:
         raise CorruptCheckpointError(f"the saved tree cannot be read: expected a count, found {str(found)[:80]!r}")
     return found
+
+
+BLOCK_BYTES: Final = 1 << 20
+"""Bytes that one checksum covers; the last block of an object may be shorter."""
+
+CHECKSUM_ALGORITHM: Final = "xxh3_64"
+"""The algorithm of new checksums: XXH3 with 64 bits and seed 0."""
+
+CHECKSUM_BYTES: Final = 8
+"""Bytes of one checksum in `ObjectRecord.checksums`."""
+
+_NO_NAMES: Final = frozenset({"", ".", ".."})
+
+
+class ObjectRecord(NamedTuple):
+    """An object of a checkpoint.
+
+    Attributes:
+        key: its name within the checkpoint, with ``/`` between directories.
+        size: its bytes.
+        checksums: the checksum of each block of `BLOCK_BYTES`, in order, each a little-endian uint64; empty if there
+            are none.
+    """
+
+    key: str
+    size: int
+    checksums: bytes = b""
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of the object."""
+        return -(-self.size // BLOCK_BYTES)
+
+
+def check_key(key: str) -> str:
+    """Return a key if it names an object below a directory: relative, with ``/`` between its parts.
+
+    Keys may come from a hostile file. A storage may refuse further keys that none of its objects can have.
+
+    Raises:
+        InvalidLocationError: the key is absolute or empty, or has an empty, ``.`` or ``..`` part, a NUL character or a
+            surrogate that represents no byte of a file name.
+    """
+    if not _NO_NAMES.isdisjoint(key.split("/")):
+        raise InvalidLocationError(
+            f"the key {key[:200]!r} has an empty, '.' or '..' part; expected a relative key such as 'directory/name'. "
+            "If it comes from a checkpoint, that checkpoint is damaged or hostile"
+        )
+    try:
+        if "\0" not in key and (key.isascii() or key.encode("utf-8", "surrogateescape")):
+            return key
+    except UnicodeEncodeError:
+        pass  # the error below
+    raise InvalidLocationError(
+        f"the key {key[:200]!r} has a character that is not valid in names. "
+        "If it comes from a checkpoint, that checkpoint is damaged or hostile"
+    )
+
+
+def check_directory_key(key: str) -> str:
+    """Return the key of a directory without a trailing ``/``. The empty key is the directory of the storage.
+
+    Raises:
+        InvalidLocationError: see `check_key`.
+    """
+    return check_key(key.removesuffix("/")) if key else key

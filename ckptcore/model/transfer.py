@@ -8,8 +8,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 
 __all__ = [

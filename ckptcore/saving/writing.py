@@ -25,7 +25,7 @@ from ckptcore.events import Recording, timeline_to_json
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.visibility import seen_by_all, sees_claim
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import Receipt, Segment
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import (

@@ -28,8 +28,7 @@ from ckptcore.errors import (
 )
 from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model.arrays import Box
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, check_key
+from ckptcore.model.metadata import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ArrayRecord, TreeMetadata, check_key
 from ckptcore.model.transfer import ItemColumns, Receipt, WriteItem
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import Layout, StorageBackend

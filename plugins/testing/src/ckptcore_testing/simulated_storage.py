@@ -17,7 +17,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from ckptcore.model.objects import check_key
+from ckptcore.model.metadata import check_key
 from ckptcore.protocols import (
     Buffer,
     IfAbsent,

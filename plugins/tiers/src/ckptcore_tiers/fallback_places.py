@@ -12,7 +12,7 @@ from ckptcore.commit.location import IndirectLocation, Location, Storages, SubPa
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
 from ckptcore.errors import ObjectNotFoundError
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import (
     ObjectWriter,
     PutCondition,

@@ -22,7 +22,7 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.job.agreement import Agreement
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

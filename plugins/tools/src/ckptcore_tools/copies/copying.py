@@ -38,7 +38,7 @@ from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.opening import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created

@@ -18,7 +18,7 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, Object
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
-from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
+from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 

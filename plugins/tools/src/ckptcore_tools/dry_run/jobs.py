@@ -15,8 +15,7 @@ from ckptcore.errors import PluginError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.arrays import Box
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
+from ckptcore.model.metadata import CHECKSUM_BYTES, ArrayRecord, ObjectRecord, TreeMetadata
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout

@@ -12,7 +12,7 @@ from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.io.requests import SIZES
 from ckptcore.io.snapshot import ViewedSnapshot
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
+from ckptcore.model.metadata import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import ArraySegment, Pending, Segment, WritePlan
 from ckptcore.protocols import Buffer, HostBytes, IfTag, ObjectWriter, PutCondition, StorageAddress, StorageBackend
 from ckptcore_tools.dry_run.plans import RequestCounts
