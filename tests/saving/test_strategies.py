@@ -35,7 +35,7 @@ def test_a_strategy_that_fails_to_begin_on_one_rank_fails_on_all(tmp_path: Path)
 
 def test_exports_are_of_one_strategy(tmp_path: Path) -> None:
     inner = ckptcore.WithExports([ckptcore.Export(location=tmp_path / "a")])
-    with pytest.raises(ValueError, match="give all exports to one WithExports"):
+    with pytest.raises(ValueError, match="Pass all exports to one WithExports"):
         ckptcore.WithExports([ckptcore.Export(location=tmp_path / "b")], inner)
 
 
