@@ -124,7 +124,7 @@ def test_columns_that_were_decoded_can_be_told_on() -> None:
 
 def test_another_version_is_refused() -> None:
     encoded = encode_receipts([_TREE], [Receipt(0, (), None, ())])
-    with pytest.raises(UnsupportedVersionError, match="one version of ckptcore in all"):
+    with pytest.raises(UnsupportedVersionError, match="same version of ckptcore in all"):
         decode_receipts([_TREE], encoded.replace(b'"version":1', b'"version":2', 1))
 
 

@@ -274,7 +274,7 @@ def test_what_cannot_be_changed_is_refused_before_anything_is_read(make: Callabl
     ckptcore.save(tmp_path / "c", make(), context=QUICK)
     file = tmp_path / "c" / "model.safetensors"
     file.write_bytes(b"\0" * file.stat().st_size)  # a load that reads it fails
-    with pytest.raises(TreeMismatchError, match="cannot be filled in place, and no container"):
+    with pytest.raises(TreeMismatchError, match="cannot be filled in place, and none of its containers"):
         ckptcore.load_into(tmp_path / "c", make())
 
 
