@@ -24,8 +24,6 @@ from ckptcore_example.quantities import Quantity, QuantitySpec
 
 __all__ = ["QuantityHandler"]
 
-KIND = "example.quantity"
-
 
 class QuantityHandler(LeafHandler):
     """Saves a quantity as an array, with its unit in the notes."""
@@ -39,7 +37,8 @@ class QuantityHandler(LeafHandler):
         spec = leaf if isinstance(leaf, QuantitySpec) else leaf.spec
         if spec.dtype.hasobject:
             raise UnsupportedLeafError("a quantity of Python objects cannot be stored: convert it to a numeric dtype")
-        return ArrayRecord(ArraySpec(spec.shape, name_of_dtype(spec.dtype)), KIND, notes={"unit": spec.unit})
+        # The kind is that of any array, so that quantities load as arrays of other frameworks, and these as quantities.
+        return ArrayRecord(ArraySpec(spec.shape, name_of_dtype(spec.dtype)), notes={"unit": spec.unit})
 
     def abstract(self, leaf: Quantity | QuantitySpec) -> QuantitySpec:
         """Return the leaf of an abstract tree that asks for such a quantity."""
