@@ -1,13 +1,14 @@
-"""The layout safetensors.
+"""The layout `safetensors`.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many
 bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C
 order, without gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
-``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. Arrays that
-no process holds whole are in slices (see `safetensors_writing`).
+``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. If no
+process has all elements of an array, the array is stored in slices (see `safetensors_writing`).
 
-Files of a session are named by the number of its first process, such as ``model-session-00001.safetensors``, because
-the number of files is not known while they are written. Readers that use the index accept any names.
+In a partial save, the files of a session have the number of its first process in their names, from 1, such as
+``model-session-00001.safetensors``, because the total number of files is not known while they are written. Readers that
+use the index accept any names.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class SafetensorsLayout(Layout):
     """One ``model.safetensors``, or several files with an index.
 
     Dtypes that safetensors lacks (complex128, int4, some float8) are stored as U8 with the bytes of an element as a
-    last axis (no axis for one byte), and times as I64. The root of the checkpoint has their dtypes. Tied arrays are
+    last axis (no axis for one byte), and times as I64. The root of the checkpoint records their dtypes. Tied arrays are
     stored under the first name; the metadata of the header lists the others, as `safetensors.torch.save_model` does.
 
     Attributes:
-        max_file_bytes: the most bytes of elements in a file, unless one array is larger.
+        max_file_bytes: maximum size of the elements in a file, in bytes. A larger array has a separate file.
         stem: the stem of file names, for software that expects another one than ``model``: ``adapter_model`` for PEFT,
             ``diffusion_pytorch_model`` for diffusers.
         metadata: entries to add to the ``__metadata__`` of every file, names and values as str. An entry ``format``
@@ -101,7 +102,7 @@ class SafetensorsLayout(Layout):
 
     @property
     def name(self) -> str:
-        """safetensors"""
+        """The name "safetensors"."""
         return "safetensors"
 
     def check(self, tree: TreeMetadata, size: int) -> None:
@@ -135,7 +136,7 @@ class SafetensorsLayout(Layout):
         return file_names(self.stem, len(self.arrays_by_object(tree)))
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write the files whose arrays this process holds whole, and slices of its boxes of other arrays."""
+        """Write the files of which this process has all elements. Write its boxes of other arrays as slices."""
         plan = snapshot.plan
         items = _items_by_leaf(plan)
         files = self.arrays_by_object(plan.tree)
@@ -192,10 +193,10 @@ class SafetensorsLayout(Layout):
         return state
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Merge the columns of all processes. Writes the index if there are several files of whole arrays.
+        """Merge the columns of all processes. Write the index if there are several files, and no slices.
 
         Raises:
-            CheckpointError: a process wrote other files, because its layout has other options.
+            CheckpointError: a process wrote different files, because its layout has different options.
         """
         if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
             return _finish_sessions(tree, receipts, self.stem, self.metadata, store)
@@ -211,7 +212,7 @@ class SafetensorsLayout(Layout):
             if "slices" in state:
                 slices.extend(state["slices"], tree, offsets)
         if slices:
-            # Arrays in slices have no file name of their own. Files with only whole arrays keep their names.
+            # Drop the files with an array that is in slices: no process wrote them.
             written = [number for number, leaves in enumerate(files) if leaves and offsets.keys() >= set(leaves)]
             files, keys = [files[number] for number in written], [keys[number] for number in written]
         elif len(files) > 1:
@@ -237,8 +238,8 @@ class SafetensorsLayout(Layout):
         return _names(tree)
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """See `Layout`. Renumbers the columns of leaves."""
-        columns: Any = state  # the caller handles errors that a hostile state causes
+        """Replace the columns of leaf numbers."""
+        columns: Any = state  # the caller handles the errors of a hostile state
         result = {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
         if "slices" in columns:
             result["slices"] = {**columns["slices"], "leaf": [leaves[leaf] for leaf in columns["slices"]["leaf"]]}
@@ -319,7 +320,10 @@ def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
 
 
 def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Sequence[Sequence[int]]) -> list[int]:
-    """Return the numbers of the files of which this process holds all elements. Empty files belong to the leader."""
+    """Return the numbers of the files of which this process has all elements.
+
+    Files without elements belong to the leader; in a session to its first process, if they contain arrays.
+    """
     held = {
         leaf: sum([box.size for number in numbers for box in plan.items[number].boxes])
         for leaf, numbers in items.items()

@@ -1,4 +1,4 @@
-"""Roots: the small object that makes a checkpoint exist. `ckptcore.commit.root_json` encodes and decodes them."""
+"""Roots: the small JSON object that commits a checkpoint. `ckptcore.commit.root_json` encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
 
 PARTIAL_KEY: Final = "checkpoint.partial.json"
-"""The key of the session table in the hidden directory of a partial save. Object stores use `ROOT_KEY`."""
+"""The key of the session table in the hidden directory of a partial save. In an object store its key is `ROOT_KEY`."""
 
 Role: TypeAlias = Literal["checkpoint", "member", "export"]
-"""An independent checkpoint, a checkpointable of a composite, or an export in the directory of its save."""
+"""An independent checkpoint, a checkpointable of a composite, or an export inside the checkpoint of its save."""
 
 HOST_COPIES: Final = "checkpoint.copies"
 """In a per-host save: the directory of copies that a host stores in addition to its part."""

@@ -30,14 +30,14 @@ _SUM: Final = struct.Struct("<Q")
 
 
 def checksums_of(data: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
-    """Return the checksums of all blocks of an object, as `ObjectRecord.checksums` has them."""
+    """Return the checksums of all blocks of an object, in the form of `ObjectRecord.checksums`."""
     view = memoryview(data)
     sums = [xxh3_64_intdigest(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)]
     return struct.pack(f"<{len(sums)}Q", *sums)
 
 
 class BlockChecksums:
-    """The checksums of an object that is being written, fed in any order from any thread."""
+    """The checksums of an object that is being written, computed from pieces in any order. Any thread."""
 
     def __init__(self, size: int, *, block_bytes: int = BLOCK_BYTES) -> None:
         """Expect an object of `size` bytes."""
@@ -84,7 +84,7 @@ class BlockChecksums:
         self._sums[block] = xxh3_64_intdigest(partial.data)
 
     def encode(self) -> bytes:
-        """Return all checksums, as `ObjectRecord.checksums` has them.
+        """Return all checksums, in the form of `ObjectRecord.checksums`.
 
         Raises:
             ValueError: while bytes are missing.
@@ -123,11 +123,11 @@ class RecordedChecksums:
             )
         self._key = record.key
         self._size = record.size
-        self._sums = record.checksums  # not unpacked: a slice needs one of thousands
+        self._sums = record.checksums  # not unpacked: a read of a slice needs few of thousands
         self._block_bytes = block_bytes
 
     def verify(self, start: int, data: memoryview) -> None:
-        """Compare bytes from `start`, a block boundary, to another one or the end of the object.
+        """Verify bytes from `start`, a block boundary, up to another block boundary or the end of the object.
 
         Raises:
             ChecksumError: names the first block that differs.
@@ -140,7 +140,7 @@ class RecordedChecksums:
             self.verify(start + begin, data[begin : begin + size])
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
-        """Compare bytes that are contiguous in the object, and in several places of memory. See `verify`.
+        """Verify bytes that are contiguous in the object but in several buffers. See `verify`.
 
         Raises:
             ChecksumError
@@ -239,12 +239,12 @@ def encoded(checksum: Checksum, value: int) -> bytes:
 
 
 def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSegment, before: int) -> int:
-    """Return the first segment that the checksum in segment `number` covers. The last is the one before it.
+    """Return the number of the first segment that the checksum in segment `number` covers, up to `number`.
 
-    `before` is the number of the checksum before it, or -1.
+    `before` is the number of the previous checksum segment, or -1.
 
     Raises:
-        PluginError: it covers no segment, another checksum, or more segments than there are.
+        PluginError: it covers no segment, another checksum, or more segments than precede it.
     """
     first = number - segment.segments
     if not before < first < number:
@@ -278,7 +278,7 @@ class ChunkCheck:
     """The comparison of a chunk with its inline checksum. The chunk is read in one part or several. Any thread.
 
     Attributes:
-        start, stop: the range of the object that the checksum covers; it begins at `stop`.
+        start, stop: the range of the object that the checksum covers. The checksum begins at `stop`.
         end: the end of the checksum.
         numbers: the targets that wait for the comparison, if the chunk is read in several parts; else empty.
     """

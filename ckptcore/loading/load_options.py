@@ -99,7 +99,7 @@ EXACT: Final = Matching()
 
 
 _SHOWN: Final = 10
-"""Limit of paths of each kind in the text of a report."""
+"""Maximum number of paths of each kind in the text of a report."""
 
 
 @dataclass(frozen=True, slots=True)

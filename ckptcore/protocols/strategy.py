@@ -59,8 +59,7 @@ class SaveCommit(Protocol):
         """End a save whose commit may have happened.
 
         Args:
-            error: None if every rank has committed. Otherwise the error of the exchange that followed the work of this
-                process.
+            error: None if every rank has committed. Otherwise the error of the stage "write" or "commit" on this rank.
 
         Raises:
             CommitUnknownError: the target does not have the save.
@@ -80,8 +79,8 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
 
     Attributes:
         takes_placeholders: True if the state may have placeholders, for leaves that the strategy finds elsewhere.
-        checks_target: True if `prepare` checks the location. Otherwise the core refuses a target that ``overwrite=``
-            does not allow to replace.
+        checks_target: True if `prepare` checks the location. Otherwise the core refuses an existing target unless
+            ``overwrite=`` allows replacing it.
     """
 
     @property

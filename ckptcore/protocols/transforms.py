@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class DerivedArray(Protocol):
-    """An array that is computed from other arrays. Immutable, hashable, pickled if its values can be. Any thread.
+    """An array that is computed from other arrays. Immutable, hashable, picklable if its attributes are. Any thread.
 
     No method is called for a box without elements.
     """
@@ -102,7 +102,7 @@ class DerivedTree(NamedTuple):
     Attributes:
         tree: paths and records; shape and dtype of each array are those of its derived array.
         arrays: by leaf number, the derived array. Has no aliases.
-        values: by leaf number of each value in the loaded checkpoint, its number there.
+        values: by leaf number, the leaf number of each value in the loaded checkpoint.
         source: further checkpoints, files and handlers.
     """
 
@@ -112,7 +112,7 @@ class DerivedTree(NamedTuple):
     source: TransformSource
 
     def finish(self) -> DerivedTree:
-        """Return the tree itself, because no transform is changing it."""
+        """Return this tree, which is complete."""
         return self
 
 

@@ -219,7 +219,7 @@ class _Capture:
     """
 
     def __init__(self, save: Save) -> None:
-        """Capture nothing yet."""
+        """Prepare to capture the parts of a save. `view` or `copy` captures them."""
         self.at_workers: WorkerCapture[Save] | None = None
         self._save = save
         self._copies: list[CopiedSnapshot | BoundedSnapshot] = []
@@ -236,8 +236,8 @@ class _Capture:
 
         Args:
             memory: the memory of the copies.
-            limit: the most bytes of copies in this process at a time; None: no limit. Workers copy all their boxes at
-                once. With a limit, further saves copy again, because the first copy is released by then.
+            limit: maximum size of the copies in this process at a time, in bytes; None: no limit. Workers copy all
+                their boxes at once. With a limit, further saves copy again, because the first copy is released by then.
 
         Returns:
             The copies, for `_finish_copies`. Once they are finished, the state may change.

@@ -48,8 +48,7 @@ def take_step(
     """Run a step on all ranks, and wait for all of them.
 
     An error of one rank fails the step on all ranks, as in a stage of an `Agreement`. If one rank finds damage, all
-    ranks raise its error, because it may have read data for them. If the checkpoint was replaced, the attempt is
-    repeated.
+    ranks raise its error, because it may have read data for them.
 
     Args:
         agreement: the agreement of the load.
@@ -107,7 +106,10 @@ def _outcome(messages: Sequence[Any]) -> JSON:
 
 
 def exchange_name(location: object, recording: Recording) -> str:
-    """Return a name for the exchanges of a load, equal on every rank: hosts may have different directories."""
+    """Return a name for the exchanges of a load, equal on every rank.
+
+    A step of a run is named by its number, because its directory can differ between hosts.
+    """
     return str(location) if recording.step is None else f"step {recording.step}"
 
 
@@ -119,7 +121,12 @@ class CollectiveRead:
     """
 
     def __init__(self, job: Coordinator, attempt: type[CollectiveAttempt[Any]]) -> None:
-        """Load on the processes of `job`, of which there are several, with attempts of a type."""
+        """Load in a job of several processes.
+
+        Args:
+            job: the coordinator of the job.
+            attempt: the type of the attempts.
+        """
         self.job = job
         self._attempt = attempt
 
@@ -171,7 +178,7 @@ class CollectiveAttempt(Generic[T]):
         return planned[0] if messages is not None and self._agree(messages, planned[0]) else None
 
     def read(self, reading: TreeRead) -> bool:
-        """Read what was planned; False if the checkpoint was replaced meanwhile."""
+        """Read the planned data; False if the checkpoint was replaced meanwhile."""
 
         def read() -> JSON:
             with naming_arrays(reading.opened):
@@ -199,7 +206,7 @@ class CollectiveAttempt(Generic[T]):
 
 
 def load_composite_collectively(load: CompositeLoad, job: Coordinator) -> dict[str, object]:
-    """Load several checkpointables on all ranks of a job, one name after the other.
+    """Load several checkpointables on all ranks of a job, one after another.
 
     A rank that does not request a name takes part in its load without requesting data.
     """
@@ -269,6 +276,6 @@ class _CompositeAttempt:
         return None
 
     def loaded(self) -> dict[str, object]:
-        """Return what this rank loaded, by name."""
+        """Return the checkpointables that this rank loaded, by name."""
         assert self._composite is not None  # opened by the first step
         return self._load.in_order(self._composite, self._loaded)

@@ -1,7 +1,7 @@
 """The JAX plugin: `jax.Array`, random keys, abstract arrays, and containers registered with `jax.tree_util`.
 
-Saves and loads need no import: ckptcore finds `ckptcore_jax.plugin` by its entry point. Importing
-this package does not import JAX. Accessing one of these names does::
+Programs need not import this package: ckptcore finds `ckptcore_jax.plugin` by its entry point.
+Importing the package does not import JAX. Accessing one of these names does::
 
     ColocatedExecutor      executor of a single controller, whose workers run JAX's colocated Python
     JaxLeafHandler         leaf handler; use ``JaxLeafHandler(copy=False)`` if no array aliases

@@ -30,7 +30,7 @@ __all__ = ["DcpLayout"]
 
 _METADATA = ".metadata"
 _MANY_PROCESSES: Final = 1024
-"""Object stores limit the request rate per key prefix, to a few thousand requests a second."""
+"""Default of `spread_from`. Object stores accept a few thousand requests a second per key prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class DcpLayout(Layout):
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write ``.metadata`` and return the table of elements.
 
-        Our loads use this table alone, without reading ``.metadata`` or zip headers.
+        ckptcore loads with this table alone, without reading ``.metadata`` or zip headers.
         """
         names = self._names.of(tree)
         parts = [(_receipt_file(receipt), receipt.state) for receipt in receipts]

@@ -344,7 +344,7 @@ def read_box(location: ArrayLocation, box: Box, whole: bytes | None, store: Read
     """Read a box of an array with any strides.
 
     Args:
-        place: location of the array.
+        location: location of the array.
         box: box of its tensor.
         whole: all bytes of its storage, or None to read them from `store`.
         store: the store to read from, or None if `whole` is given.
@@ -421,13 +421,13 @@ def _swap_bytes(buffer: HostArray) -> None:
 
 
 _GAP_BYTES: Final = 1 << 16
-"""Smaller gaps between requested elements are read too. This is cheaper on disks and slower storages."""
+"""Gaps up to this size between requested elements are read too, because separate reads take longer."""
 
 
 def should_read_whole(wanted: Iterable[Box], whole: Box, itemsize: int) -> bool:
-    """Return whether to read all elements: if that adds at most a tenth to the bytes read.
+    """Return whether to read all elements and verify their checksum: if that adds at most a tenth to the bytes read.
 
-    Common after resharding: a process often needs half of what another process saved.
+    After resharding, a process often needs only half of what another process saved.
 
     Args:
         wanted: requested boxes; may reach beyond the tensor.

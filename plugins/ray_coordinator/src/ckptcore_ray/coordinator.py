@@ -17,7 +17,7 @@ from ckptcore_ray.outcomes import Delivered, EndedIncarnation, LostRank, Missing
 __all__ = ["RayCoordinator"]
 
 _ANSWER_SECONDS: Final = 60.0
-"""Time for the answer of the job's actor, in addition to the timeout of an exchange."""
+"""Time in seconds to wait for the answer of the job's actor, in addition to the timeout of an exchange."""
 
 
 class RayCoordinator:

@@ -17,7 +17,7 @@ _LOG: Final = logging.getLogger("ckptcore.storage")
 
 _MIN_LIMIT: Final = 1
 _SECONDS_BETWEEN_CUTS: Final = 1.0
-"""Concurrent requests fail in the same burst, which counts once."""
+"""Minimum time between cuts of the limit, because concurrent requests are throttled together."""
 
 
 class AdaptiveLimit:

@@ -48,10 +48,17 @@ class PartUpload(Protocol):
 
 
 class Upload:
-    """An upload by the multipart protocol. Any thread. Every method raises `RequestFailed`."""
+    """A `PartUpload` by the multipart protocol of S3. Any thread. Every method raises `RequestFailed`."""
 
     def __init__(self, bucket: BucketRequests, key: str, identifier: str, put_id: str = "") -> None:
-        """Refer to an existing upload."""
+        """Refer to an existing upload.
+
+        Args:
+            bucket: the bucket.
+            key: the key of the object to create.
+            identifier: the upload id of the service.
+            put_id: the id in the metadata of the object, from `begin`; empty if unknown.
+        """
         self._bucket = bucket
         self._key = key
         self._identifier = identifier

@@ -49,7 +49,7 @@ def open_simulated(disk: SimulatedDisk, url: str, options: StorageOptions) -> Si
 class SimulatedStorage(StorageBackend):
     """Files in a directory of a `SimulatedDisk`. Implements `AtomicDirectories`. Any thread."""
 
-    # Requests are small, so that tests see them split.
+    # A small request size, so that tests cover reads of several requests.
     capabilities = StorageCapabilities(request_bytes=64 << 10)
 
     def __init__(self, disk: SimulatedDisk, directory: tuple[str, ...], *, durable: bool) -> None:

@@ -107,7 +107,8 @@ class StoreCoordinator:
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Send the leader's payload to all. See `ckptcore.protocols.Coordinator`.
 
-        The leader does not wait. The last rank to receive the payload removes it.
+        The leader does not wait, except in the first exchange of all ranks: there it waits until
+        all have taken part in the handshake. The last rank to receive the payload removes it.
         """
         if (payload is None) == (self._rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
@@ -135,7 +136,7 @@ class StoreCoordinator:
         try:
             self._wait(store, key, names)
         finally:
-            # Not in a smaller group of ranks: the other ranks may not have met the leader yet.
+            # Not in a group of some ranks: the other ranks may not have taken part in the handshake yet.
             if self._size == self._handshake.size:
                 self._handshake.waited()
         gathered = [payload, *[store.get(name) for name in names.values()]]
@@ -157,7 +158,7 @@ class StoreCoordinator:
         return received
 
     def _wait(self, store: WatchedStore, key: str, names: Mapping[int, str]) -> None:
-        """Wait until the ranks have set their names."""
+        """Wait until each rank has set its name in the store."""
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         missing = dict(names)
@@ -180,7 +181,7 @@ class StoreCoordinator:
 class StorelessCoordinator:
     """Coordinator of a process group without a store. Every exchange raises an error.
 
-    Loads in a single process work, because they need only the rank.
+    Loads that each process does alone still work, because they need only the rank.
 
     Attributes:
         backend: backend of the group.

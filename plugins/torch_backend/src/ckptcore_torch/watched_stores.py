@@ -24,7 +24,7 @@ class WatchedStore:
     """The store of one exchange, used on the thread of `run_watched`.
 
     Attributes:
-        abandoned: set when `run_watched` stopped waiting for the exchange.
+        abandoned: set when `run_watched` stops waiting for the exchange.
         request_began: start of the pending request, by `time.monotonic`; infinity if there is none.
     """
 
@@ -35,7 +35,7 @@ class WatchedStore:
         self.request_began = math.inf
 
     def set(self, name: str, value: bytes) -> None:
-        """Set the value of a name."""
+        """Set the value of a name, which is a key of the store."""
         self._request(lambda: self._store.set(name, value))
 
     def get(self, name: str) -> bytes:
@@ -64,7 +64,7 @@ class WatchedStore:
         self.request_began = time.monotonic()
         try:
             return request()
-        except RuntimeError as error:  # a failed server causes several types, with the base torch.distributed.DistError
+        except RuntimeError as error:  # base of the errors of a failed server, such as torch.distributed.DistError
             raise RankFailedError(
                 f"the store of the job failed in the exchange {self._key!r}: {error}; {_SERVER_HINT}"
             ) from error

@@ -31,11 +31,11 @@ _EXPRESSIONS: Final[Mapping[str, str]] = {"": "[^/.]+", ":d": "[0-9]+", "...": "
 
 @dataclass(frozen=True, slots=True)
 class FieldMatch:
-    """Match of a field.
+    """The match of a field in a path.
 
     Attributes:
         text: the matched text.
-        keys: the matched keys, if they are whole; else None.
+        keys: the matched keys, if the text consists of whole keys; else None.
     """
 
     text: str
@@ -61,7 +61,7 @@ class _Field:
 
 @dataclass(frozen=True)
 class Template:
-    """A parsed pattern.
+    """A parsed pattern: a template, or a regular expression.
 
     Attributes:
         pattern: the pattern itself.
@@ -71,7 +71,7 @@ class Template:
 
     @cached_property
     def _parts(self) -> Sequence[str | _Field | None]:
-        """Text, fields, and None for wildcards."""
+        """The literal texts and fields of a template, and None for each wildcard."""
         assert isinstance(self.pattern, str)  # regular expressions have no parts
         parts: list[str | _Field | None] = []
         end = 0
@@ -121,7 +121,7 @@ class Template:
 
     @property
     def is_exact(self) -> bool:
-        """True if the fields determine the matched text."""
+        """True if the fields determine the path: a template without wildcards."""
         return isinstance(self.pattern, str) and None not in self._parts
 
     def match(self, path: TreePath) -> Fields | None:
@@ -189,7 +189,7 @@ class Template:
 
 
 def exactly(text: str) -> Template:
-    """Return a pattern for one path."""
+    """Return a pattern that matches only the path with this text."""
     return Template(re.compile(re.escape(text)))
 
 

@@ -260,10 +260,10 @@ def _tile(out: HostArray) -> tuple[Sequence[int], bool]:
 def _factors(
     scales: HostArray, bounds: Sequence[tuple[int, int]], block: Sequence[int], first: Sequence[int]
 ) -> HostArray:
-    """Return the scales for the elements of a tile, broadcastable along axes with one scale.
+    """Return the scales of the elements of a tile, with extent 1 along axes that need only one scale.
 
     Args:
-        scales: of the blocks that overlap the box.
+        scales: scales of the blocks that overlap the box.
         bounds: range of the tile in the box, by axis.
         block: extents of a block.
         first: offset of the box in its first block, by axis.
@@ -315,12 +315,10 @@ def _in_float32(values: HostArray) -> HostArray:
 
 
 def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Derive the extents of a block from the number of scales: one per axis, or one per index.
+    """Return the extents of a block, if the shape of the scales determines them; else None.
 
-    Return None otherwise.
-
-    Other numbers are ambiguous: two scales for 192 rows can mean blocks of 96, or of 128 and a
-    rest.
+    It does if there is a single scale, or along each axis one scale or one for each index. Other
+    numbers are ambiguous: two scales for 192 rows can mean blocks of 96 rows, or of 128 and 64.
 
     Args:
         values, scales: shapes. A single scale can have any shape.
@@ -339,7 +337,7 @@ def block_scaled(
 
     Args:
         values: the elements, real numbers.
-        scales: floats that float32 represents, one for each block; the last block of an axis can be
+        scales: floats of a dtype whose values float32 represents, one for each block; the last block of an axis can be
             smaller. Or a single scale.
         block: extents of a block along the last axes, 1 along the others; None for those of
             `block_of`.
@@ -382,12 +380,13 @@ def _is_real(dtype: str) -> bool:
 
 
 def mxfp4(blocks: DerivedArray, scales: DerivedArray, dtype: str = "float32") -> DerivedArray:
-    """Dequantise MXFP4: blocks of 32 numbers along the last axis, two per byte (`UnpackedFp4`),
-    times one scale for each block.
+    """Dequantise MXFP4: multiply 4-bit numbers by one scale for each block of 32 along the last axis.
+
+    A byte contains two numbers, as in `UnpackedFp4`.
 
     A scale is a power of two with its exponent in a byte (E8M0): 2 ** (byte - 127), and NaN for 255
-    (OCP Microscaling Formats 1.0, 5.4.1). gpt-oss's own code, which has no such bytes, would return
-    infinity.
+    (OCP Microscaling Formats 1.0, 5.4.1). The code of gpt-oss returns infinity for 255, but its
+    checkpoints do not contain it.
 
     Args:
         blocks: bytes; (..., blocks, 16) as in gpt-oss, or (..., 16 * blocks).

@@ -35,7 +35,7 @@ _RANDOM_KEYS: Final = ("jax_random_key", "np_random_key")
 
 @dataclass(frozen=True)
 class Item:
-    """The contents of a directory.
+    """An item, with its metadata files parsed.
 
     Attributes:
         kind: kind of item.
@@ -139,7 +139,7 @@ def item_kind(names: frozenset[str]) -> ItemKind | None:
 def find_item(store: ReadStore, directory: str = "") -> Item | None:
     """Return the item in a directory, with its metadata files read; None if there is no Orbax item.
 
-    Everything may be hostile.
+    All files may be hostile.
 
     Args:
         store: the store.
@@ -262,8 +262,8 @@ def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree:
 def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> dict[str, str]:
     """Return the implementations of random keys, by array name.
 
-    Every process writes a file about its arrays, usually all arrays. Further files are read only if
-    an array is missing in the first.
+    Every process writes a file about its arrays, usually all arrays. Other files are read only if
+    the first lacks an array.
     """
     missing = {leaf.name for leaf in tree.leaves if leaf.value_type == "jax.Array"} if tree is not None else None
     found: dict[str, str] = {}
@@ -307,7 +307,7 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
 
 
 def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
-    """Return a tree without any description: a directory that contains only directories of arrays."""
+    """Return the item in a directory that contains only directories of arrays, without a description of the tree."""
     ignored = {f"{ARRAY_METADATA}/"}
     directories = sorted(name for name in names - ignored if name.endswith("/"))
     if not directories or not names - set(directories) <= {

@@ -45,8 +45,8 @@ class _OrbaxLayout(Layout):
     """Common part of the three layouts. Thread-safe.
 
     Attributes:
-        chunk_bytes: target size of a read chunk, in bytes, by dividing what one process writes of an
-            array. None: do not divide.
+        chunk_bytes: target size of a read chunk, in bytes. Larger parts of an array, as written by one
+            process, are divided into several read chunks. None: do not divide.
         compression: compression of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or
             None.
         rules: other options for arrays selected by patterns, applied in order.
@@ -116,7 +116,7 @@ class _OrbaxLayout(Layout):
         """Write the chunks of this process.
 
         Raises:
-            AtomicityError: this process has only a part of a chunk.
+            AtomicityError: this process has only some of the elements of a chunk.
         """
         return write_arrays(snapshot, self._layout_options(), store)
 

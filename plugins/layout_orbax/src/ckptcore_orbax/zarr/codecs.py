@@ -24,7 +24,7 @@ _INDEX_CODECS: Final[Sequence[JSON]] = (
 
 @dataclass(frozen=True, slots=True)
 class ChunkCodecs:
-    """Properties of a codec chain that allow reading chunks without it.
+    """Properties of a codec chain, with which chunks can be read without running its codecs.
 
     Attributes:
         inner, sharded, index_at, index_checksum, direct, checksum: as in `ArrayFormat`.
