@@ -1,4 +1,4 @@
-"""The part of the Hugging Face Hub's API that reading a repository asks, on this machine, over a directory of files.
+"""A local server of the Hugging Face Hub's API for reading a repository, from a directory of files.
 
 As huggingface_hub 0.24 to 2.4 ask for it: the repository, the tree of files, some paths of it, and
 the files.

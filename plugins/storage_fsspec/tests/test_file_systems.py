@@ -44,7 +44,7 @@ def test_listings_of_others_are_left_alone() -> None:
 
 @pytest.mark.system
 def test_a_process_that_was_forked_reads_too(tmp_path: Path) -> None:
-    """With a file system of its own: that of its parent waits for a thread that the fork did not copy."""
+    """A forked child opens its own file system, because its parent's waits for a thread that the fork did not copy."""
     (tmp_path / "data").write_bytes(b"read me")
     with serve_directory(tmp_path, RangesHandler) as (url, _):
         from ckptcore_fsspec.opening import open_url

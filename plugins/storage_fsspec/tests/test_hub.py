@@ -24,7 +24,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A model in two files and their index, as `transformers` writes one."""
+    """A model in two files with an index, like the checkpoints of `transformers`."""
     files = {}
     for number, (name, array) in enumerate(WEIGHTS.items(), 1):
         file = f"model-{number:05}-of-{len(WEIGHTS):05}.safetensors"
@@ -40,7 +40,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def context(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ckptcore.Context]:
-    """With the hub on this machine, the one that may be reached: the tests are kept from the true one."""
+    """A local hub. Tests cannot reach the real one."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with serve_directory(repository, HubHandler) as (url, _):
         yield ckptcore.Context(storage={"hf": {"endpoint": url, "token": False}})

@@ -67,7 +67,7 @@ def test_ranges_and_parts(server: S3Server) -> None:
 
 
 def test_what_another_client_changed_is_seen(server: S3Server) -> None:
-    """Listings are not kept: s3fs keeps them for ever, by default."""
+    """Listings are not cached, unlike the default of s3fs."""
     from ckptcore.plugins import installed_plugins
 
     bucket = server.create_bucket()

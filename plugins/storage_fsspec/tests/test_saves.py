@@ -70,7 +70,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def marked(place: Place) -> Place:
-    """A directory of its own, saved to with markers."""
+    """A new directory, with markers instead of conditional puts."""
     url, context = place
     return f"{url}/{uuid.uuid4().hex}", replace(context, io=replace(context.io, without_conditions="marker"))
 

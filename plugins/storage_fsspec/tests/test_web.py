@@ -1,4 +1,4 @@
-"""Checkpoints on web servers: loaded, looked at, and never written."""
+"""Checkpoints on web servers can be loaded and inspected, but not written."""
 
 from __future__ import annotations
 

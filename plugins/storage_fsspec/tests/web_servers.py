@@ -17,7 +17,7 @@ __all__ = ["PlainHandler", "RangesHandler", "serve_directory"]
 
 
 class PlainHandler(SimpleHTTPRequestHandler):
-    """Python's own: no ranges, and an index of each directory.
+    """Python's own server: no ranges, but an index of each directory.
 
     Requests are remembered by the server.
     """

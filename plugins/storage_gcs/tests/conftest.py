@@ -1,4 +1,4 @@
-"""The GCS servers of the tests, each started once for all of them in a process."""
+"""GCS servers for tests. Each is started once per process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ckptcore_testing.gcs_servers import GcsServer, gcs_server
 
 @pytest.fixture
 def gcs() -> Iterator[StrictGcs]:
-    """A strict GCS in this process with one bucket, ``bucket``, for tests that look inside."""
+    """A strict GCS server in this process with one bucket, ``bucket``, for tests that inspect its state."""
     with StrictGcs(["bucket"]) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    """The strict GCS as a process of its own."""
+    """The strict GCS server as a process."""
     with gcs_server(tmp_path_factory.mktemp("strict")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def fake_gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    """An independent server, as a second opinion."""
+    """An independent implementation."""
     with gcs_server(tmp_path_factory.mktemp("fake-gcs-server"), "fake-gcs-server") as server:
         yield server

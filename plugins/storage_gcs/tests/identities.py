@@ -1,4 +1,4 @@
-"""Google's side of credentials, for tests: a token service, a metadata server, and files that name them."""
+"""A token service, a metadata server, and credentials files for tests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TokenService:
         )
 
     def federated(self, directory: Path) -> Path:
-        """The file of an identity of another cloud, which obstore cannot read."""
+        """A credentials file of a federated identity, which obstore cannot read."""
         (directory / "subject").write_text("subject")
         return self._file(
             directory,

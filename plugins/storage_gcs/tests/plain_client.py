@@ -1,4 +1,4 @@
-"""A plain client: requests of HTTP as the documentation of GCS words them."""
+"""A plain HTTP client, for requests from the documentation of GCS."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _open(gcs: StrictGcs, **config: JSON) -> ObjectStoreDirectory:
 
 
 class Losing:
-    """Does every request, but loses the first answer to each kind of request that changes something."""
+    """Handles every request, but loses the first answer to each kind of request that changes data."""
 
     def __init__(self) -> None:
         self.lost: set[str] = set()
@@ -77,7 +77,7 @@ def test_lost_answers_change_nothing(gcs: StrictGcs, uploads: str) -> None:
 
 @pytest.mark.parametrize("uploads", UPLOADS)
 def test_who_lost_is_told_so_however_often_it_asks(gcs: StrictGcs, uploads: str) -> None:
-    """An object with the same bytes by another writer is not taken for one's own."""
+    """An object of another writer with the same bytes is not mistaken for an own put."""
     storage = _open(gcs, uploads=uploads)
     storage.put("root", b"claim", condition=IF_ABSENT)
     gcs.intercept = Losing()

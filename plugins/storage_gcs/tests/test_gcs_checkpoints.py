@@ -20,7 +20,7 @@ Place: TypeAlias = tuple[str, ckptcore.Context]
 
 @pytest.fixture(params=["strict", "fake_gcs_server"])
 def place(request: pytest.FixtureRequest) -> Place:
-    """An empty bucket, and how it is found."""
+    """An empty bucket, with the Context for its server."""
     server: GcsServer = request.getfixturevalue(request.param)
     context = ckptcore.Context(storage={"gs": {**server.options, "part_bytes": 5 << 20}})
     return f"gs://{server.create_bucket()}", context
@@ -60,7 +60,7 @@ def test_steps_of_a_run(place: Place) -> None:
 
 
 def test_a_commit_whose_answer_is_lost_is_one_commit(gcs: StrictGcs) -> None:
-    """Each request that changes something succeeds, but its answer is lost: one try of each in turn."""
+    """A lost answer to any request that changes data does not fail a save."""
     context = ckptcore.Context(storage={"gs": {"endpoint": gcs.url, "anonymous": True, "part_bytes": 5 << 20}})
     state = {"w": np.arange(3_000_000, dtype=np.float32), "step": 1}
     ckptcore.save("gs://bucket/counted", state, context=context)

@@ -25,14 +25,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The load_credentials_from_file m
 
 @pytest.fixture
 def guarded() -> Iterator[StrictGcs]:
-    """A GCS that wants to see the token."""
+    """A GCS server that requires the token."""
     with StrictGcs(["bucket"], token=TOKEN) as server:
         yield server
 
 
 @pytest.fixture
 def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TokenService]:
-    """Gives out the token; nothing else of this machine gives any."""
+    """A token service. No other credentials of this machine are used."""
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_QUOTA_PROJECT", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no-gcloud"))
@@ -71,7 +71,7 @@ def test_a_file_in_the_options(guarded: StrictGcs, tokens: TokenService, tmp_pat
 def test_an_identity_of_another_cloud(
     guarded: StrictGcs, tokens: TokenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Obstore cannot read such a file; google-auth does, and obstore never looks."""
+    """Obstore cannot read such a file, but google-auth can, and obstore does not try."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tokens.federated(tmp_path)))
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")  # or google-auth asks the real service for it
     _works(_open(guarded))
@@ -80,7 +80,7 @@ def test_an_identity_of_another_cloud(
 @pytest.mark.system
 @pytest.mark.slow
 def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService) -> None:
-    """In a process of its own: google-auth reads the variables when it is imported."""
+    """In a new process, because google-auth reads the variables when it is imported."""
     program = (
         "import ckptcore\n"
         f"context = ckptcore.Context(storage={{'gs': {{'endpoint': {guarded.url!r}, 'retries': 0}}}})\n"
@@ -137,7 +137,7 @@ def test_one_kind_is_given(gcs: StrictGcs) -> None:
 
 
 def test_who_pays(gcs: StrictGcs) -> None:
-    """The project goes with every request, by obstore and by plain HTTP."""
+    """Every request names the project, with obstore and with plain HTTP."""
     seen: list[str | None] = []
 
     def look(request: Request, serve: Callable[[Request], Answer]) -> Answer:

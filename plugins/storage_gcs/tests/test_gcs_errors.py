@@ -145,7 +145,7 @@ def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
 
 
 def test_answers_of_a_batch_come_in_any_order(gcs: StrictGcs) -> None:
-    """Each names its request; the one that has to be sent again is."""
+    """Answers name their requests, and transient failures are retried."""
     storage = _open(gcs, retries=3, first_wait=0.001)
     for name in ("a", "b", "c"):
         storage.put(name, b"1")

@@ -22,7 +22,7 @@ class _OnStrictGcs:
 
     @pytest.fixture(autouse=True)
     def use_server(self, strict: GcsServer) -> None:
-        """A bucket of its own for each test."""
+        """A new bucket for each test."""
         self.plugin = GcsPlugin()
         self.server = strict
         self.bucket = strict.create_bucket()
@@ -50,23 +50,23 @@ class TestStrictGcsComposed(_OnStrictGcs, StorageBackendTests):
 
 
 class TestNewObjects(_OnStrictGcs, NewObjectTests):
-    """Objects that replace nothing."""
+    """New objects."""
 
 
 @pytest.mark.slow
 class TestNewObjectsComposed(_OnStrictGcs, NewObjectTests):
-    """Objects that replace nothing, composed of small ones."""
+    """New objects, composed of small ones."""
 
     uploads = "composite"
 
 
 class TestUploads(_OnStrictGcs, UploadsTests):
-    """Unfinished objects."""
+    """Unfinished uploads."""
 
 
 @pytest.mark.slow
 class TestUploadsComposed(_OnStrictGcs, UploadsTests):
-    """Unfinished objects that are composed of small ones."""
+    """Unfinished uploads of composed objects."""
 
     uploads = "composite"
 
@@ -76,7 +76,7 @@ class _OnFakeGcsServer:
 
     @pytest.fixture(autouse=True)
     def use_server(self, fake_gcs_server: GcsServer) -> None:
-        """A bucket of its own for each test."""
+        """A new bucket for each test."""
         self.plugin = GcsPlugin()
         self.server = fake_gcs_server
         self.bucket = fake_gcs_server.create_bucket()
@@ -103,4 +103,4 @@ class TestNewObjectsOnFakeGcsServer(_OnFakeGcsServer, NewObjectTests):
 
 @pytest.mark.slow
 class TestUploadsOnFakeGcsServer(_OnFakeGcsServer, UploadsTests):
-    """Unfinished objects, on fake-gcs-server."""
+    """Unfinished uploads, on fake-gcs-server."""

@@ -23,7 +23,7 @@ NAMES = ("plain", "a b/%41?ü#+&='()*~[y]", "deep/" * 20 + "end", "日本語/~")
 
 @pytest.fixture
 def store(gcs: StrictGcs) -> GCSStore:
-    """The bucket as obstore sees it."""
+    """The bucket in obstore."""
     key = {"gcs_base_url": gcs.url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
     return GCSStore(
         "bucket",
@@ -79,7 +79,7 @@ def test_obstore_lists_a_level_at_a_time_and_in_pages(store: GCSStore, gcs: Stri
 
 @pytest.fixture
 def files(gcs: StrictGcs) -> Any:
-    """The service for gcsfs.
+    """The service in gcsfs.
 
     Its extension for zonal buckets would request the bucket's type by gRPC.
     """
@@ -111,7 +111,7 @@ def test_gcsfs_writes_by_a_resumable_upload(files: Any) -> None:
 
 @pytest.fixture
 def client(gcs: StrictGcs) -> Iterator[storage.Client]:
-    """The service as Google's own library sees it."""
+    """The service in Google's library."""
     client = storage.Client("project", credentials=AnonymousCredentials(), client_options={"api_endpoint": gcs.url})
     yield client
     client.close()

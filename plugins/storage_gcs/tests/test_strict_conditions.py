@@ -207,6 +207,6 @@ def test_errors_have_the_form_of_each_api(gcs: StrictGcs) -> None:
 
 
 def test_what_it_does_not_know_it_refuses(gcs: StrictGcs) -> None:
-    """A request that were passed over in silence would make tests pass that should not."""
+    """Unknown requests are refused, because ignoring them could hide defects."""
     for method, target in (("POST", "/storage/v1/b/bucket/lockRetentionPolicy"), ("GET", "/bucket/a?acl")):
         assert ask(gcs.url, method, target).status == 501

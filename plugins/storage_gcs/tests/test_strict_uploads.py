@@ -1,4 +1,4 @@
-"""Tests of the strict GCS: uploads that come in pieces, and the connections they come on."""
+"""Tests of the strict GCS: uploads in pieces, and connections."""
 
 from __future__ import annotations
 

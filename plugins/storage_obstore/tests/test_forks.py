@@ -1,4 +1,4 @@
-"""Forked children can make requests, whatever the threads of the parent were doing."""
+"""Forked children can make requests, independent of the threads of the parent."""
 
 from __future__ import annotations
 

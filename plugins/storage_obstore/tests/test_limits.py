@@ -1,4 +1,4 @@
-"""The adaptive limit: halved once for each burst, one more after each round of successes, never over the most."""
+"""The adaptive limit is halved once per burst, grows by one per round of successes, and has a maximum."""
 
 from __future__ import annotations
 

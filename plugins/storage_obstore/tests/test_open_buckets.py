@@ -1,4 +1,4 @@
-"""Open buckets: shared while they are used, and not kept for every credential that a process ever had."""
+"""Open buckets are shared, and the cache is bounded."""
 
 from __future__ import annotations
 

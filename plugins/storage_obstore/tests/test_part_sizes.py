@@ -1,4 +1,4 @@
-"""Parts of uploads: they follow each other without a gap, are as large as services ask, and never too many."""
+"""Parts of uploads are contiguous, large enough, and not too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries: their number, and the warnings meanwhile."""
+"""The number of retries, and the warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLICY = RetryPolicy(retries=5, initial_wait_seconds=0.0)
 
 
 class Service:
-    """Fails so often, and answers then."""
+    """Fails some times, and then answers."""
 
     def __init__(self, failures: int, kind: FailureKind = FailureKind.CONNECTION) -> None:
         self.left = failures

@@ -1,4 +1,4 @@
-"""The S3 servers of the tests, each started once for all of them in a process."""
+"""S3 servers for tests. Each is started once per process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptcore_s3.testing import S3Server, s3_server
 
 @pytest.fixture(scope="session")
 def ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """MiniStack, which keeps objects in files."""
+    """MiniStack, which stores objects in files."""
     with s3_server(tmp_path_factory.mktemp("ministack")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Moto, as a second opinion."""
+    """Moto, an independent implementation."""
     with s3_server(tmp_path_factory.mktemp("moto"), "moto") as server:
         yield server
 

@@ -47,7 +47,7 @@ class Reply:
 
 
 def error_reply(status: int, code: str, message: str = "told by the service", more: str = "") -> Reply:
-    """An error as S3 answers it."""
+    """An error in the format of S3."""
     body = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code><Message>{message}</Message>{more}</Error>'
     return Reply(status, body.encode(), {"content-type": "application/xml"})
 

@@ -1,4 +1,4 @@
-"""Answers that other services than AWS' give, or AWS' own in words that are easily misread."""
+"""Unusual answers of AWS and of other services."""
 
 from __future__ import annotations
 

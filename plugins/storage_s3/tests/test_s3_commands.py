@@ -1,4 +1,4 @@
-"""The command line on S3: every command that works on locations, in processes of its own."""
+"""The command line on S3: all commands for locations, as processes."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_failures_again_and_again_make_requests_fewer() -> None:
 
 
 class Objects:
-    """A service with one object, that loses answers or compares tags without quotation marks."""
+    """A service with one object, which loses answers or compares tags without quotation marks."""
 
     def __init__(self, *, lost: int = 0, bare: bool = False) -> None:
         self.lost = lost

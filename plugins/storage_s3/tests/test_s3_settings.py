@@ -159,7 +159,7 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_signatures() -> None:
-    """They agree with botocore's."""
+    """The settings are equal to those of botocore."""
     from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]  # it has no annotations
     from botocore.awsrequest import AWSRequest  # type: ignore[import-untyped]
     from botocore.credentials import Credentials as BotocoreCredentials  # type: ignore[import-untyped]

@@ -15,7 +15,7 @@ from ckptcore.protocols import StorageBackend, StorageOptions
 
 
 class OnMiniStack:
-    """A bucket of its own for each test, on a server that keeps objects in files."""
+    """A new bucket for each test, on a server that stores objects in files."""
 
     @pytest.fixture(autouse=True)
     def use_server(self, ministack: S3Server) -> None:
@@ -39,7 +39,7 @@ class TestMiniStack(OnMiniStack, StorageBackendTests):
 
 
 class TestNewObjectsOnMiniStack(OnMiniStack, NewObjectTests):
-    """Objects that replace nothing."""
+    """New objects."""
 
 
 class TestUploadsOnMiniStack(OnMiniStack, UploadsTests):
@@ -93,7 +93,7 @@ class TestUploadsOnMoto(UploadsTests):
 
 @pytest.mark.slow
 class TestNewObjectsOnMoto(NewObjectTests):
-    """Objects that replace nothing, on another server."""
+    """New objects, on another server."""
 
     use_server = TestMoto.use_server
     open = TestMoto.open
@@ -119,7 +119,7 @@ class TestMore(OnMiniStack):
         assert list(storage.list()) == []
 
     def test_keys_of_other_software_do_no_harm(self) -> None:
-        """Consoles put empty objects for directories, and some programs write keys with empty parts."""
+        """Consoles create empty objects for directories, and some programs write keys with empty parts."""
         self.open("run").put("a/real", b"1")
         plain = self.open("run").bucket.plain
         for key in ("run/", "run/a/", "run/a//b"):

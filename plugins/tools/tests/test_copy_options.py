@@ -1,4 +1,4 @@
-"""Options of `ckptcore.copy` and `ckptcore.plan`: which exclude each other, and that the core names what is missing."""
+"""Options of `ckptcore.copy` and `ckptcore.plan` that exclude each other, and errors without this distribution."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_plan_of_one_state_for_all_and_of_a_function() -> None:
 
 @pytest.fixture
 def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment with the core alone."""
+    """An environment with only the core."""
     for name in ("ckptcore_tools", "ckptcore_tools.copies", "ckptcore_tools.dry_run"):
         monkeypatch.setitem(sys.modules, name, None)
 

@@ -1,4 +1,4 @@
-"""Random derivations, with NumPy's own result of each and which stored elements it has."""
+"""Random derived arrays, with NumPy's results and the stored elements that they need."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Chain:
 
 @st.composite
 def chains(draw: st.DrawFn, stored: Sequence[HostArray], most: int = 5) -> Chain:
-    """Arrays of a checkpoint, taken apart and put together in a few steps."""
+    """Arrays of a checkpoint, split and joined in a few steps."""
     firsts = np.cumsum([0, *[array.size for array in stored]])
     pool = [
         Chain(

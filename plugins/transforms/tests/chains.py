@@ -1,4 +1,4 @@
-"""Random chains of transforms of a random tree, with NumPy's own result of each and which stored elements it has."""
+"""Random chains of transforms of a random tree, with NumPy's results and the stored elements that they need."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Part:
         return self.elements.dtype.name
 
     def moved(self, move: Callable[[HostArray], HostArray]) -> Part:
-        """The same elements in other places; the function gets arrays of any dtype."""
+        """The same elements in another order. The function is called with arrays of any dtype."""
         if not self.elements.ndim:
             return Part(move(self.elements), self.origins)
         each = [move(self.origins[..., number]) for number in range(self.origins.shape[-1])]
@@ -97,7 +97,7 @@ class Chain:
     names: int = 0
 
     def name(self) -> str:
-        """A path that is not there."""
+        """A path that does not exist."""
         self.names += 1
         return ("new/{}" if self.names % 2 else "n.{}").format(self.names)
 
@@ -386,7 +386,7 @@ _STEPS: Sequence[Callable[[st.DrawFn, Chain, str], None]] = (
 
 @st.composite
 def chains(draw: st.DrawFn, stored: Mapping[str, HostArray], most: int = 6) -> Chain:
-    """Some transforms of a tree, that is given by the texts of its paths."""
+    """Some transforms of a tree, given by the texts of its paths."""
     chain = begun(stored)
     if draw(st.integers(0, 4)) == 0 and not any(array.dtype.kind == "c" for array in stored.values()):
         _average(chain)
@@ -422,7 +422,7 @@ def save_beside(chain: Chain) -> None:
 
 @st.composite
 def stored_trees(draw: st.DrawFn) -> Mapping[str, HostArray]:
-    """Small arrays of small whole numbers, which every dtype of the chains has, by the texts of their paths."""
+    """Small arrays of small integers, which all dtypes can represent, by the texts of their paths."""
     tree = {}
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))

@@ -68,7 +68,7 @@ QUIET = Context(durability="none", io=IOOptions(checksums=False))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Save four matrices, their adapter, and as many others.
+    """Save four matrices, their adapter, and four other matrices.
 
     Without checksums, which would need reads of whole blocks.
     """

@@ -112,7 +112,7 @@ def test_shards_of_chains_are_loaded_in_every_way(data: st.DataObject) -> None:
 
 
 def _keys(tree: Any, path: str) -> tuple[Any, Any]:
-    """The container that has what is at a path, and its key there; keys may have a ``/`` in them."""
+    """Return the parent container of a path, and the key in it. Keys can contain ``/``."""
     if path in tree:
         return tree, path
     first, _, rest = path.partition("/")

@@ -1,4 +1,4 @@
-"""Each transform has a description, and an inverse or an error that there is none."""
+"""Each transform has a description, and an inverse or an error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _array(*shape: int) -> Any:
 
 
 def _layers() -> dict[str, Any]:
-    """Names of other software in one dict."""
+    """Names of other software, in one dict."""
     named = {"embed.weight": _array(10, 4), "norm": _array(4)}
     for number in range(3):
         named[f"layers.{number}.q.weight"] = _array(4, 4) + number
@@ -129,7 +129,7 @@ def test_every_transform_is_described_and_taken_back_or_says_that_nothing_does()
 
 
 def _texts(transform: Transform) -> list[str]:
-    """The texts that a transform was made of; patterns, paths and dtypes."""
+    """The texts in a transform: patterns, paths and dtypes."""
     if isinstance(transform, IfPresent):
         return _texts(transform.transform)
     fields = [getattr(transform, field.name) for field in dataclasses.fields(transform)]  # type: ignore[arg-type]

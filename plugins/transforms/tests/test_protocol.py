@@ -18,7 +18,7 @@ from ckptcore.protocols import DerivedArray, DerivedTree, Part, Transform, Trans
 
 @dataclass(frozen=True, slots=True)
 class Negated:
-    """A derived array that only knows the protocol."""
+    """A derived array that uses only the protocol."""
 
     of: DerivedArray
 
@@ -41,7 +41,7 @@ class Negated:
 
 
 class Negate:
-    """A transform that only knows the protocol: it negates every array."""
+    """A transform that uses only the protocol, and negates every array."""
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
         before = tree.finish()

@@ -1,4 +1,4 @@
-"""Checkpoints to run commands on, and a way to run them."""
+"""Checkpoints for commands, and fixtures that run commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RunJson = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def state() -> dict[str, Any]:
-    """A tree with every kind of container and leaf that reports must show."""
+    """A tree with every kind of container and leaf that reports show."""
     weight = np.arange(12, dtype=np.float32).reshape(3, 4)
     return {
         "params": {"w": weight, "tied": weight, "half": np.ones(5, ml_dtypes.bfloat16)},
@@ -34,7 +34,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of ours."""
+    """A checkpoint of ckptcore."""
     location = tmp_path / "checkpoint"
     ckptcore.save(location, state(), metadata={"accuracy": 0.5})
     return location
@@ -54,7 +54,7 @@ def run() -> Run:
 
 @pytest.fixture
 def run_json(run: Run) -> RunJson:
-    """Runs a command with ``--json``; gives its exit code and its document, checked against its type."""
+    """Runs a command with ``--json``. Returns its exit code and its validated document."""
 
     def invoke(kind: Any, *arguments: object) -> tuple[int, dict[str, Any]]:
         result = run(*arguments, "--json")

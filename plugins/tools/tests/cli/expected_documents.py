@@ -1,4 +1,4 @@
-"""The JSON documents that ``--json`` prints, one type for each, as the tests expect them.
+"""Types of the JSON documents that ``--json`` prints.
 
 ``schema`` names the type and its version. Within a version members are only added; a reader should ignore those it does
 not know. Sizes are in bytes, times ISO 8601 in UTC. Members of a leaf that stand for containers, arrays and values are
@@ -56,7 +56,7 @@ class ErrorDocument(TypedDict):
 
 
 class AttributeKey(TypedDict):
-    """The key of a field of an object, kept apart from a text key of a mapping."""
+    """The key of an attribute, as opposed to a text key of a mapping."""
 
     attr: str
 
@@ -66,7 +66,7 @@ KeyDocument: TypeAlias = int | str | AttributeKey
 
 
 class LeafDocument(TypedDict):
-    """An array, or a value that lives in the root."""
+    """An array, or a value that is stored in the root."""
 
     path: str
     keys: list[KeyDocument]
@@ -169,7 +169,7 @@ class CheckpointablesDocument(TypedDict):
 
 
 class ListedDocument(TypedDict):
-    """Something in a directory: a checkpoint, or what is left of a save."""
+    """An entry of a directory: a checkpoint, or a leftover of a save."""
 
     name: str
     state: Literal["committed", "foreign", "uncommitted", "leftover", "corrupt", "unreadable"]
@@ -191,7 +191,7 @@ class ListDocument(TypedDict):
 
 
 class ProblemDocument(TypedDict):
-    """Something that is wrong with a checkpoint."""
+    """A problem of a checkpoint."""
 
     object: str | None  #: the object (file)
     start: int | None  #: the first byte in it that is wrong, or None where it is the whole object
@@ -214,7 +214,7 @@ class VerifyDocument(TypedDict):
 
 
 class DifferenceDocument(TypedDict):
-    """A way in which two checkpoints differ."""
+    """A difference between two checkpoints."""
 
     path: str
     keys: list[KeyDocument]
@@ -243,7 +243,7 @@ class DiffDocument(TypedDict):
 
 
 class CopiedDocument(TypedDict):
-    """What a copy did with a checkpoint."""
+    """The result of a copy of a checkpoint."""
 
     objects: int  #: how many it has, its root included
     nbytes: int  #: bytes of all of them
@@ -264,7 +264,7 @@ class CopyDocument(TypedDict):
 
 
 class CopiedStepDocument(TypedDict):
-    """What a copy did with a step of a run."""
+    """The result of a copy of a step."""
 
     step: int
     state: Literal["copied", "left", "gone", "damaged"]
@@ -316,7 +316,7 @@ class OwnerDocument(TypedDict):
 
 
 class StepDocument(TypedDict):
-    """What stands under the name of a step."""
+    """The state of a step."""
 
     step: int
     name: str
@@ -343,7 +343,7 @@ class StepsDocument(TypedDict):
 
 
 class GcStepDocument(TypedDict):
-    """What garbage collection does with a step."""
+    """The decision about a step."""
 
     step: int
     name: str
@@ -378,7 +378,7 @@ class PluginDocument(TypedDict):
 
 
 class FailedPluginDocument(TypedDict):
-    """A plugin that is installed and could not be loaded."""
+    """An installed plugin that failed to load."""
 
     name: str
     distribution: str

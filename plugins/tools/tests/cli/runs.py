@@ -1,4 +1,4 @@
-"""Runs and checkpoints of several checkpointables to run commands on."""
+"""Runs and checkpoints of several checkpointables for commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Iterator:
 
 
 class Notes:
-    """An object that writes files of its own."""
+    """An object that writes its own files."""
 
     def __init__(self, **texts: str) -> None:
         self.texts = texts
@@ -39,7 +39,7 @@ class Notes:
 
 
 def checkpointables() -> dict[str, Any]:
-    """One of each sort."""
+    """One checkpointable of each kind."""
     return {
         "model": {"w": np.arange(12, dtype=np.float32).reshape(3, 4)},
         "data": Iterator(3),

@@ -89,7 +89,7 @@ def test_a_member_by_its_own_location(run: Run, run_json: RunJson, several: Path
 
 
 def headline(lines: list[str]) -> str:
-    """The line that says which save a timeline is of."""
+    """The first line of a timeline, which names the save."""
     (line,) = [line for line in lines if line.startswith("save ")]
     return line
 

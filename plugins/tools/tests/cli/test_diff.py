@@ -32,7 +32,7 @@ def other(tmp_path: Path) -> Any:
 
 
 def differences(document: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """By path and kind what A and B have."""
+    """Return the contents of A and B by path and kind."""
     return {f"{one['path']} {one['kind']}": (one["a"], one["b"]) for one in document["differences"]}
 
 

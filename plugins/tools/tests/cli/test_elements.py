@@ -1,4 +1,4 @@
-"""Distances between arrays, and arrays cut into boxes."""
+"""Distances between arrays, and division of arrays into boxes."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ def directory(tmp_path: Path) -> Path:
 
 
 def names(directory: Path) -> list[str]:
-    """What is in a directory but the administration."""
+    """Return the names in a directory, without administration files."""
     return sorted(path.name for path in directory.iterdir() if path.name != ".ckptcore")
 
 
 def actions(document: dict[str, Any]) -> dict[int, str]:
-    """What is done with each step."""
+    """Return the decision about each step."""
     return {one["step"]: one["action"] for one in document["steps"]}
 
 
@@ -184,7 +184,7 @@ def test_checkpointables_are_no_steps(run_json: RunJson, tmp_path: Path) -> None
 
 
 def asked(directory: Path, answer: bytes, *arguments: str) -> tuple[int, str]:
-    """Run the command on a terminal where somebody types an answer: exit code, and what the terminal shows."""
+    """Run the command on a terminal with typed input. Return the exit code and the output."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "ckptcore", "gc", str(directory), *POLICY, *arguments],

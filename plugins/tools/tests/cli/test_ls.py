@@ -17,7 +17,7 @@ from plugins.tools.tests.cli.expected_documents import ErrorDocument, ListDocume
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A directory with one of everything that `ls` tells apart."""
+    """A directory with one entry of each state."""
     ckptcore.save(tmp_path / "step_1", {"w": np.ones(1000, np.float32)})
     ckptcore.save(tmp_path / "step_2", {"w": np.ones(1000, np.float32)})
     flip(tmp_path / "step_2" / "checkpoint.json", 50)

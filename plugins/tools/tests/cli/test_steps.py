@@ -26,7 +26,7 @@ from plugins.tools.tests.cli.runs import checkpointables, save_run
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A run with one of everything that can stand under the name of a step."""
+    """A run with one step of each state."""
     directory = tmp_path / "run"
     save_run(directory, {9: 0.5, 10: float("nan"), 11: 0.25})
     flip(directory / "10" / "checkpoint.json", 60)
@@ -172,7 +172,7 @@ def test_a_dead_owner_is_nobody(run_json: RunJson, tmp_path: Path) -> None:
 
 
 def test_storage_without_locks(run_json: RunJson) -> None:
-    """Whether the owner lives cannot be known at once there."""
+    """Without locks it is unknown whether the owner is alive."""
     directory = f"memory://{uuid.uuid4()}/run"
     with ckptcore.Checkpointer(directory) as checkpointer:
         checkpointer.save_blocking(1, {"x": np.ones(3)})

@@ -1,4 +1,4 @@
-"""What the drawn tree says of arrays beside their shape."""
+"""Details of arrays in the tree of `inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptcore.model.tree import LEAF, Node
 
 
 def details(*notes: Mapping[str, JSON]) -> list[str]:
-    """What stands behind each of some arrays with these notes."""
+    """Return the details of arrays with these notes."""
     records = tuple([ArrayRecord(ArraySpec((4,), "int8"), notes=note) for note in notes])
     tree = TreeMetadata(Node("list", tuple(range(len(records))), (LEAF,) * len(records)), records)
     return [row.detail for row in list(tree_rows(tree, None))[1:]]

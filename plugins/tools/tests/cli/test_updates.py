@@ -1,4 +1,4 @@
-"""What commands say of checkpoints that refer to others."""
+"""Commands on checkpoints with bases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events with chosen times, as tests compare them."""
+"""Events with fixed times."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from plugins.tools.tests.events.sample_events import BEGAN, async_save, event
 
 
 class Collected:
-    """An observer and all that it handed on, in memory."""
+    """An observer with its exported spans and metrics, in memory."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
