@@ -17,7 +17,10 @@ from typing import Final, NamedTuple
 
 __all__ = ["Finding", "check_markdown", "check_python", "main"]
 
-_PATHS: Final = ("ckptcore", "plugins", "tools", "conftest.py", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+_PATHS: Final = (
+    "ckptcore", "plugins", "tools", "benchmarks", "examples", "conftest.py", "docs",
+    "README.md", "PACKAGE.md", "CONTRIBUTING.md", "CHANGELOG.md",
+)  # fmt: skip
 """What is checked by default. Tests are not."""
 
 _SKIPPED: Final = {"tests", "build", "_build"}
