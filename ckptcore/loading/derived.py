@@ -23,7 +23,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["BoxDestination", "Derived", "derive"]
+__all__ = ["BoxOutput", "Derived", "derive"]
 
 _DEFAULT_BYTES: Final = 256 << 20
 """Default limit of memory in addition to that of the computed arrays."""
@@ -81,7 +81,7 @@ class Derived:
         held = 0
         numbers = range(len(plan.items))
         for leaf, together in itertools.groupby(numbers, lambda number: plan.items[number].leaf):
-            places = [BoxDestination(number, plan.items[number].box, buffers[number]) for number in together]
+            places = [BoxOutput(number, plan.items[number].box, buffers[number]) for number in together]
             for fill in self._fills(self.derivations[leaf], places):
                 for owner in fill.owners:
                     left[owner] += 1
@@ -122,7 +122,7 @@ class Derived:
             band = whole.band(axis, start, start + step)
             if band.size * spec.numpy_dtype.itemsize > _MOST_BAND_BYTES:
                 continue
-            fill = _Fill.of(derivation, [BoxDestination(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
+            fill = _Fill.of(derivation, [BoxOutput(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
             if fill.read_bytes * extent / step <= stored * _MOST_REREAD and not self._runs(fill)[None]:
                 return axis, step
         return None
@@ -139,7 +139,7 @@ class Derived:
         step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
         first = whole.band(0, 0, step)
         # Only for planning: nothing is read into this memory.
-        fill = _Fill.of(derivation, [BoxDestination(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
+        fill = _Fill.of(derivation, [BoxOutput(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
         if not self._reads_runs(fill):
             return [whole]
         return whole.bands(0, step)
@@ -170,7 +170,7 @@ class Derived:
                 for there in below.read(plan, [reads[number].buffer for number in numbers]):
                     yield numbers[there]
 
-    def _fills(self, derivation: DerivedArray, places: Sequence[BoxDestination]) -> Sequence[_Fill]:
+    def _fills(self, derivation: DerivedArray, places: Sequence[BoxOutput]) -> Sequence[_Fill]:
         """Return the fills of boxes of an array: one, or several pieces if one needs too much memory.
 
         Pieces are used only if they read little more. A piece is a band of all boxes, because the elements between
@@ -297,10 +297,10 @@ def _bounding_box(boxes: Sequence[Box]) -> Box:
     return Box(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
 
-def _in_band(places: Sequence[BoxDestination], band: Box) -> list[BoxDestination]:
+def _in_band(places: Sequence[BoxOutput], band: Box) -> list[BoxOutput]:
     """Return the parts of places that are in a band."""
     return [
-        BoxDestination(owner, common, out[common.within(box)])
+        BoxOutput(owner, common, out[common.within(box)])
         for owner, box, out in places
         if (common := box.intersect(band)) is not None
     ]
@@ -327,7 +327,7 @@ _ReadAll: TypeAlias = Callable[[Sequence[_StoredRead]], Iterator[int]]
 """Reads boxes; yields the number of each once it is complete."""
 
 
-class BoxDestination(NamedTuple):
+class BoxOutput(NamedTuple):
     """The destination of a box of a derived array.
 
     Attributes:
@@ -362,7 +362,7 @@ class _Fill:
     _results: dict[WholeArray, list[HostArray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, derivation: DerivedArray, places: Sequence[BoxDestination]) -> _Fill:
+    def of(cls, derivation: DerivedArray, places: Sequence[BoxOutput]) -> _Fill:
         """Plan the fill of boxes. Reads nothing; allocated memory is not touched before it is read into."""
         fill = cls([place.owner for place in places])
         for _, box, out in places:

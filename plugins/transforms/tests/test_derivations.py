@@ -20,7 +20,7 @@ from ckptcore.context import Context, MemoryOptions
 from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, pieces, reshape
 from ckptcore.errors import TransformError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import BoxDestination, Derived, derive
+from ckptcore.loading.derived import BoxOutput, Derived, derive
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
@@ -141,7 +141,7 @@ def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
     assert isinstance(derived.derived, Derived)
     buffer = np.empty((3, 10), np.float32)
     plan = plan_read(derived.tree, [(0, (Box.whole((3, 10)),))])
-    (fill,) = derived.derived._fills(one, [BoxDestination(0, Box.whole((3, 10)), buffer)])
+    (fill,) = derived.derived._fills(one, [BoxOutput(0, Box.whole((3, 10)), buffer)])
     assert fill.held_bytes == 0 and fill.steps == []
     assert list(derived.read(plan, [buffer])) == [0]
     assert (buffer == STORED[0][[5, 2, 9]]).all() and counted.elements == 30
@@ -166,7 +166,7 @@ def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> N
     derived = derive(opened, _tree([one]), {0: one}, most_bytes=16 << 20, values={})
     assert isinstance(derived.derived, Derived)
     out = np.empty(array.shape, np.float32)
-    fills = derived.derived._fills(one, [BoxDestination(0, Box.whole(array.shape), out)])
+    fills = derived.derived._fills(one, [BoxOutput(0, Box.whole(array.shape), out)])
     assert len(fills) == 2 and max(fill.held_bytes for fill in fills) == 16 << 20
     assert (_read(derived, [(0, Box.whole(array.shape))])[0] == array).all()
     assert opened.store.bytes_read <= 1.1 * array.nbytes
@@ -185,7 +185,7 @@ def test_a_layer_of_a_stack_that_is_too_large_is_cut_itself() -> None:
     derived = derive(opened, _tree([one]), {0: one}, most_bytes=20 << 20, values={}).derived
     assert isinstance(derived, Derived)
     out = np.empty(one.spec.shape, np.int16)
-    fills = derived._fills(one, [BoxDestination(0, Box.whole(out.shape), out)])
+    fills = derived._fills(one, [BoxOutput(0, Box.whole(out.shape), out)])
     assert len(fills) == 8 and max(fill.held_bytes for fill in fills) <= 20 << 20
 
 

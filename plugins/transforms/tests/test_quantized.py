@@ -24,7 +24,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import ckptcore
 from ckptcore.derivations import Stored, concatenate, constant
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import BoxDestination, Derived, derive
+from ckptcore.loading.derived import BoxOutput, Derived, derive
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
@@ -224,7 +224,7 @@ def test_bytes_are_read_into_their_place_as_another_dtype() -> None:
     derived = _derived(opened, one)
     assert isinstance(derived.derived, Derived)
     out = np.empty((4, 6), E8M0)
-    (fill,) = derived.derived._fills(one, [BoxDestination(0, Box.whole((4, 6)), out)])
+    (fill,) = derived.derived._fills(one, [BoxOutput(0, Box.whole((4, 6)), out)])
     assert fill.held_bytes == 0 and fill.steps == []
     assert _read(derived, Box((1, 2), (3, 6))).tobytes() == codes[1:3, 2:6].tobytes()
     assert reinterpret(one, "float8_e8m0fnu") is one
@@ -239,7 +239,7 @@ def test_memory_is_that_of_batches() -> None:
     opened, _ = open_counted("memory://derivations/held")
     derived = _derived(opened, one, 20 << 20).derived
     assert isinstance(derived, Derived)
-    fills = derived._fills(one, [BoxDestination(0, Box.whole(codes.shape), np.empty(codes.shape, BFLOAT16))])
+    fills = derived._fills(one, [BoxOutput(0, Box.whole(codes.shape), np.empty(codes.shape, BFLOAT16))])
     assert len(fills) == 4 and max(fill.held_bytes for fill in fills) <= 20 << 20
 
 
