@@ -136,17 +136,17 @@ def test_a_bug_is_told_apart_from_differences(run: Run, checkpoint: Path, monkey
     def broken(location: object, context: object) -> None:
         raise RuntimeError("oh dear")
 
-    monkeypatch.setattr(inspect, "describe", broken)
+    monkeypatch.setattr(inspect, "describe_checkpoint", broken)
     result = run("inspect", checkpoint)
     assert result.exit_code == 70
-    assert "RuntimeError: oh dear; this is a bug" in result.stderr
+    assert "RuntimeError: oh dear. This is a bug" in result.stderr
 
 
 def test_an_interrupt_is_130(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(location: object, context: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspect, "describe", interrupted)
+    monkeypatch.setattr(inspect, "describe_checkpoint", interrupted)
     result = run("inspect", checkpoint)
     assert result.exit_code == 130
     assert result.stderr == "ckptcore: error: interrupted\n"
