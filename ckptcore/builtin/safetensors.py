@@ -49,7 +49,7 @@ __all__ = ["SafetensorsLayout"]
 
 
 _STEM_CHARACTERS: Final = frozenset("_.-" + string.ascii_letters + string.digits)
-_MOST_STEM_CHARACTERS: Final = 128
+_MAX_STEM_CHARACTERS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class SafetensorsLayout(Layout):
     def __post_init__(self) -> None:
         stem = self.stem
         if (
-            not (isinstance(stem, str) and 0 < len(stem) <= _MOST_STEM_CHARACTERS and _STEM_CHARACTERS.issuperset(stem))
+            not (isinstance(stem, str) and 0 < len(stem) <= _MAX_STEM_CHARACTERS and _STEM_CHARACTERS.issuperset(stem))
             or stem[0] in ".-"
         ):
             raise ValueError(
@@ -155,7 +155,7 @@ class SafetensorsLayout(Layout):
                 segments: list[Segment] = []
                 positions: list[int] = []
                 for leaf in files[number]:
-                    record = _record(plan.tree, leaf)
+                    record = _array_record(plan.tree, leaf)
                     dtype, shape = header_entry(record)
                     nbytes = record.spec.nbytes
                     header[names[leaf]] = {
@@ -264,17 +264,17 @@ def _finish_sessions(
     The index lists the names in the files. As in any save, there is no index if arrays are in slices.
     """
     states: list[Any] = [receipt.state for receipt in receipts]
-    places: dict[int, tuple[str, int, str]] = {}
+    locations: dict[int, tuple[str, int, str]] = {}
     for state in states:
         columns = zip(state["leaf"], state["file"], state["offset"], state["name"], strict=True)
-        places.update({leaf: (state["files"][file], offset, name) for leaf, file, offset, name in columns})
+        locations.update({leaf: (state["files"][file], offset, name) for leaf, file, offset, name in columns})
     slices = ChunkColumns()
     for state in states:
         if "slices" in state:
-            slices.extend(state["slices"], tree, places)
-    keys = list(dict.fromkeys([key for key, _, _ in places.values()]))
-    if not slices and places:
-        weight_map = {name: key for key, _, name in places.values()}
+            slices.extend(state["slices"], tree, locations)
+    keys = list(dict.fromkeys([key for key, _, _ in locations.values()]))
+    if not slices and locations:
+        weight_map = {name: key for key, _, name in locations.values()}
         index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
         store.put(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
     elif not slices:
@@ -283,9 +283,9 @@ def _finish_sessions(
     numbers = {key: number for number, key in enumerate(keys)}
     state = {
         "files": keys,
-        "leaf": list(places),
-        "file": [numbers[key] for key, _, _ in places.values()],
-        "offset": [offset for _, offset, _ in places.values()],
+        "leaf": list(locations),
+        "file": [numbers[key] for key, _, _ in locations.values()],
+        "offset": [offset for _, offset, _ in locations.values()],
     }
     return {**state, "slices": slices.to_json()} if slices else state
 
@@ -312,8 +312,8 @@ def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
             extent = flat_range(item.spec.shape, item.boxes[0]) if len(item.boxes) == 1 else None
             if extent is None or extent[0] != stop:
                 raise PluginError(
-                    f"{format_path(plan.tree.paths[leaf])} is given in {len(numbers)} pieces; expected adjacent runs "
-                    f"of its elements, found {item.boxes[:3]} after element {stop}"
+                    f"the plan divides {format_path(plan.tree.paths[leaf])} into {len(numbers)} items; expected "
+                    f"adjacent runs of its elements, found {item.boxes[:3]} after element {stop}"
                 )
             stop = extent[1]
     return items
@@ -330,7 +330,7 @@ def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Seque
     }
     own = []
     for number, leaves in enumerate(files):
-        sizes = [(leaf, size) for leaf in leaves if (size := prod(_record(plan.tree, leaf).spec.shape))]
+        sizes = [(leaf, size) for leaf in leaves if (size := prod(_array_record(plan.tree, leaf).spec.shape))]
         whole = all(held.get(leaf) == size for leaf, size in sizes)
         first = plan.rank == (plan.session or 0) and (leaves or plan.session is None)
         if whole if sizes else first:
@@ -338,7 +338,7 @@ def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Seque
     return own
 
 
-def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
+def _array_record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
     record = tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # plans have no other items
     return record
@@ -352,7 +352,7 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
         item = plan.items[number]
         if item.spec.size:
             box = Box.whole(item.spec.shape) if len(items) == 1 else item.boxes[0]
-            open_arrays = partial(_take, snapshot, number)
+            open_arrays = partial(_boxes_with_arrays, snapshot, number)
             release = partial(snapshot.release, number)
             segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))
         else:
@@ -360,7 +360,7 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
     return segments
 
 
-def _take(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
+def _boxes_with_arrays(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
     return tuple(zip(snapshot.plan.items[number].boxes, snapshot.take(number), strict=True))
 
 
@@ -373,6 +373,6 @@ def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts
         for leaf, number in zip(state["leaf"], state["file"], strict=True):
             if number != file_of[leaf] or names[number] not in written:
                 raise CheckpointError(
-                    f"process {receipt.rank} wrote {', '.join(sorted(written))}, and the leader expects its arrays "
+                    f"process {receipt.rank} wrote {', '.join(sorted(written))}, but the leader expects its arrays "
                     f"in {names[file_of[leaf]]}. Pass SafetensorsLayout the same options in every process"
                 )

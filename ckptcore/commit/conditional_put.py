@@ -379,7 +379,7 @@ class ConditionalPutMethod(CommitMethod):
             raise no_sessions(location)
         with read_unchanged(location, before):
             examined = examine(before, location.store)
-        owned = before.own_by_next(1)
+        owned = before.with_next_owner(1)
         try:
             transaction = ConditionalPutTransaction(location, owned, found)
         except SaveLostError as error:

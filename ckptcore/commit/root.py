@@ -53,7 +53,7 @@ HOST_COPIES: Final = "checkpoint.copies"
 _SHOWN: Final = 8
 """Maximum number of sessions in a message. The others are counted."""
 
-_OWN_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
+_RANK_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
 
 
 class Claim(NamedTuple):
@@ -117,16 +117,16 @@ class PartialSave(NamedTuple):
     token: str = ""
     sessions: tuple[Session, ...] = ()
 
-    def own_by_next(self, size: int) -> PartialSave:
-        """Return the table with a new session as its owner.
+    def with_next_owner(self, size: int) -> PartialSave:
+        """Return the table with a new owner, which is a session or a finalization.
 
         Args:
-            size: the number of processes of that session.
+            size: the number of processes of the owner.
         """
         return self._replace(ranks=self.ranks + size, owner=self.ranks, token=new_save_id())
 
-    def complete(self, session: Session) -> PartialSave:
-        """Return the table with one more session, and without an owner."""
+    def with_session(self, session: Session) -> PartialSave:
+        """Return the table with one more complete session, and without an owner."""
         return self._replace(owner=None, sessions=(*self.sessions, session))
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ class PartialSave(NamedTuple):
             for one in self.sessions[-_SHOWN:]
         ]
         if len(self.sessions) > _SHOWN:
-            shown.insert(0, f"{len(self.sessions) - _SHOWN} before")
+            shown.insert(0, f"{len(self.sessions) - _SHOWN} earlier")
         return f"{len(self.sessions)} complete session{'' if len(self.sessions) == 1 else 's'} ({', '.join(shown)})"
 
 
@@ -326,7 +326,7 @@ def check_name(name: str) -> str:
         reason = "names that begin with a dot are hidden"
     elif name.startswith("checkpoint."):
         reason = "names that begin with 'checkpoint.' are reserved for files of ckptcore"
-    elif _OWN_DIRECTORY.fullmatch(name):
+    elif _RANK_DIRECTORY.fullmatch(name):
         reason = "names that end in '.rank_' and a number are reserved for the states of single processes"
     elif len(name.encode("utf-8", "surrogatepass")) > 200:
         reason = "a name has at most 200 bytes"
@@ -341,10 +341,10 @@ def this_writer() -> Mapping[str, str]:
     return {"ckptcore": version_of("ckptcore")}
 
 
-_MOST: Final = 4
+_MAX_CACHED: Final = 4
 """Maximum number of roots in the cache."""
 
-_MOST_BYTES: Final = 1 << 20
+_MAX_CACHED_BYTES: Final = 1 << 20
 """Maximum size of a cached root in bytes."""
 
 T = TypeVar("T")
@@ -391,10 +391,10 @@ class ParsedRoots(Generic[T]):
         if known is not None and known.root is root:
             return known.kept
         kept = make()
-        if not root.parts and len(data) <= _MOST_BYTES and not _has_containers(root):
+        if not root.parts and len(data) <= _MAX_CACHED_BYTES and not _has_containers(root):
             with self._lock:
                 others = [other for other in self._known if other.data != data]
-                self._known = (_CachedRoot(data, root, kept), *others[: _MOST - 1])
+                self._known = (_CachedRoot(data, root, kept), *others[: _MAX_CACHED - 1])
         return kept
 
     def _find(self, data: bytes) -> _CachedRoot[T] | None:

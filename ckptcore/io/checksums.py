@@ -169,17 +169,21 @@ class RecordedChecksums:
     def _compare(self, start: int, nbytes: int, found: int) -> None:
         (expected,) = _SUM.unpack_from(self._sums, start // self._block_bytes * CHECKSUM_BYTES)
         if found != expected:
-            raise _difference(self._key, start, nbytes, expected, found)
+            raise _checksum_error(
+                self._key,
+                start,
+                start + nbytes,
+                f"expected {CHECKSUM_ALGORITHM}:{expected:016x}, found {CHECKSUM_ALGORITHM}:{found:016x}",
+            )
 
 
-def _difference(key: str, start: int, nbytes: int, expected: int, found: int) -> ChecksumError:
+def _checksum_error(key: str, start: int, stop: int, difference: str) -> ChecksumError:
     return ChecksumError(
-        f"{key!r} is damaged in bytes {start} to {start + nbytes}: expected {CHECKSUM_ALGORITHM}:{expected:016x}, "
-        f"found {CHECKSUM_ALGORITHM}:{found:016x}; it changed after it was written, or the storage returned wrong "
-        "bytes: restore it from a copy, or load another checkpoint",
+        f"{key!r} is damaged in bytes {start} to {stop}: {difference}; it changed after it was written, or the storage "
+        "returned wrong bytes: restore it from a copy, or load another checkpoint",
         key=key,
         start=start,
-        stop=start + nbytes,
+        stop=stop,
     )
 
 
@@ -318,25 +322,23 @@ class ChunkCheck:
                 return False
         found = self._sum.data
         if found != self._stored:
-            raise ChecksumError(
-                f"{self._key!r} is damaged in bytes {self.start} to {self.end}: expected the stored "
-                f"{checksum.name} {self._stored.hex()}, found {found.hex() if found else ''}; it changed after it was "
-                "written, or the storage returned wrong bytes: restore it from a copy, or load another checkpoint",
-                key=self._key,
-                start=self.start,
-                stop=self.end,
+            raise _checksum_error(
+                self._key,
+                self.start,
+                self.end,
+                f"expected the stored {checksum.name} {self._stored.hex()}, found {found.hex() if found else ''}",
             )
         return True
 
 
 def _between(buffers: Sequence[tuple[int, memoryview]], start: int, stop: int) -> list[memoryview]:
     """Return bytes `start` to `stop` of an object from buffers (position in the object, bytes)."""
-    place = bisect.bisect_right(buffers, start, key=_position) - 1
-    position, buffer = buffers[place]
+    index = bisect.bisect_right(buffers, start, key=_position) - 1
+    position, buffer = buffers[index]
     found = [buffer[start - position : stop - position]]
     while (position := position + len(buffer)) < stop:
-        place += 1
-        buffer = buffers[place][1]
+        index += 1
+        buffer = buffers[index][1]
         found.append(buffer[: stop - position])
     return found
 

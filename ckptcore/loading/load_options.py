@@ -78,8 +78,8 @@ class Matching:
             if given not in allowed:
                 raise ValueError(f"Matching({name}={given!r}): expected one of {', '.join(map(repr, allowed))}")
         known = get_args(ShapeChange)
-        several = isinstance(self.shapes, Collection) and not isinstance(self.shapes, str)
-        if not several or not all(change in known for change in self.shapes):
+        is_collection = isinstance(self.shapes, Collection) and not isinstance(self.shapes, str)
+        if not is_collection or not all(change in known for change in self.shapes):
             raise ValueError(f"Matching(shapes={self.shapes!r}): expected a set of {', '.join(map(repr, known))}")
         object.__setattr__(self, "shapes", frozenset(self.shapes))
         axes: tuple[int, ...] = getattr(self.pad_value, "shape", ())

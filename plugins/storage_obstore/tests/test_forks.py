@@ -33,10 +33,10 @@ def test_requests_of_the_parent_take_no_places() -> None:
     limit = AdaptiveLimit(2, "s3://bucket")
 
     def take() -> None:
-        with limit.place(), limit.place():
+        with limit.slot(), limit.slot():
             pass
 
-    with limit.place(), limit.place():
+    with limit.slot(), limit.slot():
         assert _in_a_child(take) == 0
     take()
 

@@ -42,7 +42,7 @@ def test_no_more_than_allowed_are_under_way() -> None:
     def work() -> None:
         nonlocal under_way, most
         for _ in range(50):
-            with limit.place():
+            with limit.slot():
                 with lock:
                     under_way += 1
                     most = max(most, under_way)
@@ -58,13 +58,13 @@ def test_no_more_than_allowed_are_under_way() -> None:
     assert most <= 2
 
 
-def test_a_place_is_given_back_by_a_request_that_fails() -> None:
+def test_a_failed_request_frees_its_slot() -> None:
     limit = AdaptiveLimit(1, "s3://bucket")
     for _ in range(3):
         try:
-            with limit.place():
+            with limit.slot():
                 raise OSError("failed")
         except OSError:
             continue
-    with limit.place():
+    with limit.slot():
         assert limit.allowed == 1

@@ -194,7 +194,7 @@ def test_fewer_requests_go_out_where_the_service_throttles(caplog: pytest.LogCap
             assert list(threads.map(lambda _: storage.get("a"), range(40))) == [b"data"] * 40
         assert storage.bucket.limit.cuts >= 1
     assert [record.getMessage() for record in caplog.records if "throttles" in record.getMessage()] == [
-        "s3://bucket throttles requests: sending fewer at once for a while"
+        "s3://bucket throttles requests: fewer requests run concurrently for a while"
     ]
 
 

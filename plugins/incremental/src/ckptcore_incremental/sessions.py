@@ -199,7 +199,7 @@ class _OpenSession:
             CommitUnknownError: if the session may have been added.
         """
         expect_no_checkpoint(self.location, self.planned.partial)
-        self.transaction.replace(encode_partial(self.planned.partial.complete(session)))
+        self.transaction.replace(encode_partial(self.planned.partial.with_session(session)))
         self.transaction.leave()
 
     def abort(self) -> None:
@@ -268,7 +268,7 @@ def _plan_session(draft: SaveDraft) -> _SessionPlan:
             kept = {record.key for receipt in receipts for record in receipt.objects}
             kept.update(session.key for session in found.sessions)
         before.append((found, frozenset(kept)))
-        partial = partial.own_by_next(agreement.size)
+        partial = partial.with_next_owner(agreement.size)
         return {
             "partial": [
                 partial.save_id,

@@ -93,7 +93,7 @@ class DcpLayout(Layout):
             parts.append((file, write_values(names.values, store, file).to_json()))
         written = MergedItems(tree, parts)
         if len(written.values) != len(names.values):
-            raise PluginError(f"the leader was to store {len(names.values)} values and reported {len(written.values)}")
+            raise PluginError(f"the leader reported {len(written.values)} stored values; expected {len(names.values)}")
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
         store.put(_METADATA, write_metadata(_build_metadata(tree, names, written.chunks(), values)))
         return written.to_json()

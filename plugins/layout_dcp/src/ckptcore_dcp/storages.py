@@ -227,9 +227,9 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
                 raise TypeError("a file name is expected")
             storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1))
             if compression not in (STORED, DEFLATED):
-                raise ValueError("a compression is not known")
+                raise ValueError("the compression of a storage is unknown")
             if size > nbytes * MAX_INFLATE_RATIO or (compression == STORED and size != nbytes):
-                raise ValueError("a storage has two sizes")
+                raise ValueError("the compressed and decompressed sizes of a storage do not fit")
         found: dict[int, ArrayLocation] = {}
         for leaf, number, offset, strides in columns["arrays"]:
             record = tree.leaves[_natural(leaf)]
@@ -281,7 +281,7 @@ def read_arrays(
     for number, item in enumerate(items):
         location = locations.get(item.leaf)
         if location is None:
-            raise CorruptCheckpointError(f"the checkpoint does not locate the array of leaf {item.leaf}")
+            raise CorruptCheckpointError(f"the checkpoint has no location for the array of leaf {item.leaf}")
         if not item.box.size:
             yield number
         elif location.is_contiguous:

@@ -59,7 +59,7 @@ class AdaptiveLimit:
         return self._cuts
 
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def slot(self) -> Iterator[None]:
         """Wait for a slot, and occupy it for one request."""
         with self._changed:
             while self._running >= self.allowed:
@@ -91,4 +91,4 @@ class AdaptiveLimit:
             self._cuts += 1
             first = self._cuts == 1
         if first:
-            _LOG.warning("%s throttles requests: sending fewer at once for a while", self.name)
+            _LOG.warning("%s throttles requests: fewer requests run concurrently for a while", self.name)

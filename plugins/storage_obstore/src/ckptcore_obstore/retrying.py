@@ -60,7 +60,7 @@ def try_request(
     while True:
         tries += 1
         check()
-        with limit.place():
+        with limit.slot():
             try:
                 answer = request()
             except RequestFailed as error:

@@ -105,12 +105,12 @@ class FaultyStorage(StorageBackend):
                 stop=stop,
             )
         for bit in step.flips():
-            place = bit // 8 % max(1, nbytes)
+            index = bit // 8 % max(1, nbytes)
             for _, buffer in ranges:
-                if place < len(buffer):
-                    buffer[place] ^= 1 << bit % 8
+                if index < len(buffer):
+                    buffer[index] ^= 1 << bit % 8
                     break
-                place -= len(buffer)
+                index -= len(buffer)
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""

@@ -119,7 +119,7 @@ class SimulatedStorage(StorageBackend):
             directory = self._make_directories(path[:-1])
             current = directory.names.get(path[-1])
             if isinstance(current, DiskDirectory):
-                raise StorageError(f"cannot write {key}: a directory stands there")
+                raise StorageError(f"cannot write {key}: it is a directory")
             if current is not None:
                 self._disk.change(f"remove {key}", (directory, path[-1], None))
             file = DiskFile()
@@ -133,7 +133,7 @@ class SimulatedStorage(StorageBackend):
             for path in paths:
                 directory = self._find(path[:-1])
                 if isinstance(directory, DiskDirectory) and isinstance(directory.names.get(path[-1]), DiskFile):
-                    self._disk.change(f"remove {_words(path)}", (directory, path[-1], None))
+                    self._disk.change(f"remove {_path_text(path)}", (directory, path[-1], None))
             for path in paths:
                 self._remove_empty(path[:-1])
 
@@ -144,7 +144,7 @@ class SimulatedStorage(StorageBackend):
                 return
             if directory.names or directory in self._disk.locked:
                 return
-            self._disk.change(f"remove {_words(path)}", (above, path[-1], None))
+            self._disk.change(f"remove {_path_text(path)}", (above, path[-1], None))
             path = path[:-1]
 
     def sync(self, keys: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ class SimulatedStorage(StorageBackend):
         """Write a range of a file."""
         self._disk.write(f"write {key} at {offset}", file, offset, bytes(data))
 
-    def give_up(self, key: str, file: DiskFile) -> None:
+    def remove_incomplete(self, key: str, file: DiskFile) -> None:
         """Remove an incomplete file."""
         path = self._path(key)
         with self._disk.lock:
@@ -254,7 +254,7 @@ class SimulatedStorage(StorageBackend):
         for name, node in sorted(directory.names.items()):
             if isinstance(node, DiskDirectory):
                 self._sync_names_below((*path, name), node)
-                self._disk.sync_directory(f"sync the names in {_words((*path, name))}", node)
+                self._disk.sync_directory(f"sync the names in {_path_text((*path, name))}", node)
 
     def delete_directory(self, key: str) -> None:
         """See `AtomicDirectories`. Takes one step per file, like a real disk."""
@@ -265,13 +265,13 @@ class SimulatedStorage(StorageBackend):
                 return
             self._remove_all(path, above, above.names[path[-1]])
             if self._durable:
-                self._disk.sync_directory(f"sync the names in {_words(path[:-1])}", above)
+                self._disk.sync_directory(f"sync the names in {_path_text(path[:-1])}", above)
 
     def _remove_all(self, path: _Path, above: DiskDirectory, node: DiskNode) -> None:
         if isinstance(node, DiskDirectory):
             for name, entry in sorted(node.names.items()):
                 self._remove_all((*path, name), node, entry)
-        self._disk.change(f"remove {_words(path)}", (above, path[-1], None))
+        self._disk.change(f"remove {_path_text(path)}", (above, path[-1], None))
 
     # --- paths --------------------------------------------------------------------------------------------------------
 
@@ -291,13 +291,13 @@ class SimulatedStorage(StorageBackend):
     def _file(self, key: str) -> DiskFile:
         found = self._find(self._path(key))
         if not isinstance(found, DiskFile):
-            raise ObjectNotFoundError(f"no file {key} in {_words(self._root)}")
+            raise ObjectNotFoundError(f"no file {key} in {_path_text(self._root)}")
         return found
 
     def _directory(self, path: _Path) -> DiskDirectory:
         found = self._find(path)
         if not isinstance(found, DiskDirectory):
-            raise ObjectNotFoundError(f"no directory {_words(path)}")
+            raise ObjectNotFoundError(f"no directory {_path_text(path)}")
         return found
 
     def _make_directories(self, path: _Path) -> DiskDirectory:
@@ -307,9 +307,9 @@ class SimulatedStorage(StorageBackend):
             node = directory.names.get(name)
             if node is None:
                 node = DiskDirectory()
-                self._disk.change(f"make the directory {_words(path[:depth])}", (directory, name, node))
+                self._disk.change(f"make the directory {_path_text(path[:depth])}", (directory, name, node))
             if not isinstance(node, DiskDirectory):
-                raise StorageError(f"cannot make the directory {_words(path[:depth])}: it is a file")
+                raise StorageError(f"cannot make the directory {_path_text(path[:depth])}: it is a file")
             directory = node
         return directory
 
@@ -318,13 +318,10 @@ class SimulatedStorage(StorageBackend):
         for depth in range(len(path), -1, -1):
             directory = self._directory(path[:depth])
             if self._disk.has_changed(directory):
-                self._disk.sync_directory(f"sync the names in {_words(path[:depth])}", directory)
+                self._disk.sync_directory(f"sync the names in {_path_text(path[:depth])}", directory)
 
 
 class _HeldDirectory:
-    # Requests are small, so that tests see them split.
-    capabilities = StorageCapabilities(request_bytes=64 << 10)
-
     def __init__(self, disk: SimulatedDisk, directory: DiskDirectory) -> None:
         self._disk = disk
         self._directory = directory
@@ -366,7 +363,7 @@ class _SimulatedWriter:
     def abort(self) -> None:
         if self._open:
             self._open = False
-            self._storage.give_up(self._key, self._file)
+            self._storage.remove_incomplete(self._key, self._file)
 
     def _expect_open(self) -> None:
         if not self._open:
@@ -397,5 +394,5 @@ def _tag(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _words(path: _Path) -> str:
+def _path_text(path: _Path) -> str:
     return "/" + "/".join(path)

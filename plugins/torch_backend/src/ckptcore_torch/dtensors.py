@@ -31,7 +31,7 @@ from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["DTensorHandler"]
 
-_LOCAL: Final = TensorHandler()
+_LOCAL_HANDLER: Final = TensorHandler()
 
 
 class DTensorHandler(LeafHandler):
@@ -95,7 +95,9 @@ class DTensorHandler(LeafHandler):
                 f"torch's division of the shape {tuple(leaf.shape)} gives {own.shape}; create the "
                 "DTensor with distribute_tensor, or with from_local and the right shape"
             )
-        _LOCAL.shards(local, rank, size)  # checks the memory, and orders copies after pending work of the device
+        _LOCAL_HANDLER.shards(
+            local, rank, size
+        )  # checks the memory, and orders copies after pending work of the device
         return tuple([Shard(box, own.replica, own.replicas) for box in own.boxes])
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
@@ -109,7 +111,7 @@ class DTensorHandler(LeafHandler):
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """Return the bytes of views and copies of the local tensor."""
-        return _LOCAL.host_bytes(_local(leaf), boxes)
+        return _LOCAL_HANDLER.host_bytes(_local(leaf), boxes)
 
     def replicas(self, leaf: Any, size: int) -> int:
         """Return the number of replicas: the product of the mesh axes that replicate."""
@@ -119,11 +121,11 @@ class DTensorHandler(LeafHandler):
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copy boxes of the local tensor to the host."""
         local = _local(leaf)
-        return _LOCAL.copy_to_host(local, _local_boxes(leaf, boxes), memory)
+        return _LOCAL_HANDLER.copy_to_host(local, _local_boxes(leaf, boxes), memory)
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """View boxes of the local tensor on the host."""
-        return _LOCAL.view_on_host(_local(leaf), _local_boxes(leaf, boxes))
+        return _LOCAL_HANDLER.view_on_host(_local(leaf), _local_boxes(leaf, boxes))
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the boxes that this process must read.
@@ -145,7 +147,7 @@ class DTensorHandler(LeafHandler):
         if own is None or len(own.boxes) != 1 or box not in own.boxes or is_fake(_local(abstract)):
             return None
         part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
-        return _LOCAL.destination(_local(abstract), part, Box.whole(box.shape))
+        return _LOCAL_HANDLER.destination(_local(abstract), part, Box.whole(box.shape))
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build a DTensor with the mesh, placements and dtype of `abstract`, on the devices of the mesh."""
@@ -169,12 +171,12 @@ class DTensorHandler(LeafHandler):
         assert isinstance(stored, ArrayRecord)  # values were refused above
         array = _assemble_local(target, stored, boxes)
         record = ArrayRecord(ArraySpec(tuple(local.shape), stored.spec.dtype), stored.kind)
-        return _LOCAL.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
+        return _LOCAL_HANDLER.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         """Return the memory of the local tensor, or None if it has no elements."""
         local = _local(target)
-        return None if is_fake(local) else _LOCAL.memory_to_fill(local)
+        return None if is_fake(local) else _LOCAL_HANDLER.memory_to_fill(local)
 
 
 def _with_local_tensor(like: Any, local: torch.Tensor) -> torch.Tensor:

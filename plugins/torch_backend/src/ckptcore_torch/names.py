@@ -70,14 +70,14 @@ def _wrappers_in(module: torch.nn.Module) -> Mapping[torch.nn.Module, str]:
     """Return the wrappers in a tree of modules, each with the attribute of the wrapped module."""
     kinds = [
         (kind, attribute)
-        for place, name, attribute in _WRAPPERS
-        if (kind := getattr(sys.modules.get(place), name, None)) is not None
+        for module_name, name, attribute in _WRAPPERS
+        if (kind := getattr(sys.modules.get(module_name), name, None)) is not None
     ]
     classes = tuple([kind for kind, _ in kinds])
     return {
-        part: next(attribute for kind, attribute in kinds if isinstance(part, kind))
-        for part in module.modules()
-        if isinstance(part, classes)
+        inner: next(attribute for kind, attribute in kinds if isinstance(inner, kind))
+        for inner in module.modules()
+        if isinstance(inner, classes)
     }
 
 

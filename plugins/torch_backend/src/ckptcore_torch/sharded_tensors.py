@@ -38,7 +38,7 @@ from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["ShardedTensorHandler", "sharded_like"]
 
-_LOCAL: Final = TensorHandler()
+_LOCAL_HANDLER: Final = TensorHandler()
 
 
 class ShardedTensorHandler(LeafHandler):
@@ -69,7 +69,7 @@ class ShardedTensorHandler(LeafHandler):
         """Return the memory and box of each shard, or None if this process has no elements."""
         if any(is_fake(shard.tensor) for shard in leaf.local_shards()):
             return None
-        shards = tuple([(_box(shard.metadata), _LOCAL.identity(shard.tensor)) for shard in leaf.local_shards()])
+        shards = tuple([(_box(shard.metadata), _LOCAL_HANDLER.identity(shard.tensor)) for shard in leaf.local_shards()])
         if not shards or any(identity is None for _, identity in shards):
             return None
         return ("sharded", tuple(leaf.metadata().size), shards)
@@ -90,17 +90,19 @@ class ShardedTensorHandler(LeafHandler):
                     f"shard of the shape {tuple(local.shape)}, but its metadata has {box.shape}; "
                     "create the shard with the shape in the metadata"
                 )
-            _LOCAL.shards(local, rank, size)  # checks the memory, and orders copies after pending work of the device
+            _LOCAL_HANDLER.shards(
+                local, rank, size
+            )  # checks the memory, and orders copies after pending work of the device
             found.append(Shard(box, replica, replicas))
         return found
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copy boxes of this process's shards to the host."""
-        return [_LOCAL.copy_to_host(*_find_shard(leaf, box), memory)[0] for box in boxes]
+        return [_LOCAL_HANDLER.copy_to_host(*_find_shard(leaf, box), memory)[0] for box in boxes]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """View boxes of this process's shards on the host."""
-        return [_LOCAL.view_on_host(*_find_shard(leaf, box))[0] for box in boxes]
+        return [_LOCAL_HANDLER.view_on_host(*_find_shard(leaf, box))[0] for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the boxes of this process's shards.
@@ -120,7 +122,7 @@ class ShardedTensorHandler(LeafHandler):
         for own, local in _local_shards(abstract):
             if own == box and not is_fake(local):
                 part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
-                return _LOCAL.destination(local, part, Box.whole(box.shape))
+                return _LOCAL_HANDLER.destination(local, part, Box.whole(box.shape))
         return None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
@@ -133,7 +135,7 @@ class ShardedTensorHandler(LeafHandler):
             box = _box(shard.metadata)
             record = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
             array = arrays[box] if box.size else np.empty(box.shape, stored.spec.numpy_dtype)
-            tensors.append(_LOCAL.build(shard.tensor.detach(), record, [(Box.whole(box.shape), array)]))
+            tensors.append(_LOCAL_HANDLER.build(shard.tensor.detach(), record, [(Box.whole(box.shape), array)]))
         return _with_shards(abstract, tensors)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
@@ -145,14 +147,14 @@ class ShardedTensorHandler(LeafHandler):
         for box, local in _local_shards(target):
             record = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
             elements = [(Box.whole(box.shape), arrays[box])]
-            filled = not is_fake(local) and _LOCAL.fill(local, record, elements) and filled
+            filled = not is_fake(local) and _LOCAL_HANDLER.fill(local, record, elements) and filled
         return filled
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         """Return the memory of this process's shards, or None if one cannot be changed."""
         found: list[StridedMemory] = []
         for _, local in _local_shards(target):
-            memory = None if is_fake(local) else _LOCAL.memory_to_fill(local)
+            memory = None if is_fake(local) else _LOCAL_HANDLER.memory_to_fill(local)
             if memory is None:
                 return None
             found.extend(memory)

@@ -87,7 +87,7 @@ class Template:
             else:
                 raise ValueError(
                     f"{self.pattern!r} has an invalid field; use {{name}}, {{name:d}} or "
-                    "{name...}, and double braces that are text"
+                    "{name...}, and write braces in text as {{ and }}"
                 )
         parts.append(self.pattern[end:])
         return [part for part in parts if part != ""]
@@ -130,7 +130,9 @@ class Template:
         if found is None:
             return None
         return {
-            name: _found(path, *found.span(name)) for name in self._expression.groupindex if found[name] is not None
+            name: _field_match(path, *found.span(name))
+            for name in self._expression.groupindex
+            if found[name] is not None
         }
 
     def path(self, fields: Fields) -> TreePath:
@@ -203,7 +205,7 @@ def path_text(path: TreePath) -> str:
     return "/".join(map(str, path))
 
 
-def _found(path: TreePath, start: int, stop: int) -> FieldMatch:
+def _field_match(path: TreePath, start: int, stop: int) -> FieldMatch:
     """Return the match for a range of a path's text."""
     text = path_text(path)[start:stop]
     position, first = 0, None

@@ -231,13 +231,13 @@ class BlockScaled:
         with np.errstate(all="ignore"):
             scales = scales.astype(np.float32)
             for bounds in itertools.product(*cuts):
-                place = tuple([slice(low, high) for low, high in bounds])
-                product = _in_float32(values[place])
+                slices = tuple([slice(low, high) for low, high in bounds])
+                product = _in_float32(values[slices])
                 np.multiply(product, _factors(scales, bounds, block, first), out=product)
                 if is_transposed:  # ml_dtypes casts strided memory much slower than NumPy copies it
-                    copy_elements(out[place], product.astype(out.dtype, copy=False))
+                    copy_elements(out[slices], product.astype(out.dtype, copy=False))
                 else:
-                    np.copyto(out[place], product, casting="unsafe")
+                    np.copyto(out[slices], product, casting="unsafe")
 
 
 def _tile(out: HostArray) -> tuple[Sequence[int], bool]:

@@ -93,8 +93,8 @@ def names_in(store: ReadStore, directory: str) -> frozenset[str]:
     url = store.address.url if store.address is not None else ""
     if TEMPORARY in directory or TEMPORARY in url.rstrip("/").rpartition("/")[2]:
         raise UncommittedCheckpointError(
-            f"{url or directory} is a temporary directory of Orbax: the save that wrote it never ended. Load another "
-            "step; if you know that it is complete, rename it"
+            f"{url or directory} is a temporary directory of Orbax: the save that wrote it did not finish. Load "
+            "another step; if you know that it is complete, rename it"
         )
     return names
 
@@ -106,15 +106,18 @@ def expect_commit(store: ReadStore, names: frozenset[str]) -> None:
         UncommittedCheckpointError
     """
     url = store.address.url if store.address is not None else ""
-    if url.startswith(("gs://", "gcs://")) and names and COMMIT_FILE not in names and not _is_within(names):
+    if url.startswith(("gs://", "gcs://")) and names and COMMIT_FILE not in names and not _is_member(names):
         raise UncommittedCheckpointError(
             f"{url} has no {COMMIT_FILE}, which Orbax writes on GCS when a save is complete. Load another step; "
             f"if it is a copy of a complete checkpoint that lost the file, put an empty {COMMIT_FILE} there"
         )
 
 
-def _is_within(names: frozenset[str]) -> bool:
-    """Return whether names belong to a member: version 1 writes the marker only into the checkpoint's directory."""
+def _is_member(names: frozenset[str]) -> bool:
+    """Return whether names belong to a member of a checkpoint.
+
+    Version 1 writes the commit marker only into the directory of the checkpoint.
+    """
     return METADATA_FILE not in names
 
 
@@ -158,7 +161,8 @@ def find_item(store: ReadStore, directory: str = "") -> Item | None:
         return _random_key(store, directory, names)
     if kind != "tree":
         (name,) = names - {COMMIT_FILE}
-        data, key = store.get(key_in(directory, name)), key_in(directory, name)
+        key = key_in(directory, name)
+        data = store.get(key)
         if kind == "json":
             return Item("json", directory, plain_tree(parse_json(data, key), key), "Orbax (JSON)")
         record = value_record(data.decode("utf-8", "surrogateescape"))
@@ -308,14 +312,9 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
 
 def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
     """Return the item in a directory that contains only directories of arrays, without a description of the tree."""
-    ignored = {f"{ARRAY_METADATA}/"}
-    directories = sorted(name for name in names - ignored if name.endswith("/"))
-    if not directories or not names - set(directories) <= {
-        SHARDING_FILE,
-        COMMIT_FILE,
-        METADATA_FILE,
-        f"{ARRAY_METADATA}/",
-    }:
+    ignored = {f"{ARRAY_METADATA}/", SHARDING_FILE, COMMIT_FILE, METADATA_FILE}
+    directories = sorted(names - ignored)
+    if not directories or not all(name.endswith("/") for name in directories):
         return None
     formats = set[Literal[2, 3]]()
     for name in directories:
