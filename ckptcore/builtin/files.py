@@ -164,7 +164,7 @@ class SavesToDirectoryAsyncHandler:
 
         Raises:
             PluginError: the first phase returns nothing to await and leaves tasks running. The continuation raises it
-                for remaining tasks of its own.
+                for its remaining tasks.
         """
         from ckptcore.builtin.awaiting import AwaitableDirectory, path_for_object, run_first_phase  # imports asyncio
 

@@ -1,8 +1,6 @@
 """Handlers to choose explicitly: ``Context(plugins=PluginOptions(handlers={type: handler}))``.
 
-An object may have the methods of several handlers.
-
-And what a handler of your own can use: `state_to_load`.
+Choose one if an object has the methods of several handlers. Custom handlers can use `state_to_load`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frozen data that stages pass to each other. No I/O, no plugins.
 
 Most types are named tuples, because a plan may have hundreds of thousands of boxes and items, and because every process
-defines these types at its first save: a frozen dataclass takes half as long again to create, and five times as long to
+defines these types at its first save. A frozen dataclass takes 1.5 times as long to create, and five times as long to
 hash, to compare and to define.
 """
 

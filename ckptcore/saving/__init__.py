@@ -1,1 +1,1 @@
-"""Saves: what users ask of them, planned, captured and made durable, whole, by sessions or over a base."""
+"""Saves: requested, planned, captured, written and committed."""

@@ -1,1 +1,1 @@
-"""Trees: values taken apart into skeletons and leaves, described, and put together again."""
+"""Trees: take values apart into skeletons and leaves, merge trees, and rebuild values."""

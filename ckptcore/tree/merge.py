@@ -1,4 +1,4 @@
-"""Merge the trees that ranks save together if pipeline or expert parallelism gives them different parts."""
+"""Merge the trees of ranks that save different parts together, as in pipeline and expert parallelism."""
 
 from __future__ import annotations
 
