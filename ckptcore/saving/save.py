@@ -186,7 +186,7 @@ def _write_in_background(
     locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
     for one in saves:
         # Import the module of the commit on this thread: a process that is forked while another thread imports a module
-        # inherits it unfinished, and waits for ever if it imports the module too.
+        # inherits the unfinished import, and hangs if it imports the module too.
         _ = one.target.location.commits
 
     def work() -> None:

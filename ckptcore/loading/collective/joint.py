@@ -116,7 +116,7 @@ def exchange_name(location: object, recording: Recording) -> str:
 class CollectiveRead:
     """Strategy that loads on all ranks of a job, which take each step together.
 
-    A rank calls methods of objects only if all others do, because they may be collective. No rank returns while another
+    Methods of the loaded objects may be collective, so all ranks call them or none does. No rank returns while another
     one reads. If the checkpoint is replaced during the load, all ranks start again.
     """
 
@@ -210,8 +210,8 @@ def load_composite_collectively(load: CompositeLoad, job: Coordinator) -> dict[s
 
     A rank that does not request a name takes part in its load without requesting data.
     """
-    name = exchange_name(load.location, load.recording)
-    agreement = Agreement(job, runtime_of(load.context).exchange_key(f"{name}/names"), load.recording)
+    key = runtime_of(load.context).exchange_key(f"{exchange_name(load.location, load.recording)}/names")
+    agreement = Agreement(job, key, load.recording)
     for number in itertools.count():  # `load` limits the attempts
         attempt = _CompositeAttempt(load)
         requests = attempt.take_step(agreement, f"begin-{number}", attempt.begin)
@@ -222,7 +222,7 @@ def load_composite_collectively(load: CompositeLoad, job: Coordinator) -> dict[s
             (f"load-{number}/{name}", functools.partial(attempt.load, name)) for name in names
         ]
         steps.append((f"end-{number}", attempt.end))
-        if all(attempt.take_step(agreement, name, work) is not None for name, work in steps):
+        if all(attempt.take_step(agreement, step, work) is not None for step, work in steps):
             return attempt.loaded()
     raise AssertionError("unreachable")
 

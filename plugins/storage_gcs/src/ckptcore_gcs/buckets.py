@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.listing import list_objects
-from ckptcore_obstore.uploads import PartUpload
+from ckptcore_obstore.uploads import PendingUpload
 
 from ckptcore.protocols import PutCondition
 from ckptcore_gcs.json_requests import MAX_BATCH_SIZE, JsonRequests
@@ -42,7 +42,7 @@ class GcsBucket(Bucket):
             return super()._put(key, data, condition, put_id)
         return self.json.put(key, data, condition, put_id)
 
-    def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
+    def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
         """Begin an upload in parts, as the option ``uploads`` says."""
         if self._gcs.settings.uploads == "composite":
             return CompositeUpload(self, self.json, key)

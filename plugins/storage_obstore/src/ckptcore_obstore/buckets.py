@@ -14,7 +14,7 @@ from ckptcore.protocols import IfTag, PutCondition
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
 from ckptcore_obstore.services import Service
-from ckptcore_obstore.uploads import PartUpload, Upload, list_uploads
+from ckptcore_obstore.uploads import PendingUpload, Upload, list_uploads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -148,7 +148,7 @@ class Bucket(BucketRequests):
         result = obstore.put(self._obstore(), key, data, mode=mode, attributes=attributes, use_multipart=False)
         return service.tag(result["e_tag"], result["version"])
 
-    def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
+    def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
         """Begin an upload in parts.
 
         `if_absent` is the value that `complete` will get.

@@ -13,7 +13,7 @@ from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.listing import key_decoder_of, parse_answer, text_of
 
-__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "PartUpload", "Upload", "list_uploads"]
+__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "PendingUpload", "Upload", "list_uploads"]
 
 MAX_PARTS: Final = 10_000
 MIN_PART_BYTES: Final = 5 << 20
@@ -23,11 +23,11 @@ See https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
 """
 
 
-class PartUpload(Protocol):
+class PendingUpload(Protocol):
     """An unfinished upload in parts. Any thread. Methods raise `RequestFailed`."""
 
     def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1. Return its tag. A part can be put again."""
+        """Upload a part, counted from 1. Return its tag. A part can be uploaded again."""
         ...
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
@@ -48,7 +48,7 @@ class PartUpload(Protocol):
 
 
 class Upload:
-    """A `PartUpload` by the multipart protocol of S3. Any thread. Every method raises `RequestFailed`."""
+    """A `PendingUpload` that uses the multipart protocol of S3. Any thread. Every method raises `RequestFailed`."""
 
     def __init__(self, bucket: BucketRequests, key: str, identifier: str, put_id: str = "") -> None:
         """Refer to an existing upload.
@@ -77,21 +77,13 @@ class Upload:
         return cls(bucket, key, identifier, put_id)
 
     def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1. Return its tag. A part can be put again."""
+        """See `PendingUpload`."""
         query = {"partNumber": str(number), "uploadId": self._identifier}
         answer = self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))
         return answer.headers.get("etag", "")
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Create the object from its parts.
-
-        Args:
-            tags: tags of all parts, by number.
-            if_absent: fail if the object exists, as far as the service checks.
-
-        Raises:
-            RequestFailed: with kind CONDITION if the object exists.
-        """
+        """See `PendingUpload`."""
         parts = "".join(
             [
                 f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag)}</ETag></Part>"
@@ -123,7 +115,7 @@ class Upload:
                 raise
 
     def abort(self) -> None:
-        """Abort the upload and delete its parts. A missing upload is not an error."""
+        """See `PendingUpload`."""
         query = {"uploadId": self._identifier}
         try:
             self._bucket.run(lambda: self._bucket.plain.send("DELETE", self._key, query=query))

@@ -15,7 +15,7 @@ from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import RequestFailed
 from ckptcore_obstore.part_sizes import Part, PartSizes
 from ckptcore_obstore.storage_errors import converted_errors
-from ckptcore_obstore.uploads import PartUpload
+from ckptcore_obstore.uploads import PendingUpload
 
 __all__ = ["PartWriter"]
 
@@ -58,7 +58,7 @@ class PartWriter:
         self._upload_lock = threading.Lock()
         self._parts: dict[int, _PartBuffer] = {}
         self._tags: dict[int, str] = {}
-        self._upload: PartUpload | None = None
+        self._upload: PendingUpload | None = None
         self._written = 0
         self._end = 0
         self._done = False
@@ -161,7 +161,7 @@ class PartWriter:
         with converted_errors(self._bucket.service, f"write {self._url}"):
             self._tags[number] = upload.put_part(number, data)
 
-    def _ensure_upload(self) -> PartUpload:
+    def _ensure_upload(self) -> PendingUpload:
         with self._upload_lock:
             if self._upload is None:
                 if self._done:

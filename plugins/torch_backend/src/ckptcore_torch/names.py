@@ -3,7 +3,7 @@
 A wrapper has the wrapped module as an attribute, and the name of the attribute is part of every
 name inside the wrapper. Some wrappers remove it from the keys of their state dict (torch 2.13.0,
 ``checkpoint_wrapper.py`` and ``fsdp/_state_dict_utils.py``), but not from `named_parameters`.
-Wrappers are recognized by type, not by name, because a model can have a child called ``module``.
+Wrappers are recognised by type, not by name, because a model can have a child called ``module``.
 """
 
 from __future__ import annotations
