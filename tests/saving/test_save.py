@@ -313,6 +313,15 @@ def test_metadata_that_is_not_json_is_refused_before_anything_is_written(custom:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_deeply_nested_metadata_is_refused(tmp_path: Path) -> None:
+    nested: Any = 0
+    for _ in range(200_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="metadata= must be JSON"):
+        ckptcore.save(tmp_path / "x", {"a": 1}, metadata={"nested": nested})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_root_is_json_that_names_everything(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones((2, 3), np.float32)})
     root = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
