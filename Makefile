@@ -65,6 +65,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.words
 
 # One run for all: each run of mypy loads the types of the core, NumPy, JAX and PyTorch again.
 types: $(STAMP)

@@ -360,7 +360,7 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         if requested.spec == stored.spec:
             if requested.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
                 return None
-            return f"kind: a {requested.kind} is requested, a {stored.kind} is stored"
+            return f"kind: {requested.kind} is requested, {stored.kind} is stored"
         if requested.kind == stored.kind != PLAIN_ARRAY and requested.kind in ("str", "bytes"):
             return None  # text of any length
         if requested.spec.shape != stored.spec.shape:

@@ -61,7 +61,7 @@ def test_tiles_are_compared_with_what_stands_behind_them(tmp_path: Path, with_di
     with pytest.raises(ChecksumError) as caught:  # of fewer bytes than the checksum is of
         list(store().read_chunks([read(5, 19)]))
     assert (caught.value.start, caught.value.stop) == (5, 28)
-    with pytest.raises(CorruptCheckpointError, match="crc32 is expected from 25 to 29"):
+    with pytest.raises(CorruptCheckpointError, match="expected crc32 in bytes 25 to 29"):
         list(store().read_chunks([read(4, 21)]))
     for place in (4, 23, 24, 27):
         damaged = bytearray(data)

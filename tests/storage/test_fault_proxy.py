@@ -224,7 +224,7 @@ def test_a_store_that_is_gone_breaks_the_connection() -> None:
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1:1/path"])
 def test_an_upstream_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="expected http://host:port"):
+    with pytest.raises(ValueError, match="expected a URL such as http://host:port"):
         FaultProxy(url)
 
 
