@@ -1,4 +1,4 @@
-"""The public functions of `ckptcore`: each module is imported with the first use of one of its functions.
+"""The public functions of `ckptcore`: each module is imported when one of its functions is first used.
 
 - `saves`: save a tree, or several objects in one checkpoint
 - `loads`: load a tree, as a new value or into a target, or several objects

@@ -63,7 +63,7 @@ def metadata(
 
 @explains_arguments
 def abstract(state: Any, *, context: Context | None = None) -> Any:
-    """Return the abstract tree of a value. Passed to `load`, it requests a value like this one. Reads no elements.
+    """Return the abstract tree of a value, which `load` accepts to build a similar value. Reads no elements.
 
     Containers have the same types. Leaves state their type, shape, dtype and placement: `AbstractArray` for NumPy
     arrays, `ShardedArray` without elements for sharded arrays, `jax.ShapeDtypeStruct` with a sharding for JAX arrays,
@@ -71,8 +71,8 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
     leaves are unchanged. Tied leaves stay tied.
 
     An object with a state, such as a module or an optimizer, is replaced by its current state under the saved names,
-    and a load returns such a state. An optimizer without steps has an empty state; if the saved state may have more,
-    pass the object itself to `load`. An object that writes files has no abstract leaf: pass it to
+    and a load returns such a state. An optimizer that has not made a step has an empty state; if the saved state may
+    have more leaves, pass the object itself to `load`. An object that writes files has no abstract leaf: pass it to
     `load_checkpointables`.
 
     Args:
@@ -103,7 +103,7 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
 
 
 class _Ties:
-    """Creates abstract leaves. Leaves with the same elements share one, so that loaded leaves are tied in the same way.
+    """Creates abstract leaves. Tied leaves share one abstract leaf, so that loaded leaves are tied as well.
 
     Most abstract leaves compare by shape, dtype and placement, but a tensor on the meta device equals only itself.
     """
@@ -117,5 +117,5 @@ class _Ties:
         if identity is None:
             return made
         known = self._made.setdefault((id(handler), type(leaf), identity), made)
-        # Two leaves with the same elements may differ in placement: on a given device, or on the default device.
+        # Tied leaves may differ in placement: one on an explicit device, the other on the default device.
         return known if known is made or handler.describe(known) == handler.describe(made) else made

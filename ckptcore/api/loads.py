@@ -38,11 +38,11 @@ def load(
     """Load a checkpoint.
 
     Args:
-        location: a path or URL of a checkpoint of ckptcore, or of any format, also a single file, that an installed
-            layout reads.
-        abstract: a tree like the result. Each leaf states shape, dtype, framework and placement: an array, a
-            `jax.ShapeDtypeStruct`, a tensor on the meta device, or an `AbstractArray`. `PLACEHOLDER` skips a part.
-            None: NumPy leaves in the saved structure.
+        location: a path or URL of a checkpoint of ckptcore, or of any other format
+            that an installed layout reads, also a single file.
+        abstract: a tree with the structure of the result. Each leaf states shape, dtype, framework and placement: an
+            array, a `jax.ShapeDtypeStruct`, a tensor on the meta device, or an `AbstractArray`. `PLACEHOLDER` skips a
+            leaf or subtree. None: load NumPy arrays in the saved structure.
         context: options.
         select: the stored leaves to load, by `ckptcore.select`; others are not read. Without an abstract tree, they are
             removed from dicts, and replaced by `PLACEHOLDER` in lists and tuples; with one, `PLACEHOLDER` replaces
@@ -50,7 +50,7 @@ def load(
         transforms: changes of the stored tree, applied in this order before it is matched: see
             `ckptcore.transforms`. Without an abstract tree, the transformed tree is loaded.
         matching: allowed differences between the abstract tree and the stored one; by default none.
-        report: filled when the load has succeeded, with the treatment of each leaf and the bytes read.
+        report: filled when the load has succeeded: how each leaf was handled, and the number of bytes read.
         strategy: changes how the load reads, for instance through a cache: see `ckptcore.protocols.ReadStrategy`. None:
             selected by ``JobOptions(reads=...)``.
 
@@ -86,7 +86,7 @@ def load_async(
 ) -> LoadHandle[Any]:
     """Load a checkpoint in the background. See `load`; the handle raises the errors of `load`.
 
-    A report is filled before the handle has the result.
+    The report, if any, is filled before the result of the handle is available.
     """
     context = context or default_context()
     return runtime_of(context).saves.load(
@@ -123,7 +123,7 @@ def load_into(
 
     Args:
         location: see `load`.
-        target: the value to change. Parts that are `PLACEHOLDER` are not loaded.
+        target: the value to change. `PLACEHOLDER` leaves are not loaded.
         context: options.
         select: see `load`; the target keeps its other leaves.
         transforms, report, strategy: see `load`.
@@ -158,9 +158,9 @@ def load_checkpointables(
 
     Args:
         location: a path or URL.
-        abstract: objects to load as new values: abstract trees by name (see `load`), or a list of names. The abstract
-            tree None loads types of Python and NumPy (files as bytes by their paths), and `PLACEHOLDER` skips the
-            object. Without `abstract` and `into`, every object is loaded.
+        abstract: objects to load as new values: abstract trees by name (see `load`), or a list of names. None as
+            an abstract tree loads Python and NumPy types (files as a dict of bytes by path), and `PLACEHOLDER` skips
+            the object. Without `abstract` and `into`, every object is loaded.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees (see `load_into`).
         context: options.
 

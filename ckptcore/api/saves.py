@@ -31,13 +31,13 @@ def save(
 ) -> None:
     """Save a tree, and return once it is committed. Host arrays are copied block by block as they are written.
 
-    Do not change arrays during the save. The checkpoint would mix old and new elements.
+    Do not change arrays during the save, because the checkpoint would mix old and new elements.
 
     Args:
         location: a path or URL. The checkpoint is a new directory there.
         state: a tree of containers and leaves that the installed plugins handle.
         layout: the on-disk format: a name, or a layout object with options.
-        overwrite: True to replace a checkpoint at the location atomically, with every file in its directory.
+        overwrite: True to replace an existing checkpoint, including every file in its directory, atomically.
             ``"non-atomic"`` also replaces it on storages that cannot do so atomically; a crash may leave neither
             checkpoint.
         metadata: JSON, stored with the checkpoint.
@@ -70,7 +70,7 @@ def save_async(
     The checkpoint is written and committed in the background. The handle waits for it. If the error of a save is not
     retrieved from its handle, the next save of the Context raises it, or it is printed when the program ends.
 
-    Arguments and errors are those of `save`; errors of the writing are raised by the handle.
+    Arguments and errors are those of `save`; the handle raises errors that occur while files are written.
     """
     request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())
@@ -92,7 +92,7 @@ def save_checkpointables(
     Args:
         location: a path or URL. The checkpoint is a new directory there, with a directory for each name.
         checkpointables: by name: trees, objects with a state (modules, optimizers, iterators), and objects that write
-            files of their own. A tree is by itself a checkpoint at ``location/name``.
+            their own files. Each tree is also a complete checkpoint at ``location/name``.
         layout: the on-disk format of trees.
         overwrite, metadata, strategy, context: see `save`.
 
@@ -117,7 +117,8 @@ def save_checkpointables_async(
 ) -> SaveHandle:
     """Begin to save several objects, and return once they may change or advance.
 
-    Arguments and errors are those of `save_checkpointables`; errors of the writing are raised by the handle.
+    Arguments and errors are those of `save_checkpointables`; the handle raises errors that occur while files are
+    written.
     """
     request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())

@@ -20,7 +20,7 @@ def verify(
 
     Args:
         location: a path or URL.
-        progress: called from any thread with the number of checked bytes and of all bytes.
+        progress: called from any thread with the number of bytes checked so far and the total.
         context: options.
 
     Raises:
@@ -31,16 +31,16 @@ def verify(
 
 @explains_arguments
 def delete(location: LocationLike, *, context: Context | None = None) -> None:
-    """Delete a checkpoint of ckptcore, also an unfinished or damaged one. It never exists in part.
+    """Delete a checkpoint of ckptcore, also an unfinished or damaged one.
 
-    Deletes all files in its directory, but never another checkpoint.
+    No process can load a partly deleted checkpoint. Deletes all files in its directory, but never another checkpoint.
 
     Raises:
         CheckpointNotFoundError: the location is empty.
         CheckpointExistsError: the location has no checkpoint of ckptcore, or its directory contains another checkpoint.
             Nothing is deleted.
-        CheckpointReferredError: checkpoints in the same directory have arrays in it; names them. References from other
-            directories are not detected.
+        CheckpointReferredError: other checkpoints in the same parent directory refer to its arrays; names them.
+            References from elsewhere are not detected.
     """
     chosen = context or default_context()
     runtime = runtime_of(chosen)

@@ -6,8 +6,8 @@
 - `Reshaped`: the same elements in C order with another shape (`ckptcore.derivations.reshaped`)
 - `CastArray`, `RoundedArray`: other dtypes (`ckptcore.derivations.dtypes`)
 
-They compose: the inputs of a derived array are derived arrays. Each states which boxes of its inputs a box of it needs,
-so that a process reads only the parts of stored arrays that its shards need.
+Derived arrays compose: their inputs are derived arrays too. For each of its boxes, a derived array states which boxes
+of its inputs it needs, so that a process reads only the parts of stored arrays that its shards need.
 """
 
 from ckptcore.derivations.arrays import Constant, Stored, WholeArray, concatenate, constant, copy_parts, cut, pad, walk

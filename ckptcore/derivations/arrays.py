@@ -57,8 +57,8 @@ class Stored(WithoutInputs):
 
     Attributes:
         spec: stored shape and dtype.
-        leaf: its number in the tree of the checkpoint.
-        checkpoint: 0 for the checkpoint that is loaded; 1 and up for further ones.
+        leaf: its leaf number in the checkpoint.
+        checkpoint: 0 for the checkpoint that is loaded; 1 and up for additional ones.
     """
 
     spec: ArraySpec
@@ -71,7 +71,7 @@ class Stored(WithoutInputs):
 
 
 class WholeArray(ABC):
-    """A derived array that is computed as a whole from whole inputs, once for all boxes that are read.
+    """A derived array that is computed as a whole from whole inputs, once for all boxes that are read together.
 
     Attributes:
         inputs: the arrays that it is computed from.
@@ -88,7 +88,7 @@ class WholeArray(ABC):
         """Return the whole array.
 
         Args:
-            parts: the inputs that have elements, whole.
+            parts: the whole inputs, without empty ones.
         """
 
     def needed(self, box: Box) -> Sequence[Part]:
@@ -128,11 +128,11 @@ class Cut:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return the box that has the same elements."""
+        """Return the box of the input that has the same elements."""
         return (Part(0, _shifted(box, self.box.start)),)
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
-        """Return all of the memory."""
+        """Return the whole output memory as the view of the only part."""
         return (out,)
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
@@ -145,7 +145,7 @@ class Concatenation:
     """Arrays concatenated along an axis.
 
     Attributes:
-        inputs: at least one; of one dtype, and of one shape except along the axis.
+        inputs: at least one array. All have the same dtype, and the same shape except along the axis.
         axis: the axis.
     """
 
@@ -165,14 +165,14 @@ class Concatenation:
         return ArraySpec((*first.shape[:axis], self.starts[-1], *first.shape[axis + 1 :]), first.dtype)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return the part of the box that is in each input."""
+        """Return the part of the box that is in each input, in coordinates of the input."""
         return [
             Part(number, Box(_at(box.start, self.axis, low - begin), _at(box.stop, self.axis, high - begin)))
             for number, begin, low, high in self._pieces(box)
         ]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
-        """Return a band of the memory for each part."""
+        """Return a view of the output memory for each part."""
         origin, before = box.start[self.axis], (slice(None),) * self.axis
         return [out[(*before, slice(low - origin, high - origin))] for _, _, low, high in self._pieces(box)]
 
@@ -197,7 +197,7 @@ class Concatenation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant(WithoutInputs):
-    """Elements that are given, not stored.
+    """An array of given elements, which are not stored.
 
     Attributes:
         spec: shape and dtype of the array.
@@ -225,7 +225,7 @@ def cut(of: DerivedArray, box: Box) -> DerivedArray:
         return of
     if isinstance(of, Cut):
         return Cut(of.of, _shifted(box, of.box.start))
-    if isinstance(of, Concatenation) and box.size:  # layers that were stacked and are cut apart again
+    if isinstance(of, Concatenation) and box.size:  # such as one layer of stacked layers
         return concatenate([cut(of.inputs[part.number], part.box) for part in of.needed(box)], of.axis)
     return Cut(of, box)
 
@@ -234,7 +234,7 @@ def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
     """Concatenate arrays along an axis.
 
     Raises:
-        ValueError: if there are none, or their dtypes or other extents differ.
+        ValueError: if there are no inputs, or their dtypes or other extents differ.
     """
     if not inputs:
         raise ValueError("concatenate at least one array")
@@ -260,7 +260,8 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
         value: a number that the dtype of the array can represent.
 
     Raises:
-        ValueError: if there is not one number for each axis, one is negative, or the dtype cannot represent the value.
+        ValueError: if `before` or `after` does not have one number for each axis, a number is negative, or the dtype
+            cannot represent the value.
     """
     if not len(before) == len(after) == len(of.spec.shape) or min((*before, *after), default=0) < 0:
         raise ValueError(
@@ -305,7 +306,7 @@ def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
     """Fill an array with values of another dtype.
 
     Raises:
-        ValueError: if its dtype cannot represent one of them.
+        ValueError: if its dtype cannot represent one of the values.
     """
     given, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
     try:
@@ -330,7 +331,7 @@ def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
 
 
 def _at(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
-    """Return numbers with the one of an axis replaced."""
+    """Return a copy of `numbers` with the entry of an axis replaced."""
     return (*numbers[:axis], number, *numbers[axis + 1 :])
 
 

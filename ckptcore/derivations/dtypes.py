@@ -43,7 +43,7 @@ _PARTS: Final = {"complex32": "float16", "bcomplex32": "bfloat16", "complex64": 
 """The dtype of the real and the imaginary parts of complex dtypes."""
 
 _RANKS: Final = ("bool", "int", "float", "complex")
-"""Kinds of numbers. Each includes the earlier ones, except for precision."""
+"""Kinds of numbers. Each kind includes the earlier kinds, apart from precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class FloatValues:
     """The values of a floating point dtype: multiples of the smallest value, with limited precision and range.
 
     Attributes:
-        bits: of precision, including the implicit one.
-        least, most: the smallest and the largest above zero.
-        is_signed: True if it has negative numbers and zero; dtypes without negative numbers have no zero either.
+        bits: bits of precision, including the implicit bit.
+        least, most: the smallest and the largest positive value.
+        is_signed: True if it has negative numbers and zero. Dtypes without negative numbers also lack zero.
         has_infinity, has_nan, has_minus_zero: True if it has these values.
     """
 
@@ -113,7 +113,7 @@ def is_narrowing(dtype: str, other: str) -> bool:
 
 
 def accepts_kind_of(dtype: str, other: str) -> bool:
-    """Return True if the kind of `dtype` includes the kind of `other`. No other kind becomes bool."""
+    """Return True if the kind of `dtype` includes the kind of `other`. False if `dtype` is bool."""
     sort, of_other = _sort(dtype), _sort(other)
     if sort is None or of_other is None:
         return False
@@ -244,7 +244,7 @@ def cast(of: DerivedArray, dtype: str) -> DerivedArray:
         np.zeros(1, before).astype(after)
     except (TypeError, ValueError):
         between = "complex64" if is_complex(before) else "float32"
-        return CastArray(CastArray(of, between), dtype)  # it has all values of these dtypes of ml_dtypes
+        return CastArray(CastArray(of, between), dtype)  # `between` has all values of these ml_dtypes dtypes
     return CastArray(of, dtype)
 
 
@@ -319,7 +319,7 @@ def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatVal
         lost |= ~before & ~((np.isnan(source) & np.isnan(out)) | (np.isinf(source) & np.isinf(out)))
     if not values.is_signed:
         lost |= before & ~(source > np.zeros((), source.dtype))
-    elif not values.has_nan:  # without infinity as well, larger numbers became the largest value
+    elif not values.has_nan:  # and no infinity: NumPy replaced larger numbers by the largest value
         lost |= before & (np.abs(source.astype(np.float64)) > _rounds_up_to(values))
     if lost.any():
         first = source[lost].flat[0]
@@ -327,7 +327,7 @@ def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatVal
 
 
 def _rounds_up_to(values: FloatValues) -> float:
-    """Return the largest number that rounds to the largest value, not to its successor."""
+    """Return the largest number that rounds to the largest value of the dtype."""
     exponent = int(np.frexp(values.most)[1])
     return values.most + 2.0 ** (exponent - values.bits) / 2
 

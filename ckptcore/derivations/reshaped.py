@@ -26,7 +26,7 @@ _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _AxisGroup:
-    """Adjacent axes of the input, and the axes of the result that have the same elements.
+    """Adjacent axes of the input, and the adjacent axes of the result to which they are reshaped.
 
     Attributes:
         inner: the extents in the input.
@@ -75,7 +75,7 @@ class Reshaped:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return boxes with exactly these elements; their bounding box if there are too many boxes."""
+        """Return boxes of the input with exactly these elements; one bounding box if there are too many."""
         groups = self._pieces(box)
         if groups is None:
             ranges = [_bounding_ranges(group, of_box) for group, of_box in self._of_groups(box)]
@@ -106,7 +106,7 @@ class Reshaped:
             return
         target: HostArray = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         views = self.views(box, target)
-        assert views is not None  # memory in C order always has views
+        assert views is not None  # views of memory in C order always exist
         copy_parts(views, parts)
         if target is not out:
             copy_elements(out, target)
@@ -195,7 +195,7 @@ def _pieces(group: _AxisGroup, of_box: _Ranges) -> Iterator[_ContiguousPart]:
         yield _ContiguousPart(of_box, 0, _size(of_box))
         return
     steps = _steps(group.outer)
-    # Elements are contiguous along the last axes that the box covers completely, and the one before those.
+    # Elements are contiguous along the trailing axes that the box covers completely, and along the axis before them.
     whole = len(of_box)
     while whole and of_box[whole - 1] == (0, group.outer[whole - 1]):
         whole -= 1

@@ -33,8 +33,8 @@ class Stage:
     Attributes:
         payload: JSON or bytes for the leader.
         payloads: on the leader after the stage, the payloads of all ranks in order of rank.
-        done: True if this rank finished its work. Other ranks may know this and continue even if the exchange failed
-            here.
+        done: True if this rank finished its work. If the exchange then fails on this rank, other ranks may have
+            received this outcome and continue.
         failed: after the stage, the ranks that failed; only the first ones if there are many.
     """
 
@@ -45,7 +45,7 @@ class Stage:
 
 
 class Agreement:
-    """The exchanges of one operation. In a job of one process nothing is exchanged.
+    """The exchanges of one operation. A job of one process exchanges nothing.
 
     In the first stage every rank sends a random token, and the leader sends the tokens of each block back to it. If a
     rank does not find its token, the answer is a stale one of an earlier operation. The keys of later exchanges contain
@@ -101,7 +101,7 @@ class Agreement:
         Raises:
             RankFailedError: it failed on another rank; the message has that rank's error. A rank raises its own error
                 unchanged.
-            CommitUnknownError: the error of that rank is one.
+            CommitUnknownError: it failed with this error on another rank.
             CoordinationTimeoutError: a rank did not take part in time.
         """
         stage = Stage()
@@ -197,7 +197,7 @@ class Agreement:
             error.add_note(f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}")
 
     def _verify_answer(self, key: str, token: str, answer: Mapping[str, Any]) -> None:
-        """Check that the answer of the leader is for this operation, and use unique keys from now on."""
+        """Check that the leader's answer is for this operation. Later exchanges use keys unique to the operation."""
         if answer["tokens"][self.rank - answer["first"]] != token:
             raise RankFailedError(
                 f"rank {self.rank} received a stale answer in the exchange {key!r}: it belongs to an operation that "
@@ -241,8 +241,8 @@ class _Verdict:
     """The result of a stage on all ranks.
 
     Attributes:
-        failed: the ranks that failed, with their errors.
-        others: the number of other ranks that failed.
+        failed: the first ranks that failed, with their errors.
+        others: the number of further ranks that failed.
         unknown: True if the commit may have happened.
     """
 

@@ -29,11 +29,11 @@ __all__ = [
 
 
 class ExchangeCounts:
-    """Counts the operations that this process began, by job and name. Any thread.
+    """Counts the operations that this process began, by job and name. Thread-safe.
 
     Counts belong to a job and not to a Context: two Contexts that save to one location would otherwise use the same
     keys, and could receive a message of a failed exchange. Each name has its own count, so that a rank that missed one
-    operation after an error differs from the others only in that one.
+    operation after an error still has the same counts as the others for all other names.
 
     Names are stored as hashes. Each takes about a hundred bytes until the job ends.
     """
@@ -98,7 +98,7 @@ _COMPRESSION: Final = 1
 
 
 class Gathering:
-    """Sends data from all ranks to the leader, and from the leader to all. Stateless. Any thread."""
+    """Sends data from all ranks to the leader, and from the leader to all. Stateless and thread-safe."""
 
     def __init__(self, coordinator: Coordinator, *, block_ranks: int = BLOCK_RANKS) -> None:
         """Divide a large job into blocks if its coordinator supports groups.
@@ -126,7 +126,8 @@ class Gathering:
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Send a payload to the leader. Returns all payloads in order of rank on the leader, and None on other ranks.
 
-        The first rank of a block waits for the other ranks of the block. If it is missing, they are not reported.
+        The first rank of a block waits for the other ranks of the block. If it is missing, the leader
+        reports only this rank of the block.
 
         Raises:
             CoordinationTimeoutError: on the leader, with the missing ranks.
@@ -149,7 +150,7 @@ class Gathering:
         relays = range(0, self.size, self._block_ranks)
         batch = b"" if self.rank == 0 else _pack(of_block or (), missing)
         try:
-            # The others may start a deadline later than this rank, and wait one deadline for their blocks.
+            # Other relays may start one deadline later than this rank, and wait up to one deadline for their blocks.
             batches = self._groups.within(relays, deadlines=2).gather(f"{key}/blocks", batch)
         except CoordinationTimeoutError as error:
             raise self._timed_out(key, [*missing, *[relays[place] for place in error.missing]]) from error
@@ -187,7 +188,7 @@ class Gathering:
         return message(self._block(0))
 
     def _broadcast_on(self, coordinator: Coordinator, key: str, payload: bytes | None) -> bytes:
-        """Broadcast from the leader to the ranks of a coordinator. They wait for several deadlines.
+        """Broadcast from the leader to the ranks of a coordinator. The receivers wait for several deadlines.
 
         The leader may start up to a deadline later than this rank, and reports missing ranks after its own deadline. In
         a job with blocks it waits for its own block, and twice as long for the first ranks of the others.

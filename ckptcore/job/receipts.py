@@ -1,4 +1,4 @@
-"""Receipts as messages to the leader. Numbers are columns, which are decoded without an object for each number.
+"""Receipts as messages to the leader. Numbers are encoded as columns, and decoded as arrays.
 
 A message is one line of JSON, followed by the columns that it lists. A column has the narrowest dtype that fits either
 its numbers or their differences. Messages are not stored: all processes must have the same version of this package.
@@ -22,7 +22,7 @@ __all__ = ["decode_receipts", "encode_receipts"]
 
 _VERSION: Final = 1
 _FEW: Final = 8
-"""Longest list of numbers that stays in the JSON."""
+"""Maximum length of a list of integers that stays in the JSON."""
 
 _WIDTHS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST: Final = (1 << 63) - 1
@@ -54,7 +54,7 @@ def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]
     """Decode receipts that another process of this job encoded.
 
     Raises:
-        UnsupportedVersionError: that process has another version of this package.
+        UnsupportedVersionError: that process uses another version of the message format.
     """
     line, _, rest = data.partition(b"\n")
     head: dict[str, Any] = json.loads(line)
@@ -129,7 +129,8 @@ class _Columns:
     """The columns of a message that is being encoded.
 
     Attributes:
-        described: for each column: numbers or differences, width in bytes, count, an offset to add, the first number.
+        described: for each column: kind (``"numbers"``, or ``"steps"`` for differences), width in bytes, count,
+            an offset to add, the first number.
         data: the bytes of each column.
     """
 
@@ -164,7 +165,7 @@ def _as_narrow_column(numbers: HostArray) -> tuple[HostArray, int]:
     least, most = int(numbers.min()), int(numbers.max())
     span = most - least
     if span > _LARGEST:
-        return numbers.view(np.uint64), 0  # sums of 64-bit differences are correct in spite of overflows
+        return numbers.view(np.uint64), 0  # 64-bit differences may wrap around; their sums wrap back
     width = next(width for width in _WIDTHS if span < 1 << 8 * width)
     return (numbers - np.int64(least)).astype(_WIDTHS[width]), least
 

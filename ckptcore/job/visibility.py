@@ -1,8 +1,8 @@
 """Checks that the processes of a job share one directory.
 
 The leader creates an object with a new name in the directory, and the other processes look for it. Comparing properties
-is not enough: local disks of different hosts have the same paths, often the same devices and inodes, and the same old
-steps.
+of the directory is not enough: local disks of different hosts have the same paths, often the same devices and inodes,
+and the same old steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _PATIENCE_SECONDS: Final = 10.0
-"""Time limit to find the object of the leader: network file systems cache misses for seconds."""
+"""Time limit to find the object of the leader: network file systems cache missing names for seconds."""
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 1.0
@@ -46,13 +46,14 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
     see it.
 
     Args:
-        agreement: the agreement of the job; without exchange in a job of one process.
+        agreement: the agreement of the job. In a job of one process, nothing is checked.
         name: the name of the exchange.
         place: the directory as seen by this process: an absolute path or a URL.
         look: returns True if the object exists; may raise `ObjectNotFoundError`.
 
     Raises:
-        NotSharedError: this process does not see it. If the leader failed to create it, the others do not look.
+        NotSharedError: this process does not see it. If the leader failed to create it, the other ranks do not
+            look for it.
     """
     if agreement.size == 1:
         yield
@@ -69,7 +70,7 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
 
 
 def sees_claim(claimed: Claim, location: Location) -> bool:
-    """Return True if this process sees the claim of its leader.
+    """Return True if this process sees the claim that the leader wrote.
 
     Raises:
         ObjectNotFoundError: it sees no claim.
@@ -92,7 +93,7 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
     """Check that all processes share the directory of steps that the leader opened. Call it on every rank.
 
     Args:
-        agreement: the agreement of the job; without exchange in a job of one process.
+        agreement: the agreement of the job. In a job of one process, nothing is checked.
         store: the storage, opened at the directory; it need not be durable.
         place: the directory as seen by this process: an absolute path or a URL.
 

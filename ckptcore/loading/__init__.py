@@ -1,1 +1,1 @@
-"""Loads: open a checkpoint, match and plan, read, and build, alone or together with the processes of a job."""
+"""Loads: open a checkpoint, match and plan, read, and build, in one process or collectively in a job."""

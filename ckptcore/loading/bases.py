@@ -1,4 +1,4 @@
-"""Bases: the checkpoints that an update refers to for arrays that it did not store."""
+"""Bases: the checkpoints that store the arrays that an update did not store itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
             "ckptcore.copy"
         )
     authority = _AUTHORITY.match(found.parent)
-    assert authority is not None  # the pattern also matches an empty text
+    assert authority is not None  # the pattern also matches an empty string
     names = [name for name in found.parent[authority.end() :].split("/") if name]
     for name in base.path.split("/"):
         if name != "..":
@@ -61,7 +61,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
 
 
 def base_path(location: Location, base: Location) -> str:
-    """Return the path by which a checkpoint refers to a base.
+    """Return the relative path by which a checkpoint refers to a base.
 
     Raises:
         InvalidLocationError: the base is in another storage, is hidden, or is a parent directory of the checkpoint.
@@ -116,7 +116,7 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
     """Open a base with the arrays that it stores itself.
 
     Raises:
-        CorruptCheckpointError: see `read_base`; also if it has files instead of a tree.
+        CorruptCheckpointError: see `read_base`; also if the base has files instead of a tree.
     """
     version, root = read_base(referring, at, save_id)
     if root.layout == FilesLayout.name:

@@ -83,8 +83,8 @@ class Checkpoint:
         foreign: its provenance, if other software wrote it.
         read_instead: reads boxes instead of `store`: from copies on this host, through a strategy, or, if `derived` is
             set, by computing them.
-        derived: computes arrays from those of other checkpoints; None if the tree is stored in this form. `stored` and
-            `store` belong to the first source of `derived`.
+        derived: computes arrays from those of other checkpoints; None if the stored arrays are read directly. If it is
+            set, `stored` and `store` belong to its first source.
     """
 
     location: Location
@@ -160,7 +160,7 @@ class Checkpoint:
         return self.store.read_boxes(self.index, plan.items, buffers)
 
     def reading_through(self, read_through: ReadThrough) -> Checkpoint:
-        """Return this checkpoint with boxes that a strategy reads."""
+        """Return this checkpoint, reading boxes through a strategy."""
         root = self.version.root
         # The members of a composite share a save id. Each has its own root, so a digest of it identifies the content.
         content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
@@ -175,7 +175,7 @@ def stored_format(root: Root, context: Context) -> StoredFormat:
 
 
 def reader_of(storage: StorageBackend, objects: Mapping[str, ObjectRecord], context: Context) -> ObjectReader:
-    """Return a reader for the recorded objects of a checkpoint. It refuses other objects."""
+    """Return a reader for the recorded objects of a checkpoint. It refuses objects that are not recorded."""
     return ObjectReader(storage, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
 
 
@@ -252,7 +252,7 @@ def check_additional(opened: Checkpoint) -> None:
     """Check that no additional source of a derived checkpoint has been replaced since it was opened.
 
     Raises:
-        CorruptCheckpointError: if one was replaced, so that the data may be of two saves.
+        CorruptCheckpointError: if a source was replaced, because the data may then come from two saves.
     """
     if opened.derived is None:
         return

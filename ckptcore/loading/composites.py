@@ -84,7 +84,7 @@ class CompositeRequest:
 
     @property
     def likes(self) -> dict[str, tuple[object, bool]]:
-        """By name, the abstract tree or the object, and True for an object that is restored in place."""
+        """By name, the abstract tree or object, and True if it is restored in place."""
         abstract = self.abstract if isinstance(self.abstract, Mapping) else dict.fromkeys(self.abstract or ())
         built = {name: (like, False) for name, like in abstract.items()}
         return built | {name: (like, True) for name, like in (self.into or {}).items()}
@@ -96,7 +96,7 @@ class MemberRequest:
 
     Attributes:
         name: its name.
-        load: loads it with the options of a Context, and records the phases.
+        load: function that loads it, given a Context and a recording.
         in_place: True if an object is restored in place.
     """
 
@@ -129,7 +129,7 @@ class CompositeLoad:
             TypeError: `abstract` has an object that must be restored in place.
             CheckpointNotFoundError: a name was not saved, or was deleted. Nothing was changed.
             CorruptCheckpointError: also if all objects are requested, and one is missing.
-            TreeMismatchError: an object is stored in another form than requested. Nothing was changed.
+            TreeMismatchError: an object does not match its request. Nothing was changed.
             TargetUndefinedError: the load failed after an object was changed.
         """
         try:
@@ -241,7 +241,7 @@ def _plan_requests(
 def _existing_names(
     composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], absent: Absent, context: Context
 ) -> dict[str, None]:
-    """Return the names of all objects that exist for this process. Logs a warning with those that do not.
+    """Return the names of all objects that exist for this process. Logs a warning that lists missing objects.
 
     Raises:
         CorruptCheckpointError: `absent` is ``"error"``, and an object is missing.

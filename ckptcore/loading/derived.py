@@ -29,10 +29,11 @@ _DEFAULT_BYTES: Final = 256 << 20
 """Default limit of memory in addition to that of the computed arrays."""
 
 _LEAST_RUN_BYTES: Final = 16 << 20
-"""Minimum size of a contiguous read for a piece of an array: the blocks at its ends are read twice."""
+"""Minimum size of a contiguous read for a piece of an array: shorter reads would waste time, because the
+blocks at both ends are read twice."""
 
 _MOST_BAND_BYTES: Final = 8 << 20
-"""Limit of a band: ranks send each other whole bands, which must not be much longer than a message."""
+"""Limit of the size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
 
 _MOST_REREAD: Final = 1.02
 """Limit of the ratio of the bytes read in pieces to the bytes read at once."""
@@ -50,11 +51,12 @@ class Derived:
         tree: the derived tree.
         sources: the checkpoint that is read, and additional ones that are combined with it.
         derivations: by leaf number, the derived array. May lack aliases.
-        values: by leaf number of each value of the first source, its number there.
+        values: by leaf number of each value in the derived tree, its leaf number in the first source.
         most_bytes: limit of memory in addition to that of the computed arrays. A single array that cannot be computed
             in pieces may exceed it.
         description: a description of the transforms, equal on every rank of a job; empty without transforms.
-        changes: changes by matching, which may differ by rank: by leaf, its earlier number, and a description.
+        changes: changes that `Matching` allowed; may differ by rank. By leaf number, the number before the change,
+            and a description of the change.
         is_builtin: True if the arrays come from the checkpoint's bases, not from transforms of the user.
     """
 
@@ -93,7 +95,7 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Return, by number of a source, its leaves from which leaves of the tree are computed."""
+        """Return the stored leaves from which leaves of the tree are computed, by index of their source."""
         found: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -108,8 +110,8 @@ class Derived:
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
         """Return an axis and a number of elements along it for bands that read about `nbytes` stored bytes each.
 
-        Each band reads a separate contiguous part of the stored bytes. Returns None if the array has no such bands, or
-        only one.
+        Each band reads a separate contiguous part of the stored bytes. Returns None if the array cannot be
+        divided into such bands, or is one band.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -171,10 +173,10 @@ class Derived:
                     yield numbers[there]
 
     def _fills(self, derivation: DerivedArray, places: Sequence[BoxOutput]) -> Sequence[_Fill]:
-        """Return the fills of boxes of an array: one, or several pieces if one needs too much memory.
+        """Return the fills of boxes of an array: one fill, or several pieces if one fill needs too much memory.
 
-        Pieces are used only if they read little more. A piece is a band of all boxes, because the elements between
-        those of one box may belong to another box.
+        Pieces are used only if they read few additional bytes. A piece is a band across all boxes, because stored
+        elements between those of one box may belong to another box.
         """
         fill = _Fill.of(derivation, places)
         if fill.held_bytes <= self.most_bytes:
@@ -240,7 +242,7 @@ class Derived:
         """Return True if the elements of a stored array are uncompressed, so that any range of them can be read."""
         below = self.sources[array.checkpoint]
         if below.derived is not None:
-            return False  # it divides its reads by itself
+            return False  # a derived source divides its own reads
         if (plain := self._plain_bytes.get(array.checkpoint)) is None:
             plain = self._plain_bytes[array.checkpoint] = Counter()
             for leaf, _, start, stop in extents_of(below):
@@ -269,13 +271,13 @@ def derive(
         tree: the new tree, with its values.
         derivations: by leaf number, the derived array, for each array of the new tree that is not an alias. A `Stored`
             refers to leaves of `opened`.
-        values: by leaf number of each value that comes from `opened`, its number there.
-        additional: additional sources, with the numbers from 1 on in a `Stored`.
+        values: by leaf number of each value in the new tree that comes from `opened`, its leaf number in `opened`.
+        additional: additional sources; `Stored.checkpoint` is 1 for the first of them.
         most_bytes: see `Derived`; None: 256 MiB.
         description, changes, is_builtin: see `Derived`.
 
     Raises:
-        TransformError: an array has no derivation, or one with another shape or dtype.
+        TransformError: an array has no derivation, or its derivation has another shape or dtype.
     """
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
@@ -298,7 +300,7 @@ def _bounding_box(boxes: Sequence[Box]) -> Box:
 
 
 def _in_band(places: Sequence[BoxOutput], band: Box) -> list[BoxOutput]:
-    """Return the parts of places that are in a band."""
+    """Return the parts of outputs that are in a band."""
     return [
         BoxOutput(owner, common, out[common.within(box)])
         for owner, box, out in places
@@ -331,7 +333,7 @@ class BoxOutput(NamedTuple):
     """The destination of a box of a derived array.
 
     Attributes:
-        owner: a number of the caller.
+        owner: a number that the caller chose to identify the box.
         box: the box.
         out: memory of its shape; of any strides.
     """
@@ -384,7 +386,7 @@ class _Fill:
             step()
 
     def _place(self, derivation: DerivedArray, box: Box, out: HostArray) -> None:
-        """Plan to put a box of an array into `out`."""
+        """Plan the reads and steps that write a box of an array to `out`."""
         if isinstance(derivation, Stored):
             if out.flags.c_contiguous:
                 self.reads.append(_StoredRead(derivation, box, out, self))

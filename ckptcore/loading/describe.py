@@ -94,7 +94,7 @@ class CheckpointMetadata:
     """Metadata of a checkpoint, without its arrays.
 
     A checkpoint has either one tree (`contents`) or several objects (`checkpointables`). A checkpoint of other software
-    has both if it has several objects of which `ckptcore.load` loads one.
+    has both if it has several objects and `ckptcore.load` loads one of them by default.
 
     Attributes:
         created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint and does not state it.
@@ -148,12 +148,12 @@ class CheckpointMetadata:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Checkpoints that store arrays of this one, as relative paths; empty if it stores all of its arrays."""
+        """Relative paths of the bases that store arrays of this checkpoint; empty if it has no base."""
         return self._one("bases").bases
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and files. Counts tied arrays once, and only one of several states of processes."""
+        """Bytes of all arrays and files. Counts tied arrays once. Of states saved per process, counts one."""
         if self.contents is None or self.is_composite:
             return sum([one.nbytes for one in self.checkpointables.values()])
         if self.contents.layout == FilesLayout.name:

@@ -67,7 +67,7 @@ class Difference:
     """One difference.
 
     Attributes:
-        sort: missing, unexpected, sequence, kind, shape, dtype or value.
+        sort: the kind of difference: missing, unexpected, sequence, kind, shape, dtype or value.
         line: a message with the path, the requested and the stored form.
         allowed_by: the option that allows it; None if no option does.
     """
@@ -78,7 +78,7 @@ class Difference:
 
 
 def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata) -> TreeMismatchError:
-    """Return the error for differences. Its text shows some of each sort; its attribute lists all.
+    """Return the error for differences. Its message shows some of each sort; its attribute lists all.
 
     Args:
         display: the location.
@@ -183,7 +183,7 @@ def lost_scales(
 def container_differences(requested: Skeleton, stored: Skeleton) -> list[Difference]:
     """Find differences between lists and tuples, and between empty dicts and empty sequences, in either direction.
 
-    Keys match like those of leaves. Containers with children are compared by their leaves.
+    Keys are matched as in `match_leaves`. Containers with children are compared by their leaves.
     """
     found: list[Difference] = []
     _compare(requested, stored, (), found)
@@ -193,7 +193,7 @@ def container_differences(requested: Skeleton, stored: Skeleton) -> list[Differe
 def _compare(requested: Skeleton, stored: Skeleton, path: TreePath, found: list[Difference]) -> None:
     if not isinstance(requested, Node) or not isinstance(stored, Node):
         return
-    # An object that is loaded without its class is a dict or a list.
+    # An object matches a dict or a list, because it becomes one if it is loaded without its class.
     empty = not requested.keys and not stored.keys and "object" not in (requested.kind, stored.kind)
     if {requested.kind, stored.kind} == {"list", "tuple"}:
         line = f"{format_path(path)}: sequence: a {requested.kind} is requested, a {stored.kind} is stored"
@@ -220,7 +220,7 @@ def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matchin
 
     Args:
         path: the path of the array, for messages.
-        asked, stored: different specs of plain arrays.
+        requested, stored: different specs of plain arrays.
         matching: the allowed differences.
     """
     both = f"{requested} is requested, {stored} is stored"
@@ -325,7 +325,7 @@ def adjusted(opened: Checkpoint, changes: Mapping[int, LeafChange], context: Con
 
     Args:
         opened: the checkpoint.
-        changes: by number of the leaf.
+        changes: by leaf number, the change of its array.
         context: limits memory.
     """
     tree = opened.tree

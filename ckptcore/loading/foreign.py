@@ -52,7 +52,7 @@ def open_foreign(location: Location, version: LocationVersion, context: Context)
 
     Raises:
         CheckpointNotFoundError: no installed layout finds a checkpoint.
-        CompositeCheckpointError: it has several checkpointables, and none of them is the default.
+        CompositeCheckpointError: it has several checkpointables, and none of them is loaded by default.
         UncommittedCheckpointError: it is a partial save that is not finalized.
     """
     try:
@@ -72,7 +72,7 @@ def open_foreign(location: Location, version: LocationVersion, context: Context)
 
 
 def inspect_tree(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open the tree that the first layout finds.
+    """Open the tree with the first layout that recognizes it.
 
     Raises:
         CheckpointNotFoundError: no layout finds one.
@@ -121,7 +121,7 @@ def open_foreign_files(location: Location, version: LocationVersion, context: Co
 
 
 def find_composite(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint | None:
-    """Return the checkpointables that the first layout finds; None if none does.
+    """Return the checkpointables according to the first layout that recognizes a composite; None if none does.
 
     Raises:
         CorruptCheckpointError: also if a name is not a valid directory name, or if it is a composite of ckptcore
@@ -225,7 +225,7 @@ def _is_foreign(context: Context, location: Location) -> bool:
         try:
             found = layout.inspect(store, None) is not None
         except CompositeCheckpointError:
-            found = True  # with several items
+            found = True  # a checkpoint of several items
         except CheckpointError:
             return False  # unfinished or damaged: its extent is unknown
         if found:

@@ -31,7 +31,7 @@ class _BoxCopy(NamedTuple):
 
     Attributes:
         box: the box of the array.
-        source: the index in `_HostCopies.sources` of the process that copied it.
+        source: the index in `_HostCopies.sources` of the process that wrote the copy.
         leaf: the number of the copy in the tree of that process.
     """
 
@@ -59,12 +59,12 @@ class _PieceRead:
 
 @dataclass(frozen=True, slots=True)
 class _HostCopies:
-    """A checkpoint on a host with copies of some of its boxes. Any thread.
+    """A checkpoint with local copies of some boxes on this host. Thread-safe.
 
     Attributes:
         opened: reads boxes without a copy.
-        sources: by display name, the copies of each process.
-        copies: by leaf of the tree.
+        sources: the copies of each process: a display name and an open checkpoint.
+        copies: by leaf number, the copies of its boxes.
     """
 
     opened: Checkpoint
@@ -140,7 +140,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         try:
             found = read_root(inside)
             if not isinstance(found, Root) or found.save_id != root.save_id:
-                continue  # of an interrupted process
+                continue  # left by an interrupted process
             reader, stored = reader_of(inside, found.objects, context), stored_format(found, context)
             source = replace(opened, root=found, stored=stored, tree=found.tree, store=reader)
             _ = source.index  # raises if it is damaged
@@ -157,7 +157,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
 
 
 def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _BoxCopy]:
-    """Return the leaf that an array of a process is a copy of, and the copy.
+    """Return the leaf number of which a stored array is a copy, and the copy.
 
     Raises:
         CorruptCheckpointError: it is not a copy of a box of this tree.

@@ -1,4 +1,4 @@
-"""Basic indexing as in NumPy: converts an index to the box of an array that it needs, and an index of the box. Pure."""
+"""Basic indexing as in NumPy: converts an index to the box that contains its elements and an index of it. Pure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class AxisIndex:
 
 
 def index_box(index: object, shape: tuple[int, ...]) -> AxisIndex:
-    """Convert an index of an array of a shape.
+    """Convert an index of an array of the given shape.
 
     Raises:
         IndexError: there are more indices than axes, an integer is out of bounds, or an index is not basic (arrays,

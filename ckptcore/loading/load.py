@@ -69,7 +69,7 @@ class LoadRequest:
 
 
 AS_IT_IS: Final = LoadRequest()
-"""Load all leaves, without differences."""
+"""Options of a load of all leaves that allows no differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Load(Generic[T]):
         self._report_builder = None if request.report is None else ReportBuilder(request.report)
 
     def run(self) -> T:
-        """Load with the strategy of the request. The default, which the Context selects, is alone or collective."""
+        """Load with the strategy of the request. None: the Context selects a local or a collective load."""
         strategy: ReadStrategy | CollectiveRead | None = self.request.strategy
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
@@ -176,7 +176,7 @@ class Load(Generic[T]):
         return self.build(reading)
 
     def open(self) -> Checkpoint:
-        """Begin an attempt: open the checkpoint. The result is of one save."""
+        """Begin an attempt: open the checkpoint. All metadata is of one save."""
         return self.attempts.open()
 
     def plan(self, checkpoint: Checkpoint) -> TreeRead:

@@ -33,7 +33,7 @@ ShapeChange = Literal["reshape", "truncate", "pad"]
 """Changes of arrays whose requested shape is not the stored one."""
 
 Sequences = Literal["exact", "either"]
-"""Exchange of lists and tuples: whether a stored tuple matches a requested list, and vice versa."""
+"""Exchange of lists and tuples: a stored tuple may match a requested list, and vice versa."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Matching:
             no value to keep, and is an error.
         cast: arrays of another dtype: ``"error"``; ``"safe"``: cast if the requested dtype can represent every value of
             the stored one, including infinities, NaN and negative zero; ``"narrowing"``: also round to the nearest
-            value. A number outside of the range of the dtype is an error when it is read. Floats are never cast to
+            value. A number outside of the range of the dtype raises an error when it is read. Floats are never cast to
             ints, complex numbers never to real ones, and numbers never to bool.
         shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if the number of
             elements is equal; ``"truncate"``: keep the first elements along an axis; ``"pad"``: append elements along

@@ -36,7 +36,7 @@ _BATCHES: Final = 2
 """Batches in memory: one is read while the caller receives the boxes of another one."""
 
 _ITEM_BYTES: Final = 512 << 20
-"""Chunks up to this size that can only be read whole are not cut: each part would cost as much as the whole."""
+"""Chunks up to this size that can only be read whole are not cut: a part costs as much as the whole chunk."""
 
 _MOST_CUTS: Final = 1 << 20
 """Limit of parts of a box with unknown locations. Real arrays need fewer; a hostile root may state any shape."""
@@ -119,7 +119,7 @@ def _leaf_groups(
 
 
 def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
-    """Return batches that are read at once, in storage order, so that no byte is read twice."""
+    """Return batches of pieces in storage order, so that no byte is read twice. A batch is read at once."""
     pieces: list[StoredPiece] = []
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
@@ -188,7 +188,7 @@ def _read_batches(
 def _read_ahead(
     batches: Iterable[Sequence[StoredPiece]], read: Callable[[Sequence[StoredPiece]], list[LoadedBox]]
 ) -> Iterator[list[LoadedBox]]:
-    """Read each batch while the caller uses the one before."""
+    """Read each batch in the background while the caller uses the previous batch."""
     reader = BackgroundThreads(1, "ckptcore-read-ahead")
     before: Future[list[LoadedBox]] | None = None
     try:

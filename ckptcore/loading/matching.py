@@ -35,7 +35,7 @@ class Matched:
         defaulted: positions of leaves that are not stored, and are allowed to be missing.
         ignored: numbers of stored leaves that are not requested, and are allowed.
         changes: by number of a stored array, its change to the requested shape and dtype.
-        arrays: by position, the array for a stored number.
+        arrays: by position, the array that was built from a stored number.
         skeleton, leaves: the containers and the leaves of the abstract tree.
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
             value.
@@ -65,7 +65,7 @@ def match_leaves(
     """Find the stored leaf for each leaf of an abstract tree.
 
     Equal keys match. Otherwise an attribute also matches a str key with its name, because an object that is loaded
-    without its type is a dict. Leaves that only some of the saving processes had may be left out.
+    without its type is a dict. Stored leaves that only some of the saving processes had need not be requested.
 
     Other software may not store exact keys and types, so its checkpoints have additional rules:
 
@@ -161,7 +161,7 @@ def _match_loosely(
     of_requested: Callable[[TreePath], TreePath],
     of_stored: Callable[[TreePath], TreePath],
 ) -> None:
-    """Find missing leaves by a form of their paths. Forms that several leaves have match nothing."""
+    """Find missing leaves by a form of their paths. A form that several leaves share matches nothing."""
     taken = {number for number in found if number is not None}
     forms = [of_stored(path) for path in stored]
     requested = [of_requested(paths[position]) for position in missing]
@@ -231,7 +231,7 @@ class _Comparison:
         tree, by_name: as for `match_leaves`.
         paths, leaves, handlers: of the abstract tree. `of_leaves` replaces handlers that build a number from an array.
         found: by leaf, the number of the stored leaf, or None.
-        arrays: by position, the array for a stored number; added by `of_leaves`.
+        arrays: by position, the array that `of_leaves` built from a stored number.
     """
 
     tree: TreeMetadata
@@ -335,7 +335,7 @@ class _Comparison:
         return found
 
     def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
-        """Build a number of a stored array, or an array of a stored number."""
+        """Prepare the conversion of a stored array to a number, or of a stored number to an array."""
         if isinstance(requested, ValueRecord):
             self.handlers[position] = _NumberOfArray(handler, requested.kind)
         elif isinstance(stored, ValueRecord) and (array := _array_of(stored, requested.spec)) is not None:
@@ -381,7 +381,7 @@ _NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": 
 """The kinds of values that are numbers, and their types."""
 
 _TRIED: Final = (("int", "int"), ("int", "float"), ("float", "float"))
-"""Pairs of the kind of a stored number and of the elements that it may become if the value fits."""
+"""Pairs: the kind of a stored number, and a kind of array elements that can represent it if the value fits."""
 
 _VALUES: Final = HostValueHandler()
 
@@ -396,15 +396,16 @@ def _are_interchangeable(requested: LeafRecord, stored: LeafRecord) -> bool:
 def _scalar_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     """Return why a stored leaf cannot become the requested one without loss; None if it can.
 
-    A number becomes an array that represents it exactly: an int becomes an array of ints or floats, a float one of
-    floats, and a bool one of bools. The element of an array is not read yet, so its dtype decides: ints become an int,
-    floats a float, and bool a bool. Ints of up to 32 bits also become a float, which represents all of them.
+    A number becomes an array that represents it exactly: an int becomes an array of ints or floats, a float an
+    array of floats, and a bool an array of bools. The element of a stored array is not read yet, so its dtype decides:
+    ints become an int, floats a float, and bool a bool. Ints of up to 32 bits also become a float,
+    which represents all of them.
 
     Args:
-        asked, stored: interchangeable records.
+        requested, stored: interchangeable records.
 
     Raises:
-        CorruptCheckpointError: if the stored number is not a number.
+        CorruptCheckpointError: if the stored value is not a number.
     """
     if isinstance(stored, ValueRecord) and isinstance(requested, ArrayRecord):
         if _array_of(stored, requested.spec) is not None:
@@ -424,7 +425,7 @@ def _array_of(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
     """Return a stored number as a new array without axes; None if the dtype cannot represent it exactly.
 
     Raises:
-        CorruptCheckpointError: if the stored number is not a number.
+        CorruptCheckpointError: if the stored value is not a number.
     """
     number, sort = _VALUES.build(None, stored, ()), _sort(spec)
     if isinstance(number, bool):

@@ -178,7 +178,7 @@ class _LeafAt:
 
 def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | None:
     """Follow keys. Text that is not a key is split at slashes."""
-    if not keys:  # a new object: an open checkpoint in its own cache would be a reference cycle, and stay open
+    if not keys:  # a new object: caching a checkpoint in itself would be a reference cycle, and keep files open
         return StoredTree(tree._state, tree._node, tree.path, tree._first)
     key, rest = keys[0], keys[1:]
     child = tree._child(key)
@@ -201,7 +201,7 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | No
 
 
 class OpenCheckpoint(StoredTree):
-    """An open checkpoint: a mapping of its tree, with arrays that are read when they are indexed. Any thread.
+    """An open checkpoint: a mapping of its tree, with arrays that are read when they are indexed. Thread-safe.
 
     All data is of the save that was opened. Use it in a ``with`` statement, or call `close`.
     """
@@ -254,7 +254,7 @@ class OpenCheckpoint(StoredTree):
         """Metadata of the checkpoint; see `ckptcore.metadata`. Reads no array.
 
         Raises:
-            CheckpointNotFoundError: the checkpoint was replaced or deleted, and its metadata must be read again.
+            CheckpointNotFoundError: the metadata must be read again, but the checkpoint was replaced or deleted.
             ValueError: the checkpoint was closed.
         """
 

@@ -37,7 +37,7 @@ _MOST_HELD: Final = 150
 
 
 class OpenState:
-    """A checkpoint that stays open for reads of parts. Any thread.
+    """A checkpoint that stays open to read parts of its arrays. Thread-safe.
 
     All bytes are of the save that was opened: open objects belong to it, and any other read checks the root again
     afterwards.
@@ -127,7 +127,7 @@ class OpenState:
             raise _replaced(opened)
 
     def hold(self, key: str) -> BlockCache | None:
-        """Open an object of the checkpoint. Returns None if the storage cannot keep objects open, or too many are.
+        """Open an object of the checkpoint. Returns None if the storage cannot keep objects open, or too many are open.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: see `guard`.
@@ -206,7 +206,7 @@ def find_plain_extent(opened: Checkpoint, leaf: int) -> PlainExtent | None:
 
 
 def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> HostArray:
-    """Map an array into memory. Its file stays mapped, and on the disk, until the last view of it is released.
+    """Map an array into memory. The file stays mapped, and keeps its disk space, until the last view is released.
 
     Args:
         opened: the checkpoint.

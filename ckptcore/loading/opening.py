@@ -59,7 +59,7 @@ Opener: TypeAlias = Callable[[Location, LocationVersion, Context], OpenedT]
 """Opens the checkpoint at a location. Its version shows later whether the checkpoint was replaced."""
 
 RootCache: TypeAlias = ParsedRoots[StoredFormat]
-"""Cache of parsed roots. For callers that do not return mutable parts of a root."""
+"""Cache of parsed roots. Only for callers that do not return mutable parts of a root."""
 
 ATTEMPTS: Final = 20
 """Limit of attempts to read a checkpoint that is replaced again and again."""
@@ -69,7 +69,7 @@ _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
 class ConsistentRead(Generic[OpenedT]):
-    """Attempts to read a checkpoint. Each opens it again; the first without a replacement meanwhile succeeds."""
+    """Attempts to read a checkpoint. Each attempt opens it again, and succeeds if it was not replaced meanwhile."""
 
     def __init__(self, location: AnyLocation, context: Context, opener: Opener[OpenedT]) -> None:
         """Open nothing yet."""
@@ -99,7 +99,7 @@ class ConsistentRead(Generic[OpenedT]):
                 if version.is_current(resolved):
                     raise
                 continue
-            # Without a root, the opener reads files, and a save may have been committed meanwhile.
+            # Without a root, the opener listed files; check that no save was committed meanwhile.
             if version.root is not None or version.still_exists(resolved):
                 self._opened = opened
                 return opened
@@ -203,7 +203,7 @@ def open_tree(
 
 
 def open_names(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint:
-    """Open a checkpoint of several checkpointables, or a tree to which other software gave a name.
+    """Open a checkpoint of several checkpointables, or a named tree of other software.
 
     Raises:
         CompositeCheckpointError: it is one tree.
@@ -332,7 +332,7 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
     names = composite.location.store.list_names()
     listed = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
     if composite.root is not None and ROOT_KEY not in names:
-        # The root is not listed: the storage lists nothing (a web server), or an earlier state.
+        # The root is not listed: the storage cannot list (a web server), or its listing is outdated.
         listed |= _found_by_roots(composite)
     of_ranks: dict[str, list[int]] = {}
     for directory in listed:

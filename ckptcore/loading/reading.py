@@ -44,10 +44,10 @@ class LeafRead:
     Attributes:
         leaf, record: its number in the stored tree, and its record.
         handler, abstract: the handler that builds it, and the requested abstract leaf.
-        positions: the positions of the leaves that it becomes in the value.
+        positions: the positions of these leaves in the value.
         boxes: the boxes to read.
         nbytes: the bytes to read; if workers read it, the largest number of bytes for one worker.
-        array: an array without axes, if a number is stored instead of it; None for an array that is read.
+        array: an array without axes that was built from a stored number; None for an array that is read.
         at_workers: True if the workers of this controller read and build it.
     """
 
@@ -63,7 +63,7 @@ class LeafRead:
 
 
 def default_handlers(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
-    """Return the handlers of arrays and values without an abstract tree."""
+    """Return the handlers that build arrays and values if there is no abstract tree."""
     array, value = registry.dispatch(AbstractArray((), "bool")).leaf, registry.dispatch("").leaf
     if array is None or value is None:
         raise PluginError("no plugin builds NumPy arrays and values: the built-in plugin is missing")
@@ -92,7 +92,7 @@ def read_leaves(
 
 
 def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None) -> TreeRead:
-    """Plan the boxes to read, and build the values, which need none. Reads nothing, and changes no target.
+    """Plan the boxes to read, and build the values, which need no read. Reads nothing, and changes no target.
 
     Args:
         opened: the checkpoint.
@@ -131,7 +131,7 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any
         original, at_workers = tree.aliases.get(number, number), builder is executor
         leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
         if tree.aliases:
-            # Tied leaves are built once and tied again; leaves of a target only if they have the same memory.
+            # Tied leaves are built once. In a target, only leaves that share memory are filled together.
             memory = None if filled is None else builder.identity(abstract) or position
             key = (original, id(handler), tuple(boxes), _placement_key(builder, abstract), memory)
             if (same := tied.setdefault(key, leaf_read)) is not leaf_read:
@@ -182,7 +182,7 @@ class TreeRead:
 
         Raises:
             MemoryError, PluginError
-            CorruptCheckpointError: if other software wrote the checkpoint, and an array does not fit in memory.
+            CorruptCheckpointError: an array does not fit in memory, and other software wrote the checkpoint.
         """
         if leaf_read.array is not None:
             return [leaf_read.array for _ in leaf_read.boxes]  # an array without axes has one box at most

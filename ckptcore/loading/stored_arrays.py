@@ -24,7 +24,7 @@ from ckptcore.runtime import runtime_of
 __all__ = ["StoredArray"]
 
 _RUN_BYTES: Final = 8 << 20
-"""Limit of contiguous bytes that the calling thread reads alone; several threads read larger ranges."""
+"""Limit of contiguous bytes that the calling thread reads itself. Several threads read larger ranges."""
 
 _NEAR_BYTES: Final = 64 << 10
 """Gaps up to this size are cheaper to read than to skip, if nothing is verified."""
@@ -40,7 +40,7 @@ class StoredArray:
     """An array of an open checkpoint. Indexing reads only the requested elements, and the bytes that verify them.
 
     Supports the basic indexing of NumPy (integers, slices with steps, ``...``, None) and returns the same results: a
-    new array, or a scalar. `numpy.asarray` reads the whole array. Any thread.
+    new array, or a scalar. `numpy.asarray` reads the whole array. Thread-safe.
 
     Attributes:
         path: its path in the tree.
@@ -80,7 +80,7 @@ class StoredArray:
         self._extent = spec.shape[0] if spec.shape else 0
         self._row = math.prod(spec.shape[1:]) * dtype.itemsize
         self._offset = 0
-        self._held: BlockCache | Literal[False] | None = None  # False: not in one object; None: not known yet
+        self._held: BlockCache | Literal[False] | None = None  # False: read like a load; None: not known yet
         self._view: HostArray | None = None  # mapped memory; only verified blocks of it are read
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class StoredArray:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __getitem__(self, index: BasicIndex) -> Any:
-        """Read the elements at an index into new memory. The result is the same as of NumPy.
+        """Read the elements at an index into new memory. The result equals that of NumPy indexing.
 
         Raises:
             IndexError: NumPy refuses the index, or it has lists, arrays or booleans.
@@ -283,7 +283,7 @@ class StoredArray:
         return held
 
     def _mapped(self, held: BlockCache) -> HostArray | None:
-        """Return the array in mapped memory, or None. Called after a first read: one slice is faster without it."""
+        """Return the array in mapped memory, or None. Called after a first read: mapping is slow for one slice."""
         memory = held.memory()
         if memory is not None and self._offset + self.nbytes <= len(memory):
             self._view = np.ndarray(self.shape, self._stored_dtype, memory, self._offset)
@@ -314,7 +314,7 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class _IndexedPart:
-    """A part of the requested elements, and its place in the result."""
+    """A part of the requested elements, and its slices in the result."""
 
     indexed: AxisIndex
     place: tuple[slice, ...]

@@ -189,7 +189,7 @@ def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[lis
             batch.extend([piece] for piece in parts[0])
             queue.extendleft([piece] for piece in reversed(parts[1]))
         elif not is_plain and held + nbytes <= sizes.most and (not batch or nbytes <= 2 * room):
-            batch.append(group)  # closer to the aim than without it
+            batch.append(group)  # the size is closer to the aim with this group
         elif batch:
             queue.appendleft(group)
             queue.extendleft(reversed(_take_back(batch, group[0], sizes.block)))
@@ -227,12 +227,15 @@ def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
 
 
 def _slack(piece: StoredPiece) -> int:
-    """Return the most bytes that alignment adds to the parts of a flat range: at most two parts for each axis."""
+    """Return the maximum padding of the parts of a flat range in bytes: at most two parts for each axis."""
     return 2 * ALIGNMENT * max(1, len(piece.box.start))
 
 
 def _take_back(batch: list[list[StoredPiece]], following: StoredPiece, block_bytes: int) -> list[list[StoredPiece]]:
-    """Remove and return pieces at the end of a batch that share a block with the next one, unless these are all."""
+    """Remove and return pieces at the end of a batch that share a block with the next piece.
+
+    Removes nothing if the batch would become empty.
+    """
     border = following.start // block_bytes * block_bytes
     kept = list(batch)
     taken: list[list[StoredPiece]] = []

@@ -84,7 +84,7 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
     """Return the numbers of the selected leaves of a checkpoint. Reads nothing.
 
     A selection uses the names of the stored tree. A leaf that is derived from several stored leaves is selected if all
-    of them are.
+    of these are selected.
 
     Args:
         checkpoint: the checkpoint, which may be derived from the stored one.

@@ -42,7 +42,7 @@ __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target
 def load_value(
     source: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
 ) -> object:
-    """Load a value like an abstract tree; if it is None, NumPy leaves in the saved structure."""
+    """Load a new value with the structure of an abstract tree. None: load NumPy arrays in the saved structure."""
     target = _StoredValue() if abstract is None else _NewValue(abstract)
     return Load(source, target, context, recording, request).run()
 
@@ -132,12 +132,12 @@ class _StoredValue:
         )
 
     def _match_files(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
-        """Read the files in this stage, after which collective loads check whether the checkpoint was replaced."""
+        """Read the files now, because collective loads check after this stage whether the checkpoint was replaced."""
         if load.request.select is not None:
             raise files_instead(checkpoint)
         with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):
             self._files = {key: b"".join(file_pieces(checkpoint, record)) for key, record in checkpoint.objects.items()}
-        self._skeleton = None  # an attempt before this one may have found a tree
+        self._skeleton = None  # an earlier attempt may have found a tree
         return Matched((), (), skeleton=checkpoint.tree.skeleton)
 
     def build(self, load: Load[object], reading: TreeRead) -> object:
@@ -255,7 +255,7 @@ def check_target(checkpoint: Checkpoint, target: object, context: Context, reque
 
 
 def holds_objects(tree: object, registry: Plugins) -> bool:
-    """Return True if a tree is or contains an object that is restored in place."""
+    """Return True if a tree is, or contains, an object that must be restored in place."""
     return _holds_objects(tree, registry, MAX_DEPTH)
 
 
@@ -334,7 +334,7 @@ def _refuse_placeholders(request: LoadRequest) -> None:
 def _check_shared_memory(
     checkpoint: Checkpoint, numbers: Sequence[int | None], memory: Sequence[Sequence[StridedMemory] | None]
 ) -> None:
-    """Refuse leaves of a target that share memory, unless they are one array in the target and in the checkpoint.
+    """Refuse leaves of a target that share memory, unless they are tied in both the target and the checkpoint.
 
     Args:
         checkpoint: the checkpoint.
@@ -373,7 +373,7 @@ def _check_shared_containers(checkpoint: Checkpoint, numbers: Sequence[int | Non
     """Refuse a container that occurs twice in a target if the checkpoint has two values for it.
 
     Raises:
-        TreeMismatchError: names a leaf of both.
+        TreeMismatchError: names a leaf of each occurrence.
     """
     for first, second in shared_containers(shape):
         for one, other in zip(first, second, strict=True):

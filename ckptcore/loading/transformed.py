@@ -36,7 +36,7 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
     Args:
         opened: the stored checkpoint.
         transforms: the transforms, in order.
-        context: its memory limit of loads also limits memory in addition to that of the computed arrays.
+        context: its memory limit for loads also limits temporary memory of the computation.
 
     Raises:
         TransformError: names the transform that does not match the stored tree.

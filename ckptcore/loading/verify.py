@@ -41,7 +41,7 @@ from ckptcore.runtime import runtime_of
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done and the bytes of all objects."""
+"""Called with the number of bytes checked so far, and the total of all objects."""
 
 _BASE_READ_BYTES: Final = 1 << 24
 """Limit of the bytes of an array in a base that are read at once."""
@@ -56,7 +56,7 @@ class Problem:
     Attributes:
         key: the object (file).
         start, stop: the half-open range of its bytes; None for the whole object.
-        arrays: the paths of the arrays that have bytes there.
+        arrays: the paths of the arrays that have bytes in this range.
         message: what was expected and found.
     """
 
@@ -76,7 +76,7 @@ class VerifyReport:
         objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked.
         unverified: keys of objects without checksums, which were only read.
-        deleted: names of checkpointables that were saved, and deleted or lost later. Not a problem of the others.
+        deleted: names of checkpointables that were deleted or lost after the save. This is not reported as a problem.
     """
 
     problems: tuple[Problem, ...]
@@ -311,7 +311,7 @@ class _Verification:
             self._problems.append(Problem(ROOT_KEY, None, None, (), str(error)))
 
     def _read_from_bases(self, root: Root) -> None:
-        """Read the arrays that are in bases. Does not check anything else of the bases."""
+        """Read the arrays that bases store. Checks no other data of the bases."""
         checked, tree = self._opened, self._opened.tree
         if root.references.leaf and not self._context.io.verify:
             verifying = replace(self._context, io=replace(self._context.io, verify=True))
@@ -357,7 +357,7 @@ def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
         CheckpointError: it cannot be read, or is damaged.
     """
     check_sizes(opened, [leaf])
-    assert opened.derived is not None  # it is in another checkpoint
+    assert opened.derived is not None  # an array of a base is derived
     for box in opened.derived.pieces(leaf, _BASE_READ_BYTES) if spec.size else ():
         plan = plan_read(opened.tree, [(leaf, (box,))])
         buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))

@@ -37,11 +37,11 @@ def plan_write(
     name: str = "",
     owners: Mapping[int, Owners] | None = None,
 ) -> WritePlan:
-    """Plan the writes of one process: the boxes of which it has replica 0, or the cells that it owns.
+    """Plan the writes of one process: its boxes with replica number 0, or, with `owners`, the cells that it owns.
 
     Args:
         tree: the tree of the whole job.
-        shards: by leaf, the boxes of this process; aliases may be left out.
+        shards: by leaf number, the boxes of this process; aliases may be omitted.
         rank: rank of this process.
         size: number of processes in the job.
         save_id: id of the save.
@@ -63,7 +63,7 @@ def plan_read(tree: TreeMetadata, wanted: Iterable[tuple[int, Sequence[Box]]]) -
 
     Args:
         tree: the stored tree.
-        wanted: leaves, each with the boxes to read; items have the same order.
+        wanted: leaf numbers, each with the boxes to read. The items of the plan have the same order.
     """
     items = [ReadItem(tree.aliases.get(leaf, leaf), box) for leaf, boxes in wanted for box in boxes]
     return ReadPlan(tree, tuple(items))

@@ -67,14 +67,14 @@ class ChunkColumns:
 
 
 class ChunkTable:
-    """A `ckptcore.protocols.ChunkIndex` of raw chunks: elements in C order, little endian, uncompressed. Any thread.
+    """A `ckptcore.protocols.ChunkIndex` of raw chunks: elements in C order, little endian, uncompressed. Thread-safe.
 
     The state has the columns of `ChunkColumns`. Without the column ``box`` each row is a whole array; such a state may
     have a second table, ``slices``, for the arrays that are stored in several boxes.
     """
 
     def __init__(self, tree: TreeMetadata, state: JSON, checksum: Checksum | None = None) -> None:
-        """Read a state, which may be hostile.
+        """Parse and check a state. It may be hostile.
 
         Args:
             tree: the tree that was saved.
@@ -117,7 +117,7 @@ class ChunkTable:
         return (Chunk(place[0], place[1], whole, True, self._checksum is None, leaf),)
 
     def _whole_array(self, leaf: int) -> tuple[str, int] | None:
-        """Return the place of an array in a table of boxes that is one chunk, and keep it."""
+        """Return the key and offset of an array that is a single chunk, and cache them; None if it is not."""
         place = None if self._cut is None else self._cut.whole_array(leaf, _spec(self._tree, leaf).shape)
         if place is not None:
             self._whole[leaf] = place
@@ -127,7 +127,7 @@ class ChunkTable:
         return [] if self._cut is None else self._cut.chunks(leaf, spec, within, self._checksum is None)
 
     def locate(self, chunks: Sequence[Chunk], store: object) -> ChunkPlaces:
-        """See `ChunkIndex.locate`. The table has all places."""
+        """See `ChunkIndex.locate`. The table has all locations, so nothing is read."""
         checksums = {} if self._checksum is None else dict.fromkeys(range(len(chunks)), self._checksum)
         return ChunkPlaces([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks], checksums=checksums)
 
@@ -180,7 +180,7 @@ class ChunkTable:
 
 
 class _CutArrays:
-    """Columns of arrays that are stored in boxes."""
+    """Columns of arrays that are stored in several boxes, each with explicit bounds."""
 
     def __init__(self, tree: TreeMetadata, columns: Any) -> None:
         self._files: Sequence[str] = columns["files"]
@@ -253,10 +253,11 @@ class _CutArrays:
 
 
 def natural_column(found: Any, below: int, count: int | None = None) -> HostArray:
-    """Return a column of whole numbers from 0 on as an array; the column may be hostile.
+    """Check a column of whole numbers from 0 to `below` - 1, and return it as an array. The column may be hostile.
 
     Raises:
-        TypeError, ValueError, IndexError: the column is not one, not of this length, or has larger numbers.
+        TypeError, ValueError, IndexError: the column is not a list of ints, has another length, or has a number out of
+            range.
     """
     if not isinstance(found, list | tuple) or not {int}.issuperset(map(type, found)):
         raise TypeError("a column of whole numbers is expected")

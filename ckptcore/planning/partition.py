@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MOST_RANGES: Final = 1 << 16
-"""Approximate limit of flat ranges that an array is cut into: a hostile checkpoint may state any size."""
+"""Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
 _LEAST_PARTS: Final = 3
 """Minimum number of parts that a band is cut into. A reader with one checksum for a band verifies it if at least half
 of the band is requested, so two halves would each read the whole band."""
@@ -41,9 +41,9 @@ def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int,
 
     Args:
         spec: the array.
-        bands: preferred boundaries along the first axis, in elements and in any order. Elements between two of them are
-            stored together. Boundaries outside of the array are ignored.
-        most_bytes: limit of one box, unless it is one element or a band.
+        bands: preferred boundaries along the first axis, in elements and in any order. A band is the elements
+            between two boundaries. Boundaries outside of the array are ignored.
+        most_bytes: limit of the size of a box. A single element, or an uncut band, may exceed it.
         band_bytes: bands up to this size are not cut.
 
     Returns:
@@ -98,7 +98,7 @@ def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
         shape: shape of the array.
         box: a box of the array.
     """
-    one = True  # the box has a single index on each axis so far
+    one = True  # the box has extent 1 along each axis so far
     first = 0
     inner = math.prod(shape)
     if not box.size:
@@ -185,7 +185,7 @@ def _overlay(cells: Sequence[tuple[Box, ReaderSet]], box: Box, readers: ReaderSe
 
 
 def subtract(box: Box, other: Box) -> list[Box]:
-    """Subtract a box from another one. Returns the rest as up to two boxes per axis."""
+    """Subtract `other` from `box`. Returns the rest as disjoint boxes, up to two per axis."""
     inner = box.intersect(other)
     if inner is None:
         return [box]
@@ -242,7 +242,7 @@ def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) ->
 
 
 def _counts(low: HostArray, high: HostArray, grid: Sequence[int]) -> int:
-    """Return the largest number of boxes that have a cell of the grid in common."""
+    """Return the largest number of boxes that overlap in one cell of the grid."""
     changes = np.zeros([extent + 1 for extent in grid], np.int64)
     for corner in range(1 << len(grid)):
         upper = [bool(corner >> axis & 1) for axis in range(len(grid))]
@@ -286,7 +286,7 @@ class WrittenBoxes:
 
 
 _COLUMNS_PAY: Final = 16
-"""From more boxes than this on, one check of all by NumPy is faster."""
+"""Above this number of boxes, one vectorized check by NumPy is faster than a Python loop."""
 
 
 def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:

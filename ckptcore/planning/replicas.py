@@ -50,8 +50,8 @@ class ReadGroups:
 
 
 Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
-"""The processes that read: each for itself (all), this one without the others (alone), one of the job (broadcast), one
-of each host (per_node), or one of each group."""
+"""The processes that read: each process for itself (all), this process without the others (alone), one process of the
+job (broadcast), of each host (per_node), or of each group (`ReadGroups`)."""
 
 READS: Final = ("all", "alone", "broadcast", "per_node")
 
@@ -84,8 +84,8 @@ class ReplicaOptions:
 
     Attributes:
         piece_bytes: minimum size of the pieces into which a box is cut for its replicas, in bytes.
-        most: maximum number of replicas that share one box; 1: no box is cut. More concurrent requests are not always
-            faster.
+        most: maximum number of replicas that write parts of one box; 1: no box is cut. More concurrent requests are not
+            always faster.
         objects: treatment of objects with a state, such as a data loader or a wrapper of a model with ``state_dict``,
             in a tree that several processes save together. ``"refuse"``: raise an error, because the states may differ
             between processes. ``"lowest_rank"``: as torch.distributed.checkpoint does. The keys of all processes are
@@ -139,8 +139,8 @@ class Owners(NamedTuple):
     """A rule for the replica that writes each cell of an array. Its size does not depend on the number of cells.
 
     Attributes:
-        numbers: by piece of a box, the replica that writes this piece of the first box. For another box, add its
-            position among the boxes, and take the sum modulo the number of replicas.
+        numbers: by piece of a box, the replica that writes this piece of the first box. For another box, add the
+            sum of its indices along all axes, modulo the number of replicas.
         axis: the axis along which boxes are cut into pieces.
     """
 
@@ -165,8 +165,8 @@ def cut_for_replicas(
     """Cut large boxes that several processes hold, so that each process can write a piece.
 
     Every process computes the same cuts. If the number of replicas of an array is not known, all of its boxes are
-    assumed to have equally many, if the number of boxes divides the number of processes. A wrong assumption costs a few
-    more chunks; the written elements are the same.
+    assumed to have the same number, provided that the number of boxes divides the number of processes. A wrong
+    assumption costs a few more chunks; the written elements are the same.
 
     Args:
         tree: the tree, as leaf handlers describe it.
@@ -199,11 +199,11 @@ def cut_for_replicas(
 def owners_of(split: SplitTree, *, rank: int, size: int) -> Mapping[int, Owners]:
     """Return the owners of the cells of each array that this process holds.
 
-    Pieces are assigned as if each array had one box: the largest first, each to the replica with the fewest bytes so
-    far. This divides the bytes evenly among processes that hold one box of each of several arrays. Arrays that are
-    cut into equally many boxes along each axis are divided together, because a process then holds boxes at one
-    position; replicas take turns from position to position. Every process computes the same result, in time that grows
-    with the number of arrays, not of cells or processes.
+    Pieces are assigned as if each array had one box: the largest piece first, each to the replica that has the fewest
+    bytes so far. This divides the bytes evenly among processes that hold one box of each of several arrays. Arrays
+    that are cut into equally many boxes along each axis are divided together, because a process then holds the boxes at
+    the same position of each; the assignment rotates among replicas from position to position. Every process computes
+    the same result, in time that grows with the number of arrays, not of cells or processes.
 
     Args:
         split: the tree of the job, with the splits of the arrays that this process holds.
@@ -307,7 +307,7 @@ def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[i
     axes = record.cuts or ((),) * len(record.spec.shape)
     ranges = []
     for boundaries, extent, start, stop in zip(axes, record.spec.shape, box.start, box.stop, strict=True):
-        first = bisect.bisect_right(boundaries, start)  # each boundary up to the start ends a cell before the box
+        first = bisect.bisect_right(boundaries, start)  # boundaries up to `start` belong to cells before the box
         last = bisect.bisect_left(boundaries, stop)
         begins = start == (boundaries[first - 1] if first else 0)
         ends = stop == (boundaries[last] if last < len(boundaries) else extent)
