@@ -138,7 +138,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def _unknown_name(name: str) -> Exception:
-    """Return the error for a name that does not exist. It names ours if another library has this one."""
+    """Return the error for an unknown name. If another library has the name, the message says what to use instead."""
     from ckptcore.other_libraries import instead_of  # only errors need it
 
     hint = instead_of(__name__, name)

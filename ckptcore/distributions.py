@@ -47,7 +47,7 @@ class Distribution(NamedTuple):
         types: top-level packages whose types it handles.
         schemes: URL schemes that it opens.
         layouts: layouts that it adds.
-        suffixes: ends of the names of files that its layouts read.
+        suffixes: suffixes of the names of files that its layouts read.
     """
 
     extra: str
@@ -109,7 +109,7 @@ DISTRIBUTIONS: Final = (
 def install_hint(
     *, value_type: type | None = None, scheme: str = "", layout: str = "", files: Iterable[str] = ()
 ) -> str:
-    """Return the ``pip install`` command that adds support for something, in backquotes.
+    """Return the ``pip install`` command that adds support for a type, scheme, layout or file, in backquotes.
 
     Args:
         value_type: a type of leaves or containers, or a subclass of one.

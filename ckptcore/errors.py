@@ -109,7 +109,7 @@ __all__ = [
 class CheckpointError(Exception):
     """Base class of all errors of ckptcore.
 
-    Secrets in URLs, which are passwords and values of queries, are printed as ``***``.
+    Secrets in URLs (passwords and query values) are printed as ``***``.
     """
 
     def __str__(self) -> str:
@@ -168,8 +168,8 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 class ChecksumError(CorruptCheckpointError):
     """A checksum differs from the one recorded when the bytes were written.
 
-    Checksums of blocks are in ``checkpoint.json``. Formats record others in their own files: of chunks, of chunk
-    indexes, of nodes of a database.
+    Checksums of blocks are in ``checkpoint.json``. Some formats also record checksums of chunks, chunk indexes or
+    database nodes in their own files.
     """
 
 
@@ -178,7 +178,7 @@ class UnsupportedVersionError(CheckpointError, ValueError):
 
 
 class CompositeCheckpointError(CheckpointError, ValueError):
-    """A checkpoint has several checkpointables and one tree is required, or the other way round.
+    """A checkpoint has several checkpointables and one tree is required, or it is one tree and several are required.
 
     Attributes:
         names: the names of the checkpointables; empty for one tree.
@@ -334,7 +334,7 @@ class StepPinnedError(CheckpointError, RuntimeError):
 
 
 class TargetUndefinedError(CheckpointError, RuntimeError):
-    """``load_into`` failed after it changed its target, which has old and new values. The cause says why."""
+    """``load_into`` failed after it changed its target, which now has both old and new values. The cause says why."""
 
 
 class CommitUnknownError(CheckpointError, RuntimeError):

@@ -156,7 +156,7 @@ class RunningPhase:
 
 
 class Recording:
-    """The events of one operation on one rank. Any thread. The operation begins when this object is created.
+    """The events of one operation on one rank. Thread-safe. The operation begins when this object is created.
 
     Attributes:
         operation, location, step, rank: the values for all events; the location without secrets.
@@ -283,7 +283,7 @@ _OPERATIONS: Final[tuple[Operation, ...]] = ("save", "load", "delete", "upload")
 _NAME: Final = r"[a-z][a-z_]{0,39}"
 _SAVE_ID: Final = r"[0-9a-f]{16}"
 _MOST_MICROSECONDS: Final = 1 << 52
-"""In the year 2112. All smaller numbers are exact floats and valid for `datetime`."""
+"""Maximum time or duration, in the year 2112. All smaller numbers are exact floats and valid for `datetime`."""
 
 _MOST: Final = (1 << 63) - 1
 
@@ -292,10 +292,10 @@ def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
     """Return the events of one operation, perhaps of several ranks, as columns of JSON. Times are whole microseconds.
 
     The location is left out, because a checkpoint can be moved, and copies should not reveal it. The id of the
-    operation is left out, too. Of more than `MAX_EVENTS` events, the longest are kept.
+    operation is left out, too. If there are more than `MAX_EVENTS` events, only the longest are kept.
 
     Raises:
-        ValueError: there is no event, or the events are of several operations.
+        ValueError: there is no event, or the events belong to several operations.
     """
     operations = {(event.operation, event.step) for event in events}
     save_ids = {event.save_id for event in events} - {None}
@@ -327,7 +327,7 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
 
     Args:
         found: a result of `timeline_to_json`, perhaps with unknown phases of a newer version.
-        location: the present location of the checkpoint, for the events.
+        location: the current location of the checkpoint, for the events.
 
     Raises:
         CorruptCheckpointError: the timeline is invalid, or has more than `MAX_EVENTS` events.
@@ -391,6 +391,6 @@ def _error(found: Any) -> str:
 
 
 def _refuse(name: str, found: Any, expected: str) -> NoReturn:
-    # Only the size of a container, because it may be large or deeply nested.
+    # Show only the size of a container, because it may be large or deeply nested.
     shown = f"{type(found).__name__} of {len(found)}" if isinstance(found, list | dict) else repr(found)[:80]
     raise CorruptCheckpointError(f"a timeline cannot be read: {name} is {shown}; expected {expected}")

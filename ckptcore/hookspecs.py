@@ -67,18 +67,18 @@ class HookSpecs:
 
     @_hookspec
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:  # type: ignore[empty-body]  # a specification has no body
-        """Return layouts by name, as users pass it in ``layout=``. A name of two plugins is an error."""
+        """Return layouts by name, as users pass it in ``layout=``. Two plugins must not return the same name."""
 
     @_hookspec
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:  # type: ignore[empty-body]  # a specification has no body
-        """Return storages by URL scheme, without ``://``. A scheme of two plugins is an error."""
+        """Return storages by URL scheme, without ``://``. Two plugins must not return the same scheme."""
 
     @_hookspec
     def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
         """Return an opener for a URL scheme that no plugin returns from `ckpt_storages`; None if it cannot open it.
 
-        For a plugin around a library whose schemes are unknown until it is imported. The scheme is in lower case,
-        without ``://``. Openers of two plugins for one scheme are an error.
+        For a plugin that wraps a library whose schemes are unknown until it is imported. The scheme is in lower case,
+        without ``://``. Two plugins must not open the same scheme.
         """
 
     @_hookspec

@@ -40,7 +40,7 @@ class EntryPoint(NamedTuple):
 def entry_points(group: str) -> list[EntryPoint]:
     """Return the entry points of a group. Of distributions with the same name, only the first on `sys.path` is used."""
     if not _are_directories():
-        from importlib import metadata  # see above
+        from importlib import metadata  # slow: see the docstring of this module
 
         return [
             EntryPoint(found.name, found.value, f"{found.dist.name} {found.dist.version}" if found.dist else "")
@@ -61,7 +61,7 @@ def version_of(distribution: str) -> str:
     """
     if _are_directories() and (directory := _metadata_directories().get(distribution)) is not None:
         return _name_and_version(directory)[1]
-    from importlib import metadata  # see above
+    from importlib import metadata  # slow: see the docstring of this module
 
     return metadata.version(distribution)
 

@@ -152,13 +152,13 @@ LAYOUTS: Final[Mapping[str, str]] = {
 
 
 def instead_of(owner: str, name: str) -> str:
-    """Return the end of an error message about a name that does not exist; empty if no other library has it."""
+    """Return a suffix for the error about an unknown name: what to use instead; empty if no other library has it."""
     ours = ATTRIBUTES[owner].get(name) if owner in ATTRIBUTES else None
     return f"; use {ours}" if ours else ""
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """Return the end of an error message that names the most similar of few names; empty if none is similar."""
+    """Return a suffix for an error message that suggests the most similar name; empty if no name is similar."""
     import difflib  # only errors need it
 
     near = difflib.get_close_matches(name, names, 1)
@@ -191,11 +191,11 @@ def _explain(error: TypeError, function: Callable[..., object], arguments: Mappi
 
 
 class ExplainsAttributes:
-    """Mixin: the AttributeError for an attribute that another library has names the one to use instead."""
+    """Mixin: if another library has an unknown attribute, the AttributeError says which attribute to use instead."""
 
     __slots__ = ()
 
-    if not TYPE_CHECKING:  # type checkers would take any attribute as known
+    if not TYPE_CHECKING:  # with it, type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             for owner in type(self).__mro__:

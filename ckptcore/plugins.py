@@ -47,7 +47,7 @@ _PROTOCOLS: Final[Mapping[str, type]] = {
     "container": ContainerHandler,
     "checkpointable": CheckpointableHandler,
 }
-"""The protocols with defaults, which handlers inherit from."""
+"""Protocols with default methods. Handlers must inherit from them."""
 
 _STATE_METHODS: Final = (
     ("state_dict", "load_state_dict"),
@@ -106,7 +106,7 @@ class PluginInfo:
 
 
 class Plugins:
-    """The plugins in use: first those of a Context, then the installed ones. Any thread."""
+    """The plugins in use: first those of a Context, then the installed ones. Thread-safe."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Plugins:
         self.failed = tuple(failed)
 
     def having(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
-        """Return these plugins and further ones, with handlers by type that take precedence over all plugins."""
+        """Return these plugins and additional ones, with handlers by type that take precedence over all plugins."""
         if not plugins and not handlers:
             return self
         manager = _new_manager()
@@ -237,7 +237,7 @@ class Plugins:
         return best[0][1]
 
     def layout(self, layout: str | Layout) -> Layout:
-        """Return the layout of a name. A layout object is returned unchanged.
+        """Return the layout with a given name. A layout object is returned unchanged.
 
         Raises:
             UnknownPluginError: no installed plugin has it.

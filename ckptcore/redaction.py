@@ -10,7 +10,7 @@ __all__ = ["chainable", "redacted"]
 _HIDDEN: Final = "***"
 
 _URL: Final = r"([a-zA-Z][a-zA-Z0-9+.-]*)(:/{1,2})([^\s<>\"]+)"
-"""A URL in a text, also with a slash removed by `pathlib`. Trailing punctuation may belong to the text."""
+"""A URL in a text. `pathlib` may have removed one of its slashes. Trailing punctuation may belong to the text."""
 
 _LOCAL: Final = frozenset({"file", "local", "memory"})
 """Schemes whose URLs may contain any character, and have no secrets."""
@@ -19,7 +19,7 @@ _PARAMETER: Final = (
     r"(?i)((?:[?&#]|%3F|%26|%23)[\w.-]{0,64}(?:auth|cred|key|passw|secret|sig|token)[\w.-]{0,64}(?:=|%3D))"
     r"(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+"
 )
-"""A query parameter with the name of a secret, outside a URL, as in the key of an object. It may be percent-encoded.
+"""A query parameter outside a URL, as in an object key, whose name suggests a secret. It may be percent-encoded.
 Other parameters are not redacted, because local paths may contain them."""
 _TAIL: Final = "')],.;:"
 _PORT: Final = r"[^:]*(?::[0-9]*)?\Z"

@@ -86,7 +86,7 @@ class Runtime:
 
         Args:
             location: the location, with the kind of the operation.
-            job: the job of the exchanges; None: the present job of this process.
+            job: the job of the exchanges; None: the current job of this process.
         """
         found = self._job.coordinator
         if found is None:
@@ -118,7 +118,7 @@ class Runtime:
 
 
 def runtime_of(context: Context) -> Runtime:
-    """Return the Runtime of a Context. The first call creates it; it lives as long as the Context. Any thread."""
+    """Return the Runtime of a Context. The first call creates it; it lives as long as the Context. Thread-safe."""
     found: Runtime | None = context.__dict__.get(_ATTRIBUTE)
     if found is None:
         # `setdefault` is atomic, so concurrent first calls get the same Runtime.

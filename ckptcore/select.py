@@ -22,7 +22,7 @@ from ckptcore.tree.suggestions import NameSuggestions
 __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "regex", "where"]
 
 Predicate: TypeAlias = Callable[[str, object], bool]
-"""A function of the path and the abstract leaf of a leaf, which returns True to select it."""
+"""A function of the path of a leaf and its abstract leaf. It returns True to select the leaf."""
 
 _EXPERT: Final = "{expert}"
 
@@ -339,7 +339,7 @@ def _compiled(expression: str, pattern: str) -> re.Pattern[str]:
 
 
 def _expect_text(pattern: str, example: str) -> str:
-    """Return a pattern.
+    """Return the pattern if it is text and not empty.
 
     Raises:
         ValueError: it is not text, or empty.

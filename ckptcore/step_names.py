@@ -71,7 +71,7 @@ class StepNameFormat:
         """Return the name of a step.
 
         Raises:
-            ValueError: the step is no whole number from 0 to 2**63 - 1.
+            ValueError: the step is not a whole number from 0 to 2**63 - 1.
         """
         try:
             number = -1 if isinstance(step, bool) else operator.index(step)
@@ -114,10 +114,10 @@ class StepNames:
         write: the format of new steps. It is also read.
         read: other formats to read, the preferred ones first. The default has the formats of Orbax, Hugging Face, Flax,
             DeepSpeed, Megatron-LM, torchtitan and OLMo, with ``_``, ``-`` or nothing before the number. Other names,
-            such as ``10.orbax-checkpoint-tmp-1``, are no steps.
+            such as ``10.orbax-checkpoint-tmp-1``, are not steps.
 
     Raises:
-        TypeError: a format is no `StepNameFormat`.
+        TypeError: a format is not a `StepNameFormat`.
     """
 
     write: StepNameFormat = StepNameFormat()
@@ -146,19 +146,19 @@ class StepNames:
         """Return the name of a new step.
 
         Raises:
-            ValueError: the step is no whole number from 0 to 2**63 - 1.
+            ValueError: the step is not a whole number from 0 to 2**63 - 1.
         """
         return self.write.name(step)
 
     def parse(self, name: str) -> int | None:
-        """Return the step that has a name in any of the formats; None if it is no step."""
+        """Return the step that has a name in any of the formats; None if it is not the name of a step."""
         return next(iter(self.find([name])), None)
 
     def find(self, names: Iterable[str]) -> Mapping[int, str]:
         """Return the names of steps among some names, by step, ascending.
 
-        If several names are of one step, the name in the written format is preferred, then the name in the first format
-        of `read`, then the shortest name.
+        If several names belong to one step, the name in the written format is preferred, then the name in the first
+        format of `read`, then the shortest name.
         """
         formats: dict[str, list[tuple[int, int | None]]] = {}
         for rank, one in enumerate((self.write, *self.read)):

@@ -1,1 +1,1 @@
-"""Commits: claiming a place, alone or in sessions, and turning the claim into a committed checkpoint."""
+"""Commits: claim a location, alone or in sessions, and replace the claim by a committed checkpoint."""

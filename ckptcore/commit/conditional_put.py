@@ -1,7 +1,7 @@
 """Commits by conditional puts: create the root as a claim, and replace it by the committed root.
 
 Every change of the root is conditional on the tag of the previous one, so one of two concurrent changes fails. After a
-failed put the root is read again, because the put may have succeeded and only its response been lost.
+failed put the root is read again, because the put may have succeeded although its response was lost.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class ConditionalPutTransaction:
         Args:
             location: the location of the checkpoint.
             claim: the claim; for a partial save, the session table with this process as its owner.
-            found: the bytes and the tag of the present root; None if there is none.
+            found: the bytes and the tag of the current root; None if there is none.
 
         Raises:
             SaveLostError: the root has changed.
             AtomicityError: the storage does not support conditional puts. Nothing was changed.
-            StorageError: the claim may have been put. Then it is the claim of a failed save.
+            StorageError: the claim may have been stored. If so, later saves treat it as the claim of a failed save.
         """
         self._done = False
         self._claim = claim
@@ -103,7 +103,7 @@ class ConditionalPutTransaction:
             return
         self._tag = self._put_claim(IF_ABSENT)
         try:
-            # Conditional puts are tried with a root, which exists only now.
+            # The test of conditional puts needs a root, which did not exist before.
             self._tag = try_conditional_puts(location, self._claim_bytes, self._tag)
         except (AtomicityError, StorageError):
             self.abort()
@@ -115,7 +115,7 @@ class ConditionalPutTransaction:
         except AtomicityError as error:
             raise refuse_storage(self._location, f"its storage has no conditional puts: {error}") from error
         except StorageError as error:
-            # The put may have succeeded, and its response been lost.
+            # The put may have succeeded although its response was lost.
             tag = self._own_tag()
             if tag is not None:
                 return tag
@@ -165,8 +165,8 @@ class ConditionalPutTransaction:
         for key, data in parts.items():
             self.store.put(key, data)
         if root is None:
-            # A checkpoint of other software has no root, so it is complete without the claim. The store checks the
-            # claim before it deletes it, which is not atomic.
+            # A checkpoint in the format of other software has no root. It is complete once the claim is deleted. The
+            # store checks the claim before it deletes it, but not atomically.
             self.store.delete([ROOT_KEY])
             self._done = True
             return
@@ -178,7 +178,7 @@ class ConditionalPutTransaction:
         Raises:
             SaveLostError: another save took over the location.
             CommitUnknownError: the claim may have been replaced.
-            StorageError: the claim was not replaced, and will not be by a delayed put.
+            StorageError: the claim was not replaced, and a delayed put cannot replace it later.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -201,7 +201,7 @@ class ConditionalPutTransaction:
         Raises:
             SaveLostError: the root belongs to another save.
             CommitUnknownError: the root cannot be read.
-            StorageError: the error of the put. The root was not put, and will not be by a delayed put.
+            StorageError: the error of the put. The root was not stored, and a delayed put cannot store it later.
         """
         try:
             found = find_object(self._roots, ROOT_KEY)
@@ -227,7 +227,7 @@ class ConditionalPutTransaction:
     def _arrived_before_another_claim(self, root: bytes) -> bool:
         """Replace the claim by an equivalent one, so that a delayed put of the root fails.
 
-        Return True if the root arrived before.
+        Return True if the put of the root had succeeded before that.
         """
         claim = _encode(_equivalent(self._claim))
         try:
@@ -268,7 +268,7 @@ class ConditionalPutTransaction:
             self.replace(table)
 
     def give_up(self) -> None:
-        """Remove all objects. The claim is last: without it, the rest could look like a checkpoint of other software.
+        """Remove all objects, the claim last: without it, other objects could look like a checkpoint of other software.
 
         Raises:
             SaveLostError: another save took over the location and its objects.
@@ -277,7 +277,7 @@ class ConditionalPutTransaction:
         self.store.expect_claim()
         was_listed = False
         for _ in range(_ATTEMPTS):
-            # A listing may be stale. An object that it misses could look like a checkpoint without the claim.
+            # A listing may be stale. Once the claim is removed, an unlisted object could look like a checkpoint.
             lists_claim, was_empty = self.clear()
             was_listed |= lists_claim
             if lists_claim and was_empty:
@@ -329,7 +329,7 @@ class ConditionalPutMethod(CommitMethod):
     ) -> Transaction:
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
-        # With its tag, so that the claim fails if the root changes after the checks.
+        # Read the tag too: the claim must fail if the root changes after the checks.
         found = find_object(location.store, ROOT_KEY)
         replaces = find_existing(location, None if found is None else found[0], overwrite, is_foreign)
         if replaces == "checkpoint" and overwrite != "non-atomic":
@@ -345,8 +345,8 @@ class ConditionalPutMethod(CommitMethod):
             return transaction
         if found is not None and is_claimed_by(found[0], claim.save_id):
             return ConditionalPutTransaction(location, claim, found)
-        # Objects of other saves are removed under another claim, so that none of them exists once this save id has the
-        # claim.
+        # Remove the objects of other saves under a temporary claim with a new save id. So none of them exists once this
+        # save id has the claim.
         other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), found)
         other.clear()
         return ConditionalPutTransaction(location, claim, other.root)

@@ -1,4 +1,4 @@
-"""Storages for commits by conditional puts: a test of such puts, their emulation, and the fenced writes of a save."""
+"""Storages for commits by conditional puts: a test of conditional puts, an emulation of them, and fenced writes."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ __all__ = [
 
 
 class ConditionalPuts:
-    """Support for conditional puts, as far as it is known. One object for each Context. Any thread.
+    """Cache of which services support conditional puts. One object for each Context. Thread-safe.
 
     Attributes:
         without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
-        supported: by service (scheme and host), True if it was found to support them.
+        supported: by tested service (scheme and host): True if it supports them, False if it ignores conditions.
     """
 
     def __init__(self, without: WithoutConditions = "refuse") -> None:
-        """Know no service yet."""
+        """Create an empty cache."""
         self.without: Final = without
         self.supported: dict[str, bool] = {}
 
@@ -60,11 +60,11 @@ class ConditionalPuts:
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
 
-    Sends two small requests that must fail: they put the present root again, on conditions that are not met.
+    Sends two small requests that must fail: they put the current root again, with conditions that are not met.
 
     Args:
         location: the location.
-        root: the bytes of the present root.
+        root: the bytes of the current root.
         tag: its tag.
 
     Raises:
@@ -98,7 +98,7 @@ def refuse_storage(location: Location, reason: str) -> AtomicityError:
 
 
 def _service(url: str) -> str:
-    """Return the scheme and host (bucket) of a URL, or the text itself if it is no URL."""
+    """Return the scheme and host (bucket) of a URL, or the text itself if it is not a URL."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}" if parts.scheme else url
 
@@ -203,19 +203,20 @@ def save_lost(location: Location) -> SaveLostError:
 
 
 class FencedStore(Subdirectory):
-    """The storage of a save that claimed a location by its root. Writes replace no object of another save.
+    """The storage of a save that claimed a location by its root. Writes never replace an object of another save.
 
     Formats fix some object names, so two saves to a location use equal names. A suspended save may write after another
     save took over the location and committed. So every object is put on the condition that it does not exist. If it
-    exists, the claim is read. Without the claim, the save is lost. With the claim, the object was written by this save
-    and the response was lost, or it is of a failed save and was not listed: then it is replaced. No storage checks the
-    claim and deletes in one step: see ``docs/design/commits-on-object-stores.md``.
+    exists with other bytes, this save reads the claim. If another save has the claim, this save is lost. Otherwise the
+    object belongs to a failed save and a listing missed it, so it is replaced. An object with equal bytes was written
+    by this save, and only the response was lost. No storage can check the claim and delete in one atomic step: see
+    ``docs/design/commits-on-object-stores.md``.
     """
 
     def __init__(
         self, location: Location, save_id: str, now: Callable[[], float] = time.monotonic, *, owner: int | None = None
     ) -> None:
-        """Write to a location that this process, or another process of its job, has just claimed.
+        """Create the storage of a location that this process, or another process of its job, has just claimed.
 
         Args:
             location: the location of the checkpoint.
@@ -275,13 +276,13 @@ class FencedStore(Subdirectory):
             try:
                 return super().put(key, data, condition=condition)
             except StorageError as error:
-                # The put may have succeeded, and its response been lost.
+                # The put may have succeeded although its response was lost.
                 found = self._find_after(error, key)
                 if found is not None and found[0] == data:
                     return found[1]
                 if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
                     raise
-            # Check after the object was read: if it is of another save, that save had the claim by then.
+            # Check after reading the object: if another save wrote it, that save had already claimed the location.
             self.expect_claim()
             condition = IF_ABSENT if found is None else IfTag(found[1])
         raise StorageError(
@@ -316,7 +317,7 @@ class FencedStore(Subdirectory):
 
 
 class _WholeWriter:
-    """Collects a small object and puts it whole: most services support conditional puts. Any thread."""
+    """Buffers a small object and puts it at once, because most services support conditional puts. Thread-safe."""
 
     def __init__(self, store: FencedStore, key: str, size: int) -> None:
         self._store = store
@@ -356,7 +357,7 @@ class _WholeWriter:
 
 
 class _FencedWriter:
-    """Writes an object in pieces, and remembers their checksums to recognise the object later. Any thread."""
+    """Writes an object in pieces, and remembers their checksums to recognise the object later. Thread-safe."""
 
     def __init__(self, store: FencedStore, key: str, inner: ObjectWriter) -> None:
         self._store = store
@@ -378,7 +379,7 @@ class _FencedWriter:
                 self._inner.finish()
                 return
             except StorageError as error:
-                # The put may have succeeded, and its response been lost.
+                # The put may have succeeded although its response was lost.
                 if self._is_stored(error):
                     if isinstance(error, ConditionFailedError):
                         self._inner.abort()  # else the service keeps the uploaded pieces
@@ -386,7 +387,7 @@ class _FencedWriter:
                 if not isinstance(error, ConditionFailedError):
                     self._expect_claim_after(error)
                     raise
-            # The object is of a failed save and was not listed. The deletion checks the claim.
+            # A failed save wrote the object, and a listing missed it. The deletion checks the claim.
             self._store.delete([self._key])
         raise StorageError(
             f"cannot complete {self._key}: it existed again {_ATTEMPTS} times after it was deleted. Check if other "

@@ -84,7 +84,7 @@ def _delete_sessions(location: Location) -> bool:
 
 
 def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads) -> None:
-    """Refuse to delete a checkpoint to which another one in the same directory refers.
+    """Refuse to delete a checkpoint that another checkpoint in the same directory refers to.
 
     Args:
         location: the location of the checkpoint.
@@ -114,7 +114,9 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
 
 @contextmanager
 def _announced_deletion(location: Location) -> Iterator[None]:
-    """Announce the deletion of a checkpoint inside the block, so that new updates of it wait. It stays visible.
+    """Announce the deletion of a checkpoint inside the block, so that new updates of it wait.
+
+    The checkpoint stays visible.
 
     Args:
         location: the location of the checkpoint.
@@ -143,7 +145,7 @@ def base_locks(location: Location) -> Locks:
 
 
 def pin_name(base: Location) -> str:
-    """Return the name of the pin of an update. It differs from a reader's pin, which `ckptcore.delete` ignores."""
+    """Return the name under which an update pins its base. `ckptcore.delete` ignores the pins of readers."""
     return f"{base.name}.base"
 
 
@@ -172,7 +174,7 @@ def find_bases(
     Args:
         directory: the storage, opened at the directory.
         threads: threads for the requests.
-        bases_of: returns the bases of one checkpoint; called on any thread.
+        bases_of: returns the bases of one checkpoint; must be thread-safe.
         without: a name to leave out.
     """
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
@@ -183,11 +185,11 @@ def find_bases(
 
 
 def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base]]) -> Sequence[str]:
-    """Return the names of the checkpoints that refer to one, or to a member of it.
+    """Return the names of the checkpoints that refer to a given checkpoint, or to a member of it.
 
     Args:
         name: the name of the checkpoint.
-        save_id: its save id; None if it is unknown, so that references to any save id count.
+        save_id: its save id; None if it is unknown: then references with any save id match.
         bases: the bases by name, as `find_bases` returns them.
     """
     return [

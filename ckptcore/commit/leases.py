@@ -1,10 +1,10 @@
 """Leases: objects that their holders renew, so that other processes see that the holders are alive.
 
-A holder never uses a lease after another process took it over. A process takes a lease over after it has seen the lease
+A holder never uses a lease after another process took it over. A process takes over a lease after it has seen the lease
 unchanged for more than a lease time, so the last renewal began longer ago than that. `Lease.check` reads the object to
-see that this process still has the lease. If the last renewal began more than half a lease time ago, it renews the
-lease; the other half is the time for what the holder does next. Every change is conditional on the tag that was read,
-so one of two concurrent changes fails.
+check that this process still has the lease. If the last renewal began more than half a lease time ago, it renews the
+lease. So the holder has at least half a lease time for its next operation. Every change is conditional on the tag that
+was read, so one of two concurrent changes fails.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _EXIT_SECONDS: Final = 5.0
 
 
 class Clock:
-    """The time, and work that a thread repeats. Tests override it. Any thread."""
+    """The clock, sleeping, and threads that repeat work. Tests override it. Thread-safe."""
 
     def now(self) -> float:
         """Return a time in seconds that never decreases."""
@@ -65,7 +65,7 @@ class Clock:
         """Call `work` every so many seconds on another thread. Return a function that stops this without waiting.
 
         `at_end` is called once: when the function is called or garbage collected, or at the end of the program. `work`
-        and `at_end` must not refer to the function. A forked child repeats nothing.
+        and `at_end` must not refer to the returned function. A forked child repeats nothing.
         """
         return _Repetition(seconds, work, at_end).stop
 
@@ -131,7 +131,7 @@ def _stop_all(repetitions: Collection[_Repetition]) -> None:
 
 
 LONGEST_LEASE_SECONDS: Final = 3600.0
-"""The longest lease. Limits the wait for a hostile record."""
+"""The longest lease. Limits how long a hostile record can make a process wait."""
 
 _FORMAT: Final = "ckptcore hold"
 _MOST_BYTES: Final = 4096
@@ -210,7 +210,7 @@ def decode_holder(data: bytes) -> Holder | None:
 
 
 def _is_text(value: object) -> bool:
-    # Errors contain these texts, so they must not have escape sequences for a terminal.
+    # Error messages contain these texts, so they must not contain terminal escape sequences.
     return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
@@ -283,22 +283,23 @@ _PATIENCE: Final = 1.25
 """A lease has expired once it was seen unchanged for this multiple of its lease time."""
 
 _MOST_AT_ONCE: Final = 0.5
-"""Maximum multiple of the lease time that one look adds: the holder may have been suspended with this process."""
+"""Maximum multiple of the lease time that one observation adds. If this process was suspended, the holder may have been
+suspended, too."""
 
 
 class LeaseObserver:
-    """Measures how long each lease was seen unchanged, by the clock of this process. Any thread."""
+    """Measures how long each lease was seen unchanged, by the clock of this process. Thread-safe."""
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
         """Observe no lease yet. `lease_seconds` is the lease time of leases whose record has none."""
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._seen: dict[str, tuple[str, float, float]] = {}
-        """By key: the tag, the time of the last look, and for how many seconds the lease was seen unchanged."""
+        """By key: the tag, the time of the last observation, and for how many seconds the lease was seen unchanged."""
         self._lock = threading.Lock()
 
     def is_expired(self, seen: SeenLease) -> bool:
-        """Record one look at a lease. Return True if it was seen unchanged for so long that it has expired."""
+        """Record one observation of a lease. Return True if it was seen unchanged for so long that it has expired."""
         lease_seconds = seen.seconds(self._lease_seconds)
         now = self._clock.now()
         with self._lock:
@@ -319,7 +320,7 @@ _ATTEMPTS: Final = 3
 
 
 class Lease:
-    """A lease that this process took. Any thread."""
+    """A lease that this process took. Thread-safe."""
 
     def __init__(
         self,
@@ -338,7 +339,7 @@ class Lease:
             subject: what is locked, in words, for errors.
             at_close: how the lease is released. "mark": put the object as released, for a key that other processes use
                 too, because a delayed deletion could remove their lease. "delete": for a unique key.
-            began: when the put began.
+            began: the time, by `clock`, when the put began.
             clock: the clock.
         """
         assert seen.holder is not None and seen.holder.lease_seconds is not None
@@ -349,7 +350,7 @@ class Lease:
         self._holder = seen.holder
         self._lease_seconds = seen.holder.lease_seconds
         self._at_close = at_close
-        self._began = began  # of the last successful renewal; other processes see it later
+        self._began = began  # start of the last successful renewal; other processes see the renewal later
         self._clock = clock
         self._state: Literal["held", "released", "lost"] = "held"
         self._taken_by: Holder | None = None

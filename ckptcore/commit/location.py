@@ -139,8 +139,8 @@ class Location:
         display: the location as the user passed it, without secrets.
         parent: the storage, opened at the parent directory.
         name: the name of the checkpoint in the parent directory, without ``/``.
-        identity: equal for two spellings of one location, as far as they can be recognised.
-        of_host: True if it is on a disk of one host of a job, and may have copies for that host.
+        identity: the normalized location. Spellings of one location have equal identities, if this can be recognised.
+        of_host: True for a directory on a local disk of one host of a job. It may contain copies for that host.
         conditional_puts: the support of its storage for conditional puts.
     """
 
@@ -183,7 +183,7 @@ class Location:
 
     @property
     def is_object(self) -> bool:
-        """True if the location is one object (file), and no directory."""
+        """True if the location is one object (file), not a directory."""
         try:
             self.parent.size(self.name)
         except ObjectNotFoundError:

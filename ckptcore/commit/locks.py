@@ -11,15 +11,15 @@ A reader pins a step, then looks for announced deletions. A deleter announces a 
 
 No step is deleted while a reader reads it. Proof: suppose one is. Then (2) of the deletion did not see the pin, so it
 ran before (1) of the pin, and so did (1) of the deletion. So (2) of the pin ran after the announcement, saw it, and
-waited for its end, which is (4) of the deletion. Then (3) of the pin found no step, and the reader read nothing. This
-needs only a storage whose reads and listings show every write that has ended.
+waited for its end, which is (4) of the deletion. Then (3) of the pin found no step, and the reader read nothing. The
+proof requires only that reads and listings show every completed write.
 
 No process waits forever: a deleter never waits, and a reader waits only for a deletion, which ends.
 
 Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which
 the kernel releases. Other storage has leases (`LeasedLocks`), which are broken after a lease time without renewal. A
 suspended process finds that its lease is broken when it checks. A deleter checks before it deletes. A reader does not
-check: after such a long read, the step can be deleted, and the load raises an error.
+check: if it was suspended for longer than a lease time, the step can be deleted, and its load raises an error.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ __all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose
 logger = logging.getLogger("ckptcore.commit")
 
 Purpose: TypeAlias = Literal["pins", "deleting"]
-"""Why a step is locked: a reader has pinned it, or its deletion is announced. Also the directory of these locks."""
+"""Why a step is locked: a reader has pinned it, or its deletion is announced. Also the name of the locks' directory."""
 
 IfInUse: TypeAlias = Literal["error", "take over"]
 """Behaviour if another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
 
 
 class Lock:
-    """A lock of this process, until it is closed or the process ends. Any thread.
+    """A lock of this process, until it is closed or the process ends. Thread-safe.
 
     A forked child does not have the locks of its parent: there `check` raises and `close` does nothing. A lease that is
     garbage collected without `close` is released by its thread.
@@ -95,7 +95,7 @@ class Lock:
         self._state = "parent's"
 
     def check(self) -> None:
-        """Do nothing while this process has the lock. Usually at most one small request to the storage.
+        """Check that this process still has the lock. Usually at most one small request to the storage.
 
         Raises:
             SaveLostError: the lock was taken over, removed or closed, or belongs to the parent process. This is final.
@@ -129,7 +129,7 @@ class SeenOwner:
 
     Attributes:
         holder: the record of the owner; None if it cannot be read.
-        is_alive: True for a locked directory. None for a lease, because only a second look after a lease time would
+        is_alive: True for a locked directory. None for a lease, because only a second read after a lease time would
             show whether its process is alive.
     """
 
@@ -147,14 +147,14 @@ _LAST_POLL_SECONDS: Final = 2.0
 
 
 class Locks(ABC):
-    """The locks in one directory of steps: its owner, pins of steps, announced deletions. Any thread.
+    """The locks in one directory of steps: its owner, pins of steps, announced deletions. Thread-safe.
 
     Use one object as long as the directory is in use: on storage without locks it observes the leases of other
     processes, and so finds expired ones. A new object considers every lease valid.
     """
 
     _entry: ClassVar[re.Pattern[str]]
-    """The names of locks: the name of the step, and a random id."""
+    """Pattern of the names of locks: the name of the step, and a random id."""
 
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
@@ -202,7 +202,7 @@ class Locks(ABC):
     def owner(self) -> SeenOwner | None:
         """Return the owner of the directory; None if it has none, or the process of the owner has certainly ended.
 
-        Writes nothing. A lock of a directory is taken for an instant, for which a new owner waits.
+        Writes nothing. With real directories, this takes the lock for a moment, and a new owner waits for it.
 
         Raises:
             StorageError
@@ -218,7 +218,7 @@ class Locks(ABC):
 
     @abstractmethod
     def may_expire(self, name: str) -> bool:
-        """Return True if the pins of a step may be of failed processes, so that they may expire.
+        """Return True if the pins of a step may belong to failed processes and expire.
 
         Raises:
             StorageError
@@ -328,8 +328,8 @@ _RECORD_ATTEMPTS: Final = 200
 class DirectoryLocks(Locks):
     """Locks that are locked directories. See `Locks`.
 
-    A lock counts once its directory is locked. A process that finds an unlocked directory locks and removes it. So a
-    process that has created a directory and cannot lock it creates another one.
+    A lock is valid once its directory is locked. A process that finds an unlocked directory locks and removes it. So if
+    a process has created a directory and cannot lock it, it creates another one.
     """
 
     _entry = re.compile(r"(.+)\.[0-9a-f]{16}/", re.DOTALL)
@@ -337,7 +337,7 @@ class DirectoryLocks(Locks):
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
     ) -> None:
-        """See `Locks`; `store` is `AtomicDirectories` too."""
+        """See `Locks`; `store` must implement `AtomicDirectories`."""
         super().__init__(store, display, lease_seconds, clock)
         self._directories = cast(AtomicDirectories, store)
 
@@ -346,7 +346,7 @@ class DirectoryLocks(Locks):
             key = f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}"
             lock = self._directories.lock_directory(key)
             if lock is not None:
-                break  # otherwise another process checks this lock at the moment
+                break  # else another process is checking this directory: create another one
         with ExitStack() as held:
             held.push(lock)
             held.callback(self._remove, key)  # runs before the lock is released
@@ -360,7 +360,7 @@ class DirectoryLocks(Locks):
         try:
             lock = self._directories.lock_directory(key)
         except StorageError as error:
-            # It may be of another user, and alive.
+            # The process may be alive and belong to another user.
             logger.warning("cannot check if the process that locked %s is alive, so the lock stays: %s", key, error)
             return True
         if lock is None:
@@ -379,8 +379,8 @@ class DirectoryLocks(Locks):
     def _own(self, if_in_use: IfInUse) -> Lock:
         lock = self._directories.lock_directory(_OWNER)
         for attempt in range(_RECORD_ATTEMPTS):
-            # A killed process, or a process that looks for the owner, has the lock for a moment. A new owner writes its
-            # record after it has locked the directory, and the error below needs the record.
+            # A process that is being killed, or that calls `owner`, may have the lock for a moment. A new owner writes
+            # its record after it has locked the directory, and the error below needs the record.
             if lock is not None or (attempt >= _LOCK_ATTEMPTS and decode_holder(self._read_record()) is not None):
                 break
             self._clock.sleep(_LOCK_SECONDS)
@@ -439,8 +439,8 @@ _LOOKS_PER_LEASE: Final = 8
 class LeasedLocks(Locks):
     """Locks that are leases, for storage without locked directories. See `Locks`.
 
-    A lease counts until this object has seen it unchanged for a whole lease time. Then the lease is broken in the
-    storage first, so that a suspended holder fails when it checks.
+    A lease is valid until this object has seen it unchanged for longer than a lease time. Before an expired lease is
+    ignored, it is marked as released in the storage, so that a suspended holder fails when it checks.
     """
 
     _entry = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
@@ -519,7 +519,7 @@ class LeasedLocks(Locks):
             lease = take_lease(self._store, _OWNER_LEASE, subject, "mark", condition, self._lease_seconds, self._clock)
             if lease is not None:
                 return self._lock(lease)
-            # Another process was faster. It may release the lease, so look again.
+            # Another process took the lease first. Read it again, because that process may release it.
 
     def _await_expiry(self, first: SeenLease) -> SeenLease | None:
         """Wait until a lease has expired or is released. Return its last state; None if it was removed.

@@ -57,9 +57,9 @@ class PlannedSession(NamedTuple):
 
 
 class CommitMethod(ABC):
-    """How checkpoints in one directory are begun, committed, removed and locked. Any thread.
+    """How checkpoints in one directory are begun, committed, removed and locked. Thread-safe.
 
-    The locations that its methods take are in this directory.
+    All locations that are passed to its methods must be in this directory.
 
     Attributes:
         replaces_atomically: True if a commit can replace a checkpoint so that the old or the new one always exists.
@@ -113,7 +113,7 @@ class CommitMethod(ABC):
 
         Args:
             location: the location of the partial save.
-            examine: checks the session table and the store of the sessions. Its error is raised. On storage without
+            examine: checks the session table and the store of the sessions. Its errors propagate. On storage without
                 locks it runs before the claim, so that a failed check does not stop a running session.
 
         Raises:
@@ -129,7 +129,7 @@ class CommitMethod(ABC):
         Args:
             location: the location of the checkpoint.
             save_id: the save id of the transaction.
-            owner: the owner of a session; None: the transaction is no session.
+            owner: the owner of a session; None: the transaction is not a session.
         """
 
     @abstractmethod
@@ -142,14 +142,14 @@ class CommitMethod(ABC):
 
     @abstractmethod
     def is_committed(self, name: str) -> bool | None:
-        """Return True if a name is a committed checkpoint of ckptcore, False if it is a claim, None without a root.
+        """Return True for the name of a committed checkpoint of ckptcore, False for a claim, None without a root.
 
         The name "" is the directory itself. One small request. The root is not verified.
         """
 
     @abstractmethod
     def remove(self, location: Location, save_id: str) -> None:
-        """Remove a checkpoint of ckptcore, so that never a part of it exists.
+        """Remove a checkpoint of ckptcore. No process sees a partly removed checkpoint.
 
         Args:
             location: the location of the checkpoint.
@@ -172,7 +172,7 @@ class CommitMethod(ABC):
         return False
 
     def sweep(self, location: Location) -> None:
-        """Delete the hidden directories of failed saves to a location, and of its deletions. Lists the directory."""
+        """Delete the hidden directories of failed saves and deletions of a location. Lists the directory."""
 
     def sweep_names(self, names: Iterable[str]) -> None:
         """Delete hidden directories by name, except those of running saves.
@@ -240,7 +240,7 @@ def read_unchanged(location: Location, partial: PartialSave | None) -> Iterator[
         partial: the session table that was read before.
 
     Raises:
-        SaveLostError: the table has changed, so missing objects are no damage.
+        SaveLostError: the table has changed, so missing objects do not mean damage.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Stored trees: the part of the tree of an update that the update stores itself, without arrays in bases. Pure."""
+"""Stored trees: the part of an update's tree that the update stores itself, without arrays in bases. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
 
 
 def stored_numbers(tree: TreeMetadata, references: References) -> Mapping[int, int]:
-    """Return the numbers of leaves in the `stored_tree`, by their numbers in the whole tree."""
+    """Return a mapping from leaf numbers in the whole tree to leaf numbers in the `stored_tree`."""
     return {leaf: number for number, leaf in enumerate(stored_leaves(tree, references))}
 
 

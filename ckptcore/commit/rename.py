@@ -79,7 +79,7 @@ class RenameTransaction:
 
         Args:
             location: the location of the checkpoint.
-            directories: its storage.
+            directories: the storage, opened at the parent directory.
             hidden: the name of the hidden directory.
             overwrite: whether the commit replaces a checkpoint.
             is_foreign: recognises checkpoints of other software.
@@ -162,9 +162,13 @@ class RenameTransaction:
                 )
 
     def _publish(self) -> str | None:
-        """Rename the hidden directory, or exchange it with the old checkpoint, whose new hidden name is returned.
+        """Rename the hidden directory, or exchange it with the old checkpoint.
 
-        Another process may delete the old checkpoint after the rename failed because of it. Then both are tried again.
+        The rename fails if an old checkpoint exists, and the exchange fails if it does not. Both are tried again if
+        another process deletes the old checkpoint between them.
+
+        Returns:
+            The hidden name of the old checkpoint after the exchange; None after the rename.
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
@@ -247,7 +251,7 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             try:
-                remove_unneeded(self.store, kept)  # first: nothing can be put on a full disk
+                remove_unneeded(self.store, kept)  # first, because the disk may be full
                 self.store.put(PARTIAL_KEY, table)
             finally:
                 self.leave()
@@ -307,7 +311,7 @@ class RenameMethod(CommitMethod):
             expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
             if find_partial(location) != planned.before:
                 raise sessions_changed(location)
-            transaction.store.delete([ROOT_KEY])  # if a process was killed in `finalize`
+            transaction.store.delete([ROOT_KEY])  # left by a process that was killed in `finalize`
             if planned.before is None or planned.before.owner is not None:
                 remove_unneeded(transaction.store, planned.kept)  # first, because the disk may be full
             transaction.store.put(PARTIAL_KEY, encode_partial(planned.partial))
@@ -386,7 +390,7 @@ class RenameMethod(CommitMethod):
         return True
 
     def _remove_directory(self, location: Location, name: str, save_id: str) -> None:
-        """Rename a directory to a hidden name, and delete it. The next save to the location deletes what is left."""
+        """Rename a directory to a hidden name, and delete it. The next save to the location deletes remaining files."""
         hidden = name_of_save(location.name, save_id)
         self._directories.rename(name, hidden)
         self._directories.delete_directory(hidden)
@@ -396,7 +400,7 @@ class RenameMethod(CommitMethod):
         self._sweep_except(location, name_of_partial(location.name))
 
     def sweep_names(self, names: Iterable[str]) -> None:
-        """See `CommitMethod`. If one cannot be deleted, the others are deleted first."""
+        """See `CommitMethod`. Raises the first error after it has tried to delete all of them."""
         failed: StorageError | None = None
         for name in names:
             try:

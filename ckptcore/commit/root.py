@@ -358,7 +358,7 @@ class _CachedRoot(Generic[T]):
 
 
 class ParsedRoots(Generic[T]):
-    """Cache of the last parsed roots, each with an object that its reader derived from it. Any thread.
+    """Cache of the last parsed roots, each with an object that its reader derived from it. Thread-safe.
 
     The bytes of a root are the key: they are read and compared each time. A root with parts is not cached, because its
     parts must be read and verified again. A root with mutable values is not cached, because callers could change them.

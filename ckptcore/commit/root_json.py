@@ -1,4 +1,4 @@
-"""The JSON format of roots (``checkpoint.json``), which end in a checksum of themselves, and of their parts.
+"""The JSON format of roots (``checkpoint.json``) and of their parts. A root ends in a checksum of itself.
 
 Every decoder accepts hostile bytes. It raises only `CorruptCheckpointError` and `UnsupportedVersionError`.
 """
@@ -83,7 +83,7 @@ _MAX_PROCESSES: Final = 1 << 24
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 ReadPart: TypeAlias = Callable[[str, int], bytes]
-"""Reads at most so many bytes of an object of the checkpoint, given its key."""
+"""A function of a key and a size, which reads at most so many bytes of the object."""
 
 
 class RootHead(NamedTuple):
@@ -185,7 +185,7 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
         "parts": described,
     }
     if root.metrics:
-        # JSON has no numbers that are not finite.
+        # JSON cannot store NaN and infinity as numbers.
         document["metrics"] = {
             name: value if math.isfinite(value) else str(value) for name, value in root.metrics.items()
         }
@@ -218,7 +218,7 @@ def _seal(document: Mapping[str, JSON]) -> bytes:
 
 
 def _dump(document: JSON) -> bytes:
-    # ASCII can store every text. NaN is no valid JSON. The state of a layout may have columns instead of lists.
+    # JSON escapes allow any text in ASCII. NaN is not valid JSON. The state of a layout may have columns, not lists.
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=list_of_column).encode("ascii")
 
 

@@ -210,7 +210,7 @@ def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot
 
 
 def refuse_inside(location: Location) -> None:
-    """Refuse a location inside a checkpoint or claim. Looks one directory up, with one small request.
+    """Refuse a location inside a checkpoint or claim. Checks only the parent directory, with one small request.
 
     Raises:
         InvalidLocationError
@@ -293,21 +293,21 @@ def unneeded_keys(keys: Collection[str], kept: Collection[str]) -> Sequence[str]
 
 
 def remove_unneeded(store: StorageBackend, kept: Collection[str]) -> None:
-    """Remove the objects of a partial save except `kept`, its root and its session table. Only for its owner."""
+    """Remove the objects of a partial save except `kept`, its root and its session table. Only its owner calls this."""
     keys = unneeded_keys(list(store.list()), {*kept, ROOT_KEY, PARTIAL_KEY})
     if keys:
         store.delete(keys)
 
 
 class LocationVersion(NamedTuple):
-    """Identifies what was at a location when it was read. Changes if a checkpoint is committed, replaced or deleted.
+    """Identifies the content of a location at one time. Changes if a checkpoint is committed, replaced or deleted.
 
     Checkpoints of other software have no root. Their version changes only if a root appears, or the names change.
 
     Attributes:
         root: the bytes of the root, which differ between any two saves; None without a root; a str if the root cannot
             be read: the reason.
-        composite_root: the root of the composite that the checkpoint is a member of; None if it is no member.
+        composite_root: the root of the composite that the checkpoint is a member of; None if it is not a member.
         names: the names in a directory without a root, except hidden directories of saves.
         nbytes: the size of an object in bytes; None for a directory.
     """
@@ -319,11 +319,11 @@ class LocationVersion(NamedTuple):
 
     @property
     def is_object(self) -> bool:
-        """True if the location is one object (file), and no directory."""
+        """True if the location is one object (file), not a directory."""
         return self.nbytes is not None
 
     def is_current(self, location: Location) -> bool:
-        """Return True if the location has not changed. Then an error is caused by the checkpoint itself.
+        """Return True if the location has not changed. If so, the checkpoint itself is the cause of a read error.
 
         Raises:
             StorageError
@@ -331,7 +331,7 @@ class LocationVersion(NamedTuple):
         return read_version(location) == self
 
     def still_exists(self, location: Location) -> bool:
-        """Return True if everything in this version still exists. Then data that was read is of one save.
+        """Return True if everything in this version still exists, so that all data that was read is from one save.
 
         New names are ignored, because the data does not depend on them.
 
@@ -342,7 +342,7 @@ class LocationVersion(NamedTuple):
         return now._replace(names=()) == self._replace(names=()) and set(self.names) <= set(now.names)
 
     def has_current_root(self, location: Location) -> bool:
-        """Return True if the root has not changed. Then data that was read is of one save. One request.
+        """Return True if the root has not changed, so that all data that was read is from one save. One request.
 
         For a member, the root of its composite is not read again. Names are not listed again, because a listing of a
         checkpoint of other software can be long.

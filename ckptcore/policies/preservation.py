@@ -91,7 +91,7 @@ _NO_METRICS: Final[Mapping[str, float]] = {}
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """The facts about a committed step that a preservation policy decides by.
+    """The facts about a committed step that a preservation policy uses.
 
     Attributes:
         step: its number.
@@ -106,10 +106,10 @@ class StepInfo:
 
 @runtime_checkable
 class PreservationPolicy(Protocol):
-    """Decides which steps to keep. Its `str` describes them.
+    """Decides which steps to keep. Its `str` describes these steps.
 
     Collecting after each save should keep the same steps as one collection at the end. All policies of this module
-    do, if metrics do not change and the clock does not go back.
+    do so, if metrics do not change and the clock is not set back.
     """
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
@@ -175,7 +175,7 @@ class LatestDuration:
         object.__setattr__(self, "seconds", seconds(self, "seconds", self.seconds, at_least=0))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """Return the steps from the first that is young enough."""
+        """Return the first step that is young enough, and all later steps."""
         for number, info in enumerate(steps):
             if now - info.created <= self.seconds:
                 return frozenset([later.step for later in steps[number:]])
@@ -187,7 +187,7 @@ class LatestDuration:
 
 @dataclass(frozen=True, slots=True)
 class EveryNSeconds:
-    """Keeps the first step, and then each that was created a number of seconds or more after the last one kept.
+    """Keeps the first step, and every step that was created at least a number of seconds after the last kept one.
 
     Attributes:
         seconds: the interval, above 0.
@@ -205,8 +205,8 @@ class EveryNSeconds:
         """Return steps that are at least the interval apart."""
         kept: list[StepInfo] = []
         for info in steps:
-            # The absolute difference counts: after a clock is set back, the next step is kept, not none for a long
-            # time.
+            # The absolute difference, so that the next step is kept after the clock is set back. Otherwise no step
+            # would be kept for a long time.
             if not kept or abs(info.created - kept[-1].created) >= self.seconds:
                 kept.append(info)
         return frozenset([info.step for info in kept])
@@ -217,7 +217,7 @@ class EveryNSeconds:
 
 @dataclass(frozen=True, slots=True)
 class EveryNSteps:
-    """Keeps multiples of a number of steps, step 0 among them.
+    """Keeps multiples of a number of steps, including step 0.
 
     Attributes:
         steps: the interval, at least 1. If saved steps are not multiples of it, use `EveryNStepsClosest`.
@@ -276,7 +276,7 @@ class CustomSteps:
     """Keeps given steps.
 
     Attributes:
-        steps: at least one; kept as a frozenset.
+        steps: at least one; stored as a frozenset.
 
     Raises:
         ValueError: if there is no step, or a step is not a whole number of at least 0.
@@ -291,7 +291,7 @@ class CustomSteps:
         object.__setattr__(self, "steps", steps)
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """Return those of the steps that exist."""
+        """Return the given steps that exist."""
         return frozenset([info.step for info in steps if info.step in self.steps])
 
     def __str__(self) -> str:
@@ -300,17 +300,17 @@ class CustomSteps:
 
 @dataclass(frozen=True, slots=True)
 class BestN:
-    """Keeps the steps with the best values of a metric; of equal ones the later.
+    """Keeps the steps with the best values of a metric. Of steps with equal values, the later ones are better.
 
     Attributes:
         n: number of steps, at least 0.
         metric: the name of the metric.
         mode: ``"min"`` if low values are better, ``"max"`` if high values are.
-        keep_unmeasured: whether all steps without this metric, or with NaN, are kept as well. True by default, because
+        keep_unmeasured: True to keep all steps without this metric, or with NaN, as well. True by default, because
             otherwise a mistyped name of a metric would delete every step but the newest.
 
     Raises:
-        ValueError: if `n` is not a whole number of at least 0, `metric` is empty or not a str, or `mode` is neither.
+        ValueError: if `n` is not a whole number of at least 0, `metric` is empty or not a str, or `mode` is invalid.
     """
 
     n: int
@@ -349,10 +349,10 @@ class BestN:
 
 @dataclass(frozen=True, slots=True)
 class AnyPreservation:
-    """Keeps what any of its policies keeps.
+    """Keeps every step that at least one of its policies keeps.
 
     Attributes:
-        policies: at least one; kept as a tuple.
+        policies: at least one; stored as a tuple.
 
     Raises:
         TypeError: if an item is not a policy.
@@ -366,7 +366,7 @@ class AnyPreservation:
         object.__setattr__(self, "policies", tuple(self.policies))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """Return the union of what they keep."""
+        """Return the union of the steps that the policies keep."""
         return frozenset[int]().union(*[policy.keep(steps, now) for policy in self.policies])
 
     def __str__(self) -> str:
@@ -378,7 +378,7 @@ class CustomPreservation:
     """A function as a policy.
 
     Attributes:
-        function: from the steps, ascending, and the time (seconds since the epoch) to the steps to keep.
+        function: called with the steps, ascending, and the time (seconds since the epoch). Returns the steps to keep.
 
     Raises:
         TypeError: if `function` cannot be called.
@@ -394,7 +394,7 @@ class CustomPreservation:
             )
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """Return what the function returns."""
+        """Return the result of the function."""
         return frozenset(self.function(steps, now))
 
     def __str__(self) -> str:

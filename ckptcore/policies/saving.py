@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveContext:
-    """The facts that a save policy decides by.
+    """The facts that a save policy uses.
 
     `step`, `epoch`, `last_step`, `last_epoch` and `first` are the same in every process of a job: they change only when
     the job begins a save together. The others may differ between processes.
@@ -40,7 +40,7 @@ class SaveContext:
         last_epoch: the epoch of that step; None if unknown.
         last_save_began: start of the save of that step, in seconds since the epoch (UTC); for a step found in the
             directory, its creation. None if there is none.
-        last_save_ended: end of the last save of this process, in seconds since the epoch; None before.
+        last_save_ended: end of the last save of this process, in seconds since the epoch; None if none has ended.
         saving: True while a save runs in this process.
         preempted: True once this process has a notice that its machine will be preempted.
     """
@@ -69,8 +69,8 @@ class SavePolicy(Protocol):
     def needs_agreement(self) -> bool:
         """True if processes of one job may decide differently.
 
-        They may if the decision depends on time, on preemption or on running saves. The leader then decides for all,
-        which costs an exchange between the processes for each decision.
+        This happens if the decision depends on time, on preemption or on running saves. The leader then decides for
+        all, which costs an exchange between the processes for each decision.
         """
         ...
 
@@ -92,10 +92,10 @@ class EveryStep:
 
 @dataclass(frozen=True, slots=True)
 class FixedInterval:
-    """Saves at multiples of a number of steps, step 0 among them.
+    """Saves at multiples of a number of steps, including step 0.
 
-    If steps jump over a multiple, nothing is saved: with an interval of 100, neither 99 nor 101 is. Then use
-    `TimeInterval`, or a `CustomSave` that compares with `SaveContext.last_step`.
+    If steps jump over a multiple, nothing is saved: with an interval of 100, neither step 99 nor step 101 is. In that
+    case use `TimeInterval`, or a `CustomSave` that compares with `SaveContext.last_step`.
 
     Attributes:
         steps: the interval, at least 1.
@@ -118,9 +118,9 @@ class FixedInterval:
 
 @dataclass(frozen=True, slots=True)
 class EpochInterval:
-    """Saves once in each epoch that is a multiple of a number of epochs, epoch 0 among them.
+    """Saves once in each epoch that is a multiple of a number of epochs, including epoch 0.
 
-    It saves at the first call in such an epoch. To save at the end of epochs, call it only there.
+    It saves at the first call in such an epoch. To save at the end of epochs, call `save` only there.
 
     Attributes:
         epochs: the interval, at least 1.
@@ -181,7 +181,7 @@ class SpecificSteps:
     """Saves at given steps.
 
     Attributes:
-        steps: the steps; kept as a frozenset.
+        steps: the steps; stored as a frozenset.
 
     Raises:
         ValueError: if a step is not a whole number of at least 0.
@@ -225,7 +225,7 @@ class ContinuousCheckpointing:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCheckpointing:
-    """Saves once the process has a notice of preemption: at every step from then on, so leave the loop."""
+    """Saves at every step after a notice of preemption. Leave the training loop after the first of these saves."""
 
     needs_agreement: ClassVar[bool] = True
 
@@ -250,7 +250,7 @@ class AnySave:
     """Saves if any of its policies does.
 
     Attributes:
-        policies: at least one; kept as a tuple.
+        policies: at least one; stored as a tuple.
 
     Raises:
         TypeError: if an item is not a policy.
@@ -270,7 +270,7 @@ class AnySave:
 
     def should_save(self, context: SaveContext) -> bool:
         """Return True if any of the policies saves."""
-        # Call all of them, so that one that raises does so at the first step, not only once the others return False.
+        # Call every policy, so that an error is raised at the first step, not once the other policies return False.
         decisions = [policy.should_save(context) for policy in self.policies]
         return any(decisions)
 
@@ -296,7 +296,7 @@ class CustomSave:
             raise TypeError(f"CustomSave(function={self.function!r}): pass a function from a SaveContext to a bool")
 
     def should_save(self, context: SaveContext) -> bool:
-        """Return what the function returns."""
+        """Return the result of the function."""
         return bool(self.function(context))
 
 

@@ -1,7 +1,7 @@
 """Training runs: their steps, and the directories of these steps.
 
 `RunDirectory` is the protocol of a directory of steps. `Checkpointer` and `CheckpointReader` accept one instead of a
-path. `PathDirectory` is the implementation of the core; others can be composed of it.
+path. `PathDirectory` is the implementation of the core. Other implementations can use it.
 """
 
 from ckptcore.training.path_directory import PathDirectory

@@ -40,7 +40,7 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 
 
 class Checkpointer(CheckpointReader):
-    """Saves the steps of a training run without stopping its loop, keeps the steps that a policy wants, and resumes.
+    """Saves the steps of a training run in the background, keeps the steps that a policy chooses, and resumes the run.
 
     It owns its directory: a second Checkpointer for the same directory, in this process or another, raises an error.
     Use it as a context manager, or close it. In a job of several processes every process creates one and calls the same
@@ -76,15 +76,15 @@ class Checkpointer(CheckpointReader):
             when_busy: what a save does while another is running.
             if_in_use: what to do if another job seems to own the directory. "error": fail at once. "take over": wait
                 for a renewal of its lease, and own the directory if there is none.
-            preemption_notice: returns True, at each step, if this process will be preempted. None: SIGTERM is the
-                notice, if the save policy contains `PreemptionCheckpointing`. In a job every process passes a notice,
-                or none does.
+            preemption_notice: called at each step; returns True if this process will be preempted. None: SIGTERM is the
+                notice, if the save policy contains `PreemptionCheckpointing`. Either all processes of a job pass a
+                notice, or none.
             strategy: writes and commits each step, such as `StepExports`; None: saves the step alone.
 
         Raises:
             DirectoryInUseError: another job owns the directory.
-            NotSharedError: this process of a job does not see the directory of the leader. If another process does not,
-                this is a RankFailedError.
+            NotSharedError: this process of a job does not see the directory of the leader.
+            RankFailedError: another process of the job failed, for example because it does not see the directory.
             StorageError: the directory cannot be written.
             UnknownPluginError: the strategy needs an unknown layout.
             ValueError: an argument has a wrong value; the strategy refuses the directory; SIGTERM is the notice, and
@@ -161,7 +161,7 @@ class Checkpointer(CheckpointReader):
 
     @property
     def preempted(self) -> bool:
-        """True if this process had a notice of preemption at the last decision about a save."""
+        """True if a process of the job had a notice of preemption at the last decision about a save."""
         return self._decider.preempted
 
     def should_save(self, step: int, *, epoch: int | None = None) -> bool:
@@ -311,7 +311,7 @@ class Checkpointer(CheckpointReader):
         In a forked child this does nothing, because the saves and the directory belong to the parent.
 
         Raises:
-            CheckpointError: an error of `wait`, or of the work of the directory. The directory is released in any case.
+            CheckpointError: an error of `wait`, or of background work. The directory is released nevertheless.
         """
         if self._closed or self._is_inherited():
             return

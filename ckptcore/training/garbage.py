@@ -54,7 +54,7 @@ _MOST_ERRORS: Final = 100
 class DeletionQueue:
     """Runs deletions on a background thread, one after another, and stores their errors until they are taken.
 
-    Any thread. The background thread starts with the first deletion.
+    Thread-safe. The background thread starts with the first deletion.
     """
 
     def __init__(self, directory: str) -> None:
@@ -64,13 +64,13 @@ class DeletionQueue:
             directory: the directory of steps, for the log.
         """
         self._directory = directory
-        self._lock = RLock()  # reentrant: without a thread, work runs while the lock is held
+        self._lock = RLock()  # reentrant: if no thread can be started, `submit` runs the work here, with the lock held
         self._refuses = False
         self._threads = BackgroundThreads(1, "ckptcore-clean")
         self._futures: list[Future[None]] = []
 
     def __len__(self) -> int:
-        """Return the number of deletions that are running, waiting or failed."""
+        """Return the number of deletions that are waiting, running or failed, or ended after the last `begin`."""
         with self._lock:
             return len(self._futures)
 
@@ -86,7 +86,7 @@ class DeletionQueue:
     def take_errors(self) -> Sequence[BaseException]:
         """Wait for the deletions that were queued before this call. Return each error once.
 
-        An interrupted call takes no error.
+        If this call is interrupted, the next call returns the errors.
         """
         with self._lock:
             queued = list(self._futures)
@@ -117,8 +117,9 @@ _NOT_ALLOWED: Final = frozenset({errno.EACCES, errno.EPERM})
 
 
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
-    """Return the steps that a preservation policy decides over, ascending: committed, readable and written by ckptcore.
+    """Return the steps that a preservation policy decides about, ascending.
 
+    These steps are committed, readable and written by ckptcore.
     Other steps are ignored and never deleted: damaged steps, steps of other software or of a newer version, and
     symbolic links.
 
@@ -188,7 +189,7 @@ class _Decision:
 
 
 class StepDeleter:
-    """Deletes steps of a directory that this process owns. Any thread; one deletion runs at a time.
+    """Deletes steps of a directory that this process owns. Thread-safe. One deletion runs at a time.
 
     A step is hidden from this process when its deletion begins. It disappears for all processes at once, and then its
     files are removed. `clean` removes the files of killed processes.
@@ -224,7 +225,7 @@ class StepDeleter:
         """Taken to find and remove the claim of a failed save. Not `_lock`, so that saves do not wait for deletions."""
         self._saved: set[int] = set()  # by this process
         self._deciding = threading.Lock()
-        """Taken to check that another valid step exists, and to hide this one."""
+        """Held while a deletion checks that another valid step exists and hides its own step."""
         self._referred: set[int] = set()  # steps that were not deleted because other checkpoints refer to them
         self._whole: set[str] = set()
         """The save ids of steps whose files have the right sizes."""
@@ -282,7 +283,7 @@ class StepDeleter:
 
         Args:
             policy: the policy.
-            keep: returns the steps that are not deleted in any case; called right before each deletion.
+            keep: returns steps that must not be deleted; called right before each deletion.
             broken: damaged steps, which the policy does not see.
 
         Raises:
@@ -324,7 +325,7 @@ class StepDeleter:
         under_way: Callable[[], Collection[int]],
         elsewhere: Callable[[], bool] = bool,
     ) -> PendingDeletion:
-        """Begin to delete a step that the user named. The result deletes it.
+        """Begin to delete a step that the user named. Call `perform` of the result to delete its files.
 
         Args:
             step: the step.
@@ -398,7 +399,7 @@ class StepDeleter:
         return ended is not None
 
     def _referrers(self, step: int) -> Sequence[str]:
-        """Return the names of the checkpoints in the same directory that refer to a step, of any job."""
+        """Return the names of the checkpoints of any job in the same directory that refer to a step."""
         save_id = None
         try:
             summary = self._steps.summary(step)
@@ -441,9 +442,10 @@ class StepDeleter:
         return any(self._is_whole(other) for other in others)
 
     def _hide(self, step: int, decision: _Decision, elsewhere: Callable[[], bool] = bool) -> threading.Event | None:
-        """Hide a step from this process. Return the event of the end of its deletion; None if it must stay.
+        """Hide a step from this process. Return the event that is set when its deletion ends; None if it must stay.
 
-        It must stay if no other step is valid, if it is being saved, or if it was saved after the decision.
+        A step must stay if `decision.keep` returns it, or if this process changed it after the decision. An undamaged
+        step also stays if no other step is valid.
         """
         with self._deciding:
             if step in decision.keep() or self._steps.changed_since(step, decision.since):

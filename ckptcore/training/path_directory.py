@@ -103,14 +103,14 @@ class OwnedDirectory:
         self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_whole=looks_whole)
 
     def infos(self) -> Sequence[StepInfo]:
-        """Return the steps that the policy decides over."""
+        """Return the steps that the policy decides about."""
         return policy_infos(self.steps, self.steps.broken)
 
     def collect(self, *, keep: Callable[[], Collection[int]]) -> None:
         """Delete the steps that the policy does not keep. Damaged steps are left alone.
 
         Args:
-            keep: returns the steps that are not deleted in any case.
+            keep: returns steps that must not be deleted.
 
         Raises:
             StorageError, SaveLostError: some steps may have been deleted.
@@ -247,7 +247,7 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
     """Return the stored metadata of a directory of steps; empty if there is none.
 
     Raises:
-        CorruptCheckpointError: it is no JSON object.
+        CorruptCheckpointError: it is not a JSON object.
     """
     try:
         data = store.get(_KEY, 0, _MAX_BYTES)
@@ -268,7 +268,7 @@ def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]
     """Replace the stored metadata of a directory of steps. Writes nothing if it is equal.
 
     Raises:
-        ValueError: it is no JSON, or longer than 16 MiB.
+        ValueError: it is not valid JSON, or longer than 16 MiB.
     """
     data = json.dumps(check_custom(metadata)).encode("ascii")
     if len(data) > _MAX_BYTES:

@@ -60,7 +60,7 @@ class StepReader(ExplainsAttributes):
         Args:
             steps: the steps of the run.
             context: options.
-            agree: begins an exchange between the processes of the job; called on all or none.
+            agree: begins an exchange between the processes of the job; called on all ranks or on none.
             before_newest: called on all ranks before a load chooses the newest step.
             loaded: called on all ranks with each loaded step.
         """
@@ -214,8 +214,8 @@ class StepReader(ExplainsAttributes):
         """Load a step that was saved as several objects.
 
         Args:
-            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`. If no
-                objects are named either, steps that lack an object are skipped, too.
+            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`. If the
+                call names no objects either, steps that lack an object are also skipped.
             abstract: new objects to build, as for `ckptcore.load_checkpointables`.
             into: objects to restore in place, by name.
 
@@ -234,7 +234,7 @@ class StepReader(ExplainsAttributes):
 
     @contextmanager
     def pin(self, step: int) -> Iterator[None]:
-        """Keep the job that writes here from deleting a step, until the block or this process ends.
+        """Prevent the job that writes here from deleting a step, until the block or this process ends.
 
         Raises:
             CheckpointNotFoundError: the step does not exist.
@@ -324,8 +324,8 @@ class CheckpointReader(StepReader):
     """Reads the steps of a directory. Does not disturb a job that writes there, and never sees a part of a step.
 
     Steps are listed once, and again by `reload`, by loads of the newest step, and by methods that wait for new steps.
-    In a job of several processes every process creates one and calls the same methods in the same order. The leader
-    lists.
+    In a job of several processes every process creates one and calls the same methods in the same order. Only the
+    leader lists the directory.
     """
 
     @explains_arguments

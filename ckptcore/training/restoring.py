@@ -84,7 +84,7 @@ class _SkippedCopies:
     Attributes:
         reasons: the reason for each copy, in the order in which they were tried.
         last: the last error in this process; None if only other processes failed.
-        changed: True if the target of the load was changed, and is not the state of any step.
+        changed: True if a failed load changed the target, which then has the state of no step.
         all_gone: True if all copies were deleted; False if one was damaged.
         listed: True once steps were listed.
     """
@@ -130,8 +130,8 @@ class StepLoader:
         Args:
             steps: the steps of the run.
             context: options.
-            agree: begins an exchange between the processes of the job; called on all or none.
-            reload: lists the steps again; called on all or none.
+            agree: begins an exchange between the processes of the job; called on all ranks or on none.
+            reload: lists the steps again; called on all ranks or on none.
         """
         self._steps = steps
         self._directories = steps.directories
@@ -242,7 +242,8 @@ class StepLoader:
                     skipped.changed = skipped.changed or isinstance(error, TargetUndefinedError)
                     stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
         except CheckpointError as error:
-            # Another error, here or in another process. The target may have been changed by an earlier copy.
+            # An error that is not damage, here or in another process. The load of an earlier copy may have changed the
+            # target.
             changed = loading.changes if skipped.changed or loaded is not None else None
             if changed is None or isinstance(error, TargetUndefinedError):
                 raise
@@ -285,7 +286,7 @@ class StepLoader:
                 return loading.run(place, recording)
 
     def _pinned_to_load(self, copy: _StepCopy) -> Lock | nullcontext[None]:
-        """Pin a step for a load. In a directory that cannot be written there is no pin."""
+        """Pin a step for a load. Return an empty context if the directory is not writable."""
         try:
             return self._directories[copy.directory].pin(copy.step)
         except StorageError as error:

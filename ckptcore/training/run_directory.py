@@ -37,7 +37,7 @@ __all__ = [
 
 
 class RunSteps(Protocol):
-    """The steps of a run, open for reading. Any thread.
+    """The steps of a run, open for reading. Thread-safe.
 
     Attributes:
         directories: the directories of the steps. New steps are saved to the first.
@@ -63,7 +63,7 @@ class RunSteps(Protocol):
         ...
 
     def newest_first(self) -> Iterator[int]:
-        """Yield every committed step, newest first. Checks no further than the caller iterates."""
+        """Yield every committed step, newest first. Lazy: checks a step when the caller reaches it."""
         ...
 
     def latest(self) -> int | None:
@@ -89,7 +89,7 @@ class RunSteps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunSaves:
-    """Functions that tell a directory about the saves of the process that owns it. Any thread.
+    """Functions that a run directory calls to learn about the saves of its owner. Thread-safe.
 
     Attributes:
         under_way: returns the steps that this process is saving.
@@ -103,13 +103,13 @@ class RunSaves:
     wait: Callable[[], None]
 
     def kept(self) -> set[int]:
-        """Return the steps that a policy may not delete."""
+        """Return the steps that a policy must not delete."""
         return self.last_steps() | self.under_way()
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The options by which a `Checkpointer` owns its directory.
+    """The options with which a `Checkpointer` owns its directory.
 
     Attributes:
         agreement: an exchange between the processes of the job.
@@ -209,7 +209,7 @@ class OwnedRun(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish background work that continues after the saves, as far as the options of the directory demand it.
+        """Finish background work that continues after the saves, if the options of the directory require it.
 
         Raises:
             CheckpointError: some work is not finished.
@@ -267,7 +267,7 @@ def check_step_names(names: StepNames | None) -> StepNames:
     """Return the names that a user passed, or the default.
 
     Raises:
-        TypeError: the argument is no `StepNames`.
+        TypeError: the argument is not a `StepNames`.
     """
     if names is not None and not isinstance(names, StepNames):
         raise TypeError(

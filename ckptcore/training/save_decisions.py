@@ -81,10 +81,10 @@ class TerminationSignal:
         return self._received
 
     def close(self) -> None:
-        """Restore the previous handler. Any thread; further calls do nothing."""
+        """Restore the previous handler. Thread-safe. Further calls do nothing."""
         self._closed = True
-        # A handler that was installed later stays, and may still call this one. Other threads cannot restore a handler,
-        # so this one passes signals on.
+        # A handler that was installed later stays, and may still call this one. Only the main thread can restore a
+        # handler. In both cases the closed handler passes signals on.
         is_installed = signal.getsignal(signal.SIGTERM) is self._handler
         if is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
@@ -124,13 +124,13 @@ class LastSave:
 
 
 class SaveDecider:
-    """Decides by a policy and a notice of preemption whether to save. On the training thread.
+    """Decides by a policy and a notice of preemption whether to save. Used on the training thread.
 
     Attributes:
-        past: the save that policies compare with.
-        last_save_ended: end of the last save of this process, in seconds since the epoch; None before.
+        last_save: the save that policies compare with.
+        last_save_ended: end of the last save of this process, in seconds since the epoch; None if none has ended.
         preempted: True if a process of the job had a notice of preemption at the last decision.
-        was_skipped: True if the last decision was not to save because another save was running.
+        was_skipped: True if the last decision dropped a save because another save was running.
     """
 
     def __init__(self, policy: SavePolicy, *, skips_when_busy: bool) -> None:
@@ -164,7 +164,7 @@ class SaveDecider:
         self.last_save = LastSave(step, epoch, time.time())
 
     def end(self) -> None:
-        """Record that a save ended. Any thread."""
+        """Record that a save ended. Thread-safe."""
         self.last_save_ended = time.time()
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class SaveDecider:
             saving: True if a save of this process is running.
             force: save regardless of the policy.
             job_size: number of processes that decide together.
-            agree: begins an exchange between all processes; called on all or none.
+            agree: begins an exchange between all processes; called on all ranks or on none.
 
         Raises:
             ValueError: the policy cannot decide.

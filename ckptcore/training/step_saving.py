@@ -54,7 +54,7 @@ class StepSaves:
             self._beginning = None
 
     def add(self, step: int, handle: SaveHandle) -> None:
-        """Add a running save. Forget saves that have ended without an unretrieved error."""
+        """Add a running save. Remove ended saves, except those with an unretrieved error."""
         with self._lock:
             self._saves = [*((other, save) for other, save in self._saves if save.matters), (step, handle)]
 
@@ -140,7 +140,7 @@ class StepSaver:
             options: the options of all steps.
             context: options of each save.
             job: the processes that save together.
-            agree: begins an exchange between all processes; called on all or none.
+            agree: begins an exchange between all processes; called on all ranks or on none.
         """
         self._run = run
         self._steps = run.steps.directories[0]
@@ -224,7 +224,7 @@ class StepSaver:
             try:
                 yield self._request(request, name, last)
             except BaseException:
-                # In a job it may have begun in other processes, and the policies of all processes must see the same.
+                # In a job the save may have begun in other processes, and all policies must see the same last save.
                 if self._job.size == 1:
                     self._decider.last_save = last
                 raise
@@ -267,7 +267,7 @@ class StepSaver:
                 )  # fmt: skip
 
     def _saved(self, saved: SavedStep) -> None:
-        """Add a committed step. On the thread of the save, before its handle is done."""
+        """Add a committed step. Called on the thread of the save, before its handle is done."""
         self._decider.end()
         self._steps.broken.discard(saved.step)
         self._saves.last_committed = saved.step

@@ -1,4 +1,4 @@
-"""StepDirectory: the steps in one directory, with what is known about each."""
+"""StepDirectory: the steps in one directory, and cached facts about each step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class StepDirectory:
-    """The steps in a directory: the last listing, and the changes by this process since then. Any thread.
+    """The steps in a directory: the last listing, and the changes by this process since then. Thread-safe.
 
     One listing finds all names. The first call about a name checks with one small request that it is a committed step.
     The result is cached until the step is deleted.
@@ -346,7 +346,7 @@ class StepDirectory:
             logger.warning("%s in %s is passed over and left alone: %s", name, self.display, error)
 
     def _inspect(self, name: str) -> tuple[bool, bool]:
-        """Look for a checkpoint without a root. Return whether it exists, and whether it has a root by now."""
+        """Look for a checkpoint without a root. Return whether it exists, and whether it has a root now."""
         try:
             return True, ConsistentRead(
                 SubPath(self.directory, name), self._context, open_either
@@ -399,7 +399,7 @@ class StepDirectory:
             return
 
     def newest_first(self) -> Iterator[int]:
-        """Yield every committed step, newest first. Checks no further than the caller iterates."""
+        """Yield every committed step, newest first. Lazy: checks a step when the caller reaches it."""
         return (step for step in reversed(self.candidates()) if self.is_committed(step))
 
     def latest(self) -> int | None:
