@@ -33,16 +33,16 @@ class SingleProcess:
 
     @property
     def rank(self) -> int:
-        """0."""
+        """The rank of the only process, 0."""
         return 0
 
     @property
     def size(self) -> int:
-        """1."""
+        """The number of processes, 1."""
         return 1
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes]:
-        """Return the payload as the only one."""
+        """Return a list that contains only the payload."""
         return [payload]
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:

@@ -19,13 +19,13 @@ __all__ = ["AwaitableDirectory", "DeferredAwait", "path_for_object", "run", "run
 T = TypeVar("T")
 
 _LAST_TURNS: Final = 10
-"""Turns of the event loop in which tasks may end that no longer wait for anything."""
+"""Iterations of the event loop in which tasks may end that do not wait for anything."""
 
 _MOST_LISTED_TASKS: Final = 5
 
 
 class AwaitableDirectory:
-    """A directory for objects that expect one which may not exist yet. This one exists."""
+    """An existing directory, with the interface of Orbax's directories, which are created in the background."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
@@ -72,7 +72,7 @@ class DeferredAwait:
 
 
 def path_for_object(directory: Path) -> Any:
-    """Return a path of etils if that is imported, because objects with Orbax's protocol expect one."""
+    """Return an `etils.epath.Path` if etils is imported, because objects with Orbax's protocol expect it."""
     make = getattr(sys.modules.get("etils.epath"), "Path", Path)
     return make(directory)
 
@@ -177,7 +177,7 @@ async def _cancel_remaining_tasks() -> list[str]:
 
 
 def _run_outside_loop(work: Callable[[], T]) -> T:
-    """Call a function on this thread, or on another one if an event loop runs on this. Blocks until it is done."""
+    """Call a function on this thread, or on another one if an event loop runs here. Blocks until it is done."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -75,7 +75,7 @@ class _List(ContainerHandler):
 
 
 class _Tuple(ContainerHandler):
-    """tuple, exactly."""
+    """tuple, without subclasses."""
 
     priority = Priority.EXACT
 

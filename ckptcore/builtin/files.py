@@ -40,7 +40,7 @@ __all__ = [
 _EMPTY: Final = "empty_directories"
 
 _MOST_PARTS: Final = 1 << 17
-"""Most directories on the paths of all empty ones: a few bytes of a hostile root create each of them on the disk."""
+"""Most directories on the paths of all empty directories. A small hostile root could otherwise create many of them."""
 
 _MOST_DEEP: Final = 200
 
@@ -71,7 +71,7 @@ class FilesLayout(Layout):
 
 
 def state_of_files(empty: Sequence[str]) -> JSON:
-    """Return the state for files with these empty directories, which no file implies.
+    """Return the state that records these empty directories, which no key of a file implies.
 
     Raises:
         UnsupportedLeafError: there are too many directories, or one is too deep.

@@ -31,7 +31,7 @@ requested as an array without axes, which allocates no elements before the read.
 
 
 class HostArrayHandler(LeafHandler):
-    """`numpy.ndarray`, NumPy scalars and `AbstractArray`. Without an abstract tree, all arrays load as these."""
+    """`numpy.ndarray`, NumPy scalars and `AbstractArray`. Without an abstract tree, all arrays load as NumPy arrays."""
 
     priority = Priority.EXACT
 
@@ -52,7 +52,7 @@ class HostArrayHandler(LeafHandler):
         record = self.describe(leaf)
         if isinstance(leaf, AbstractArray | np.generic):
             return leaf
-        assert isinstance(record, ArrayRecord)  # as of all NumPy leaves
+        assert isinstance(record, ArrayRecord)  # all NumPy leaves have one
         return AbstractArray(record.spec.shape, record.spec.numpy_dtype)
 
     def identity(self, leaf: Any) -> Hashable | None:
@@ -62,7 +62,7 @@ class HostArrayHandler(LeafHandler):
         return (leaf.__array_interface__["data"][0], leaf.shape, leaf.strides, leaf.dtype)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """Return the whole array, which every process is assumed to hold alike."""
+        """Return the whole array, which is assumed to be equal in every process."""
         if isinstance(leaf, AbstractArray):
             raise UnsupportedLeafError("an AbstractArray has no elements to save; pass the array itself")
         return (Shard(Box.whole(leaf.shape), rank, size),)
@@ -72,7 +72,7 @@ class HostArrayHandler(LeafHandler):
         return (Shard(Box.whole(leaf.shape), rank, size),)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return no bytes for views, also for an `AbstractArray`, which represents an array in host memory."""
+        """Return zero for views, also for an `AbstractArray`, which represents an array in host memory."""
         return HostBytes(0, sum([box.size for box in boxes]) * leaf.dtype.itemsize)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
@@ -110,7 +110,7 @@ class HostArrayHandler(LeafHandler):
         return array
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into a writable array of any strides. Skips elements that are in it already."""
+        """Copy into a writable array of any strides. Skips elements that were read directly into it."""
         if not isinstance(target, np.ndarray) or not target.flags.writeable or isinstance(stored, ValueRecord):
             return False
         for box, elements in boxes:
@@ -144,7 +144,7 @@ class HostValueHandler(LeafHandler):
         return leaf
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """Return the whole value, which every process is assumed to hold alike."""
+        """Return the whole value, which is assumed to be equal in every process."""
         return (Shard(Box.whole(_encode_text(leaf).shape), rank, size),)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
@@ -152,7 +152,7 @@ class HostValueHandler(LeafHandler):
         return self.shards(leaf, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the encoded bytes of a str, and none for bytes, which are not copied."""
+        """Return the encoded size of a str, and zero for bytes, which are not copied."""
         encoded = sum([box.size for box in boxes]) if isinstance(leaf, str) else 0
         return HostBytes(encoded, encoded)
 
@@ -191,11 +191,11 @@ class BytesIOHandler(HostValueHandler):
         return io.BytesIO()
 
     def shards(self, leaf: io.BytesIO, rank: int, size: int) -> Sequence[Shard]:
-        """Return all bytes, which every process is assumed to hold alike."""
+        """Return all bytes, which are assumed to be equal in every process."""
         return super().shards(leaf.getvalue(), rank, size)
 
     def host_bytes(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> HostBytes:
-        """Return no bytes: the buffer copies its bytes only if it is written to while they are read."""
+        """Return zero: the buffer copies its bytes only if it is written to while they are read."""
         return HostBytes(0, 0)
 
     def view_on_host(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:

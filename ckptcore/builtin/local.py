@@ -76,7 +76,7 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
 
 
 class LocalStorage(StorageBackend):
-    """The files below a directory. Any thread. Also implements `AtomicDirectories`.
+    """The files below a directory. Thread-safe. Also implements `AtomicDirectories`.
 
     Files of a put whose process was killed are not listed, and are deleted with their directory.
     """
@@ -158,7 +158,7 @@ class LocalStorage(StorageBackend):
         return StampedFile(LocalFile(key, self._path(key), self._root))
 
     def size(self, key: str) -> int:
-        """Return the bytes of an object."""
+        """Return the size of an object in bytes."""
         return LocalFile(key, self._path(key), self._root).status.st_size
 
     # --- write
@@ -407,7 +407,7 @@ _WRITEBACK_BYTES: Final = 4 << 20
 
 
 class LocalWriter:
-    """Writes a new file. Any thread."""
+    """Writes a new file. Thread-safe."""
 
     def __init__(
         self, path: str, descriptor: int, size: int | None, directories: LocalDirectories, *, durable: bool
@@ -417,7 +417,7 @@ class LocalWriter:
         Args:
             path: the path of the file.
             descriptor: the descriptor of the file, which the writer closes.
-            size: the final bytes, if known.
+            size: the final size in bytes, if known.
             directories: the directories of its storage.
             durable: True if the complete file must survive a loss of power.
         """
@@ -434,7 +434,7 @@ class LocalWriter:
         self._status = os.fstat(descriptor)
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
-        # Thread identifiers of running writes. A thread that was interrupted may leave its own, and then aborts.
+        # Thread identifiers of running writes. An interrupted thread may leave its identifier; its `abort` removes it.
         self._writing: set[int] = set()
 
     def write_at(self, offset: int, data: Buffer) -> None:

@@ -62,7 +62,7 @@ def allocate(descriptor: int, nbytes: int) -> bool:
     `os.posix_fallocate` is no replacement: on file systems without allocation it writes into every page.
 
     Returns:
-        False if the file system cannot; the file is unchanged.
+        False if the file system does not support it; the file is unchanged.
 
     Raises:
         OSError: there is no space.
@@ -76,11 +76,11 @@ def open_without_links(path: str, flags: int) -> int | None:
 
     Args:
         path: the path of the file.
-        flags: as of `os.open`, without flags that create a file.
+        flags: flags for `os.open` that do not create a file.
 
     Returns:
-        A descriptor. None if the system has no such call, if the path has a link, or if the file cannot be opened;
-        `os.open` then raises the reason.
+        A descriptor. None if the system has no such call, if the path has a link, or if the file cannot be opened. In
+        the last case, `os.open` raises an error with the reason.
     """
     opener = _opener(flags)
     return None if opener is None else opener(path)
@@ -129,7 +129,7 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> bool:
     """Start to write a range of an open file from the page cache to the disk, without waiting.
 
     Returns:
-        False if the file system cannot.
+        False if the file system does not support it.
 
     Raises:
         OSError: an earlier write failed.
@@ -285,7 +285,7 @@ def open_inside(root: str, path: str, flags: int) -> int:
     Args:
         root: the directory of the storage. The user named it, so it may be a link or be below links.
         path: the path of the file, below the root, without ``.`` and ``..``.
-        flags: as of `os.open`, without flags that create a file.
+        flags: flags for `os.open` that do not create a file.
 
     Returns:
         A descriptor.
@@ -306,7 +306,7 @@ def open_inside(root: str, path: str, flags: int) -> int:
 
 
 class _PathWalk:
-    """A walk from a directory downwards that links cannot leave."""
+    """A walk down from a directory. Links cannot lead out of the directory."""
 
     def __init__(self, root: str) -> None:
         self._boundary = root
@@ -390,7 +390,10 @@ class _PathWalk:
             raise
 
     def _from_here(self, link: str, target: str) -> list[str]:
-        """Return the components of a link target, relative to the last directory; absolute ones to the boundary."""
+        """Return the components of a link target, relative to the last directory.
+
+        Refuses an absolute target that is not below the boundary.
+        """
         if not target.startswith("/"):
             return target.split("/")
         for boundary in (self._boundary, os.path.realpath(self._boundary)):

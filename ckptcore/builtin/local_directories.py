@@ -90,7 +90,7 @@ _LOCK_PAUSE_SECONDS = 0.001
 
 
 class LocalDirectories:
-    """The directories below one root. Any thread."""
+    """The directories below one root. Thread-safe."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -261,12 +261,12 @@ class LocalDirectories:
 
 
 def _is_free(descriptor: int) -> bool:
-    """Return True if an open directory is not locked. Holds its lock then."""
+    """Try to lock an open directory. Return True if it was not locked; the descriptor then holds the lock."""
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # A save holds the lock, or for a moment another thread that tests it here.
+            # A save holds the lock, or another thread that tries it here holds it for a moment.
             if attempt + 1 < _LOCK_ATTEMPTS:
                 time.sleep(_LOCK_PAUSE_SECONDS)
         else:

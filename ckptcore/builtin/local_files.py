@@ -1,8 +1,8 @@
 """Reads of local files: buffered, direct, and of cached open files.
 
-A buffered read of cold data pays for new pages and a copy, and evicts pages of others. So the reader probes a page of
-each window of a file without waiting. If the page is not in memory, it reads the window with O_DIRECT. Both ways return
-the same bytes; a wrong guess only costs time.
+A buffered read of data that is not in the page cache allocates pages, copies the data, and evicts other pages. So the
+reader probes a page of each window of a file without waiting. If the page is not in memory, it reads the window with
+O_DIRECT. Both ways return the same bytes; a wrong guess only costs time.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 class LocalFiles:
-    """The files that were read last, cached open. Any thread.
+    """The files that were read last, cached open. Thread-safe.
 
     A file is opened again if its path leads to another file, as after an exchange of directories.
     """
@@ -253,11 +253,11 @@ class LocalFiles:
 
 
 _TICK_NANOSECONDS: Final = 2_000_000_000
-"""Changes within this time may leave the times of a file equal: FAT counts in 2 s, others in ms."""
+"""Two changes within this time may have equal timestamps: FAT has a resolution of 2 s, others of milliseconds."""
 
 
 class StampedFile:
-    """A local file for many small reads through the page cache. Any thread. It is closed with the last reference."""
+    """A local file for many small reads through the page cache. Thread-safe. It is closed with the last reference."""
 
     __slots__ = ("_descriptor", "_file", "_settled")
 
@@ -286,7 +286,7 @@ class StampedFile:
     def stamp(self) -> tuple[int, int] | None:
         """Return the change time and the size of the file; None if a recent change could hide a further one.
 
-        Uses the change time of the inode (``ctime``), which programs cannot set, unlike that of the contents.
+        Uses the change time of the inode (``ctime``), which programs cannot set, unlike the modification time.
 
         Raises:
             StorageError
@@ -304,7 +304,7 @@ class StampedFile:
         return found
 
     def size(self) -> int:
-        """Return the current bytes of the file.
+        """Return the current size of the file in bytes.
 
         Raises:
             StorageError
@@ -366,7 +366,7 @@ def open_cold_reader(path: str, status: os.stat_result) -> ColdReader | None:
 
 
 class ColdReader:
-    """Reads cold parts of a file with direct I/O. Any thread. The file is closed with the last reference."""
+    """Reads cold parts of a file with direct I/O. Thread-safe. The file is closed with the last reference."""
 
     def __init__(self, probe: int, direct: int, size: int) -> None:
         self._probe = probe

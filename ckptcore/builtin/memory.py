@@ -28,7 +28,7 @@ _SCHEME: Final = "memory://"
 
 
 class MemoryStorages:
-    """Named stores of objects in memory. They exist as long as this object. Any thread."""
+    """Named stores of objects in memory. They exist as long as this object. Thread-safe."""
 
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
@@ -52,7 +52,7 @@ class MemoryStorages:
 
 
 class MemoryStorage(StorageBackend):
-    """The objects below a prefix of one store. Any thread."""
+    """The objects below a prefix of one store. Thread-safe."""
 
     def __init__(self, store: _Store, prefix: str, url: str) -> None:
         self._store = store
@@ -88,7 +88,7 @@ class MemoryStorage(StorageBackend):
         return _MemoryReader(key, self._url, self._find(key).data)
 
     def size(self, key: str) -> int:
-        """Return the bytes of an object."""
+        """Return the size of an object in bytes."""
         return len(self._find(key).data)
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
@@ -198,7 +198,7 @@ class _Store:
 
 
 class _MemoryReader:
-    """An object in memory that is open for reading. Any thread."""
+    """An object in memory that is open for reading. Thread-safe."""
 
     def __init__(self, key: str, url: str, data: memoryview) -> None:
         self._key = key
@@ -226,7 +226,7 @@ class _MemoryReader:
         return self._key
 
     def size(self) -> int:
-        """Return its bytes."""
+        """Return its size in bytes."""
         return len(self._data)
 
     def memory(self) -> memoryview:

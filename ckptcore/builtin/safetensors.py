@@ -2,11 +2,11 @@
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many
 bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C
-order, without gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
-``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. If no
+order, without gaps. A checkpoint above `max_file_bytes` is split into ``model-00001-of-00002.safetensors`` and so on,
+which ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. If no
 process has all elements of an array, the array is stored in slices (see `safetensors_writing`).
 
-In a partial save, the files of a session have the number of its first process in their names, from 1, such as
+In a partial save, the file names of a session contain the number of its first process, counted from 1, such as
 ``model-session-00001.safetensors``, because the total number of files is not known while they are written. Readers that
 use the index accept any names.
 """
@@ -57,8 +57,9 @@ class SafetensorsLayout(Layout):
     """One ``model.safetensors``, or several files with an index.
 
     Dtypes that safetensors lacks (complex128, int4, some float8) are stored as U8 with the bytes of an element as a
-    last axis (no axis for one byte), and times as I64. The root of the checkpoint records their dtypes. Tied arrays are
-    stored under the first name; the metadata of the header lists the others, as `safetensors.torch.save_model` does.
+    last axis (no axis for one byte), and datetime64 and timedelta64 as I64. The root of the checkpoint records their
+    dtypes. Tied arrays are stored under the first name; the metadata of the header lists the others, as
+    `safetensors.torch.save_model` does.
 
     Attributes:
         max_file_bytes: maximum size of the elements in a file, in bytes. A larger array has a separate file.
@@ -296,7 +297,7 @@ def _names(tree: TreeMetadata) -> dict[int, str]:
 
 
 def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
-    """Return, by leaf, the numbers of its items; several items of an array are in C order.
+    """Return the numbers of the items of each leaf. Several items of an array are in C order.
 
     Raises:
         PluginError: several items of one array are not adjacent runs of its elements.

@@ -59,7 +59,7 @@ _INDEX: Final = ".safetensors.index.json"
 _ADAPTER: Final = "adapter_model"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 _KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", _ADAPTER)
-"""Names that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), the preferred first."""
+"""Names that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), in order of preference."""
 
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 

@@ -1,7 +1,7 @@
 """Writing of safetensors files: headers, and slices of arrays that no process holds as a whole.
 
 The names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements,
-also for dtypes smaller than a byte. Their elements are packed. The library refuses a tensor that does not end at a byte
+also for dtypes smaller than a byte, whose elements are packed. The library refuses a tensor that does not end at a byte
 boundary.
 
 Slices are stored like those of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so
@@ -113,7 +113,7 @@ def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
 
     Args:
         header: by name, the dtype, shape and position of each tensor.
-        data_bytes: the bytes of all elements.
+        data_bytes: the size of all elements in bytes.
     """
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     alignment = _LARGE_ALIGNMENT if data_bytes > 1 << 20 else _ALIGNMENT
@@ -148,7 +148,8 @@ SHARDING: Final = "DCP_SHARDING_INFO"
 """The key in the metadata of a file for the starts of its boxes."""
 
 _TOGETHER_BYTES: Final = 256 << 20
-"""Most bytes of arrays with several separate boxes in one file: they stay in memory until the last is written."""
+"""Most bytes of arrays with several separate boxes that are written in turn. Each array is in memory until its last box
+is written."""
 
 
 class _Slice(NamedTuple):
@@ -276,7 +277,7 @@ def _slices(plan: WritePlan, number: int) -> list[_Slice]:
 
 
 class _Users:
-    """Segments of slices. Releases an item after the last of its slices. Any thread."""
+    """Segments of slices. Releases an item after the last of its slices. Thread-safe."""
 
     def __init__(self, snapshot: Snapshot, files: Sequence[Sequence[_Slice]]) -> None:
         self._snapshot = snapshot

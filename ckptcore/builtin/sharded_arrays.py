@@ -170,11 +170,11 @@ class ShardedArrayHandler(LeafHandler):
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def shards_of(self, leaf: ShardedArray, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """Return the boxes of the array, also without elements. An array describes one process: each has its own."""
+        """Return the boxes of the array, also without elements. The array has the boxes of one process only."""
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def host_bytes(self, leaf: ShardedArray, boxes: Sequence[Box]) -> HostBytes:
-        """Return no bytes for views, because elements are in host memory."""
+        """Return zero for views, because elements are in host memory."""
         return HostBytes(0, sum([box.size for box in boxes]) * leaf.dtype.itemsize)
 
     def copy_to_host(

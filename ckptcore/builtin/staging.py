@@ -25,7 +25,8 @@ class StagingDirectory:
 
     It is locked while it is used. The kernel releases the lock when the process ends, and the next staging directory
     that is created on the same machine removes all unlocked ones. Other machines may share the temporary directory
-    without seeing the lock, so they do not remove it. After a restart, neither does this machine.
+    without seeing the lock. They do not remove the directory, because its name depends on the boot of this machine. For
+    the same reason, this machine does not remove it after a restart.
 
     Attributes:
         path: the path.

@@ -98,14 +98,14 @@ _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
 def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], object] = lambda stored: stored) -> Any:
     """Return an abstract state with the structure of `stored`, for `CheckpointableHandler.flatten_to_load`.
 
-    A checkpoint does not store all types. If the object's own state has a value at the same place, that determines the
-    type: the framework of an array, the subclass of a dict. Shapes and dtypes are the stored ones. Otherwise arrays
-    load as `array` requests, and containers as Python's.
+    A checkpoint does not store all types. If the object's own state has a value at the same path, that value determines
+    the type: the framework of an array, the subclass of a dict. Shapes and dtypes are the stored ones. Otherwise
+    `array` returns the abstract leaf of an array, and containers load as the built-in types of Python.
 
     Args:
         own: the current state of the object.
         stored: the stored state in Python's containers, with `AbstractArray` for arrays.
-        array: returns the abstract leaf for an array that the own state does not have; by default a NumPy array.
+        array: returns the abstract leaf for an array that is not in the object's state; by default a NumPy array.
     """
     if isinstance(stored, AbstractArray):
         return _array(own, stored, array)
@@ -123,8 +123,8 @@ def _array(own: object, stored: AbstractArray, array: Callable[[AbstractArray], 
         return stored
     if not _is_array(own):
         return array(stored)
-    # Do not reuse the object's own arrays: its setter copies into them, and other objects may share them. Frameworks
-    # without a way to make a similar array request the array itself.
+    # Do not reuse the object's own arrays: its setter copies into them, and other objects may share them. If the
+    # framework cannot make a similar array, return the array itself as the abstract leaf.
     make = getattr(own, "new_empty", None)
     if make is not None:
         name = _element_name(own)
@@ -168,7 +168,7 @@ def _is_array(own: object) -> bool:
 
 def _mapping(own: object, stored: dict[Any, Any], array: Callable[[AbstractArray], object]) -> object:
     if not isinstance(own, dict):
-        # The handler of another container type takes it apart.
+        # Another container type: its own handler takes it apart.
         if not isinstance(own, (_Missing, *_PLAIN, list)) and not _is_array(own):
             return own
         own = {}
@@ -200,7 +200,7 @@ def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[
 class StateDictHandler(CheckpointableHandler):
     """Objects with ``state_dict()`` and ``load_state_dict(state)``: data loaders, schedulers, metrics.
 
-    Each process has its own state. A load has the structure that was saved, even if the object is new and has another
+    Each process has its own state. A load returns the saved structure, even if the object is new and has another
     state. ``load(location, obj)`` returns the state; ``load_into`` loads it into the object.
     """
 
@@ -318,7 +318,7 @@ def state_handler(value_type: type) -> CheckpointableHandler | None:
 
 
 class NumpyGeneratorHandler(CheckpointableHandler):
-    """`numpy.random.Generator`: the state of its bit generator. Spawned children are not counted."""
+    """`numpy.random.Generator`: the state of its bit generator. The number of spawned children is not saved."""
 
     priority = Priority.FRAMEWORK
     per_process = True
@@ -377,7 +377,7 @@ class PythonRandomHandler(CheckpointableHandler):
         return {"version": version, "state": np.array(words, np.uint32), "gauss_next": gauss_next}
 
     def flatten_to_load(self, value: random.Random, stored: object) -> object:
-        """Return the stored form: `gauss` may have a cached number in only one of them."""
+        """Return the stored form: only one of the two states may have a cached number of `gauss`."""
         return state_to_load(self.flatten(value), stored)
 
     def unflatten(self, like: random.Random, state: object) -> object:
@@ -403,7 +403,7 @@ _RANDOM: Final = PythonRandomHandler()
 
 def random_state_handler(value_type: type) -> CheckpointableHandler | None:
     """Return the handler for generators of a type; None for other types, and for `SystemRandom`, which has no state."""
-    # Do not import these modules, which is slow: before their import there are no values of their types.
+    # Do not import these modules, which is slow. Values of their types exist only if they are imported.
     if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):
             return _GENERATOR

@@ -184,7 +184,7 @@ class SaveHandle(ExplainsAttributes):
         return Progress(self._written, self._total)
 
     def count(self, nbytes: int) -> None:
-        """Add bytes that were written to the storage. Any thread."""
+        """Add bytes that were written to the storage. Thread-safe."""
         with self._lock:
             self._written += nbytes
 
@@ -383,7 +383,7 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames of an error, which refer to the state: the error may exist for long."""
+    """Clear the frames of an error: they refer to the state, and the caller may keep the error for a long time."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -398,7 +398,7 @@ def _clear_frames(error: BaseException) -> None:
 
 
 class _ExitReport:
-    """Failed saves that are reported when the program ends. Any thread."""
+    """Failed saves that are reported when the program ends. Thread-safe."""
 
     def __init__(self) -> None:
         self._failures: dict[object, str] = {}  # by the key of the handle

@@ -16,7 +16,7 @@ from ckptcore.protocols import Buffer, RangeReader, StampedReader
 __all__ = ["BlockCache", "RecentBlocks"]
 
 _FEW_BLOCKS: Final = 8
-"""The calling thread reads fewer blocks than this alone."""
+"""Below this number of blocks, the calling thread reads them without other threads."""
 
 
 class _Spare(threading.local):
@@ -42,7 +42,7 @@ _spare: Final = _Spare()
 
 
 class RecentBlocks:
-    """The last verified blocks that were read of a checkpoint. Any thread."""
+    """The most recently read verified blocks of a checkpoint. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         """Cache at most `most` blocks."""
@@ -68,11 +68,14 @@ class RecentBlocks:
 
 
 class BlockCache:
-    """An open object that remembers which blocks were verified, and verifies them again only if it changes. Any thread.
+    """An open object that remembers which blocks were verified, and verifies them again only if it changes.
+
+    Thread-safe.
 
     - The stamp of a `StampedReader` changes with the object, which may be mapped into memory. Verified blocks are
       remembered with the stamp. Without a stamp a change could go unnoticed: each thread caches its last block only.
-    - Blocks of other objects are cached in memory, because reading them again costs as much as verifying them.
+    - Blocks of objects without a `StampedReader` are cached in memory, because reading them again costs as much as
+      verifying them.
     - Without checksums nothing is verified, and mapped memory may be used after the first read.
 
     Silent changes of the disk, which leave the stamp unchanged, go unnoticed.
@@ -97,7 +100,7 @@ class BlockCache:
         Args:
             key: the object, for errors.
             reader: the open object.
-            size: its bytes, as far as known; may be hostile.
+            size: its recorded size in bytes; may be hostile.
             sums: the checksums of its blocks; None: verify nothing.
             block_bytes: the bytes that one checksum covers.
             recent: caches blocks of objects without a stamp.

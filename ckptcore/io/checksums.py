@@ -37,7 +37,7 @@ def checksums_of(data: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
 
 
 class BlockChecksums:
-    """The checksums of an object that is being written, computed from pieces in any order. Any thread."""
+    """The checksums of an object that is being written, computed from pieces in any order. Thread-safe."""
 
     def __init__(self, size: int, *, block_bytes: int = BLOCK_BYTES) -> None:
         """Expect an object of `size` bytes."""
@@ -104,7 +104,7 @@ class _PartialBlock:
 
 
 class RecordedChecksums:
-    """The checksums of an object that is being read. Any thread."""
+    """The checksums of an object that is being read. Thread-safe."""
 
     __slots__ = ("_block_bytes", "_key", "_size", "_sums")
 
@@ -123,7 +123,7 @@ class RecordedChecksums:
             )
         self._key = record.key
         self._size = record.size
-        self._sums = record.checksums  # not unpacked: a read of a slice needs few of thousands
+        self._sums = record.checksums  # not unpacked: a read of a slice needs only a few of them
         self._block_bytes = block_bytes
 
     def verify(self, start: int, data: memoryview) -> None:
@@ -260,7 +260,7 @@ def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSeg
 
 
 def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[int, InlineChecksum]:
-    """Return checksums by segment number, for segments that contain a checksum or that one covers.
+    """Return inline checksums by segment number: of each checksum segment, and of the segments that it covers.
 
     Raises:
         PluginError: a checksum covers invalid segments.
@@ -279,7 +279,7 @@ def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[
 
 
 class ChunkCheck:
-    """The comparison of a chunk with its inline checksum. The chunk is read in one part or several. Any thread.
+    """The comparison of a chunk with its inline checksum. The chunk is read in one part or several. Thread-safe.
 
     Attributes:
         start, stop: the range of the object that the checksum covers. The checksum begins at `stop`.

@@ -51,7 +51,7 @@ class _Wanted(NamedTuple):
 
 
 class StoredFormat:
-    """A layout and its state, which locate the arrays of a checkpoint in its objects. Any thread.
+    """A layout and its state, which locate the arrays of a checkpoint in its objects. Thread-safe.
 
     Checkpoints that are opened with the same root share it, and with it the chunk index.
 
@@ -275,7 +275,7 @@ def _settle(elements: Pending[HostArray]) -> None:
 
 
 def _copy(wanted: _Wanted, elements: HostArray) -> None:
-    """Copy elements of a chunk to its targets. The elements may end with the array, before the chunk does."""
+    """Copy elements of a chunk to its targets. A chunk that extends beyond the array may have fewer elements."""
     origin = wanted.chunk.box.start
     valid = Box(origin, tuple(map(int.__add__, origin, elements.shape)))
     for _, box, buffer in wanted.targets:

@@ -35,7 +35,7 @@ class ObjectShape(NamedTuple):
 
     Attributes:
         key: the object.
-        size: its bytes.
+        size: its size in bytes.
         step: reads start and end at multiples of it, in bytes: a block if blocks are verified, else 1.
         part_bytes: the most bytes of a request; a multiple of `step`.
         gap_bytes: gaps up to this size are read, because that is cheaper than another request.
@@ -102,7 +102,7 @@ class RunDestination:
 
 
 class BoxDestination:
-    """An array that takes a box of a chunk whose elements are not contiguous, in the object or in its memory."""
+    """An array that takes a box of a chunk. Its elements are not contiguous in the object or in the array."""
 
     __slots__ = (
         "_array",

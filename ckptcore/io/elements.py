@@ -71,14 +71,14 @@ def copy_elements(destination: HostArray, source: HostArray) -> None:
 
 
 def new_bytes(nbytes: int) -> memoryview:
-    """Return new memory of so many bytes, which is not initialised."""
-    # The stubs of NumPy know the buffer protocol from Python 3.12 on.
+    """Return `nbytes` of new memory, which is not initialised."""
+    # NumPy's stubs declare the buffer protocol only for Python 3.12 and later.
     return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]
 
 
 def bytes_of(array: HostArray) -> memoryview:
     """Return the memory of a C-contiguous array, as bytes."""
-    # The stubs of NumPy know the buffer protocol from Python 3.12 on.
+    # NumPy's stubs declare the buffer protocol only for Python 3.12 and later.
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ def intersect(first: Extent, second: Extent) -> Extent | None:
 
 
 def run_axis(shape: tuple[int, ...], extent: Extent) -> int:
-    """Return the outermost axis from which on a box is one run of elements for each index of the axes before."""
+    """Return the outermost axis so that the box is one run of elements for each index of the axes before it."""
     start, stop = extent
     axis = len(shape)
     while axis > 0:
@@ -116,9 +116,9 @@ def runs(shape: tuple[int, ...], extent: Extent, axis: int) -> Iterator[tuple[tu
     """Yield the start of each run of a box, as an index and as a number of elements in C order.
 
     Args:
-        shape: of the array.
+        shape: the shape of the array.
         extent: the box; not empty.
-        axis: `run_axis` of it, or a later axis.
+        axis: the `run_axis` of the box, or a later axis.
     """
     start, stop = extent
     strides = c_strides(shape)
@@ -128,18 +128,18 @@ def runs(shape: tuple[int, ...], extent: Extent, axis: int) -> Iterator[tuple[tu
 
 
 def spans(shape: tuple[int, ...], extent: Extent, most_gap: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of elements in C order, ascending and apart, that together cover a box that is not empty.
+    """Yield ranges of elements in C order that together cover a box. The box must not be empty.
 
-    Gaps of up to `most_gap` elements outside the box are covered too.
+    Ranges are in ascending order and do not touch. Gaps of up to `most_gap` elements outside the box are covered too.
     """
     start, stop = extent
     strides = c_strides(shape)
-    # Elements from the first of the box to behind the last, along the axes from here on.
+    # Elements from the first to the last one of the box, along the axes from `axis` on.
     inner = 1
     axis = len(shape)
     while axis > 0:
         count = stop[axis - 1] - start[axis - 1]
-        # Gaps never shrink from an axis to the one before it, so all axes up to here are cut.
+        # Gaps never become smaller towards the outer axes, so all outer axes are cut too.
         if count > 1 and strides[axis - 1] - inner > most_gap:
             break
         inner += (count - 1) * strides[axis - 1]
@@ -151,7 +151,7 @@ def spans(shape: tuple[int, ...], extent: Extent, most_gap: int) -> Iterator[tup
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Extent]:
     """Return boxes of exactly the elements `start` to `stop` in C order. Each is one run of elements, in that order.
 
-    At most two for each axis but the last, and one.
+    At most two boxes for each axis except the last one, plus one.
     """
     found: list[Extent] = []
     if start < stop:

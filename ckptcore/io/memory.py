@@ -31,12 +31,12 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 """Bytes of a huge page on most systems. If huge pages are larger, memory uses small pages."""
 
 _SPARE: Final = 32
-"""The last huge page is used if it adds less than one part in this many: touching up to two MiB at the end of each
-array in small pages takes longer than filling many times as much in huge pages."""
+"""A partly used huge page at the end of an array is allowed if it wastes less than 1/32 of the array's size. Up to
+2 MiB of small pages take longer to touch than many times as many bytes in huge pages."""
 
 
 class Pages:
-    """Part of a memory mapping. It is unmapped with the last reference to it and to arrays in it."""
+    """Part of a memory mapping. The mapping is unmapped once no reference to it or to its arrays remains."""
 
     __slots__ = ("_mapping", "_offset", "nbytes")
 
@@ -61,8 +61,8 @@ class Pages:
 def map_pages(nbytes: int) -> Pages:
     """Map memory, which the system provides when it is touched. Memory of a huge page or more is aligned to huge pages.
 
-    Huge pages are used where they are filled, and at the end if little of the last one is left over: an array takes at
-    most one thirty-second more than its bytes, or one small page.
+    Huge pages are used for all bytes that fill them, and also for the rest if little of the last huge page is wasted.
+    An array takes at most 1/32 more memory than its size, or one small page more.
 
     Raises:
         MemoryError
@@ -116,7 +116,7 @@ def allocate(spec: ArraySpec) -> HostArray:
         if nbytes >= HUGE_PAGE_BYTES:
             return map_pages(nbytes).array(spec.shape, spec.numpy_dtype)
     except MemoryError:
-        # The process may only have reached its limit of mappings.
+        # The process may have reached its limit of mappings. NumPy's allocator may still have memory.
         pass
     try:
         return np.empty(spec.shape, spec.numpy_dtype)
@@ -125,10 +125,10 @@ def allocate(spec: ArraySpec) -> HostArray:
 
 
 class StagingPool:
-    """Memory into which saves copy arrays before they are written, reused by the next save. Any thread.
+    """Memory into which saves copy arrays before they are written, reused by the next save. Thread-safe.
 
-    It never keeps more than the peak use. Arrays below 4 MiB are cut from mappings of 32 MiB, which are unmapped whole.
-    A forked child starts with an empty pool.
+    It never keeps more memory than saves used at their peak. Arrays below 4 MiB are cut from mappings of 32 MiB, which
+    are unmapped whole. A forked child starts with an empty pool.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class StagingPool:
 
 
 class StagingMemory:
-    """The `ckptcore.protocols.HostMemory` of one save. Any thread.
+    """The `ckptcore.protocols.HostMemory` of one save. Thread-safe.
 
     Attributes:
         copied_bytes: bytes that were copied, or allocated to be filled; exact if one thread copies.
@@ -274,7 +274,10 @@ class StagingMemory:
             pass
 
     def help_copy(self, *, is_copier: bool = False) -> bool:
-        """Copy one piece that no thread has started. Return False if there is none; then a copier is not counted."""
+        """Copy one piece that no thread has started. Return False if there is none.
+
+        `is_copier`: the caller is counted as a copier, and ends if there is none.
+        """
         with self._lock:
             if not self._pieces:
                 if is_copier:
@@ -296,7 +299,7 @@ class StagingMemory:
         return True
 
     def release(self, array: HostArray) -> None:
-        """Return the memory of an array, or of one with the same address, to the pool."""
+        """Return the memory of an array to the pool. A view with the same address is also accepted."""
         if array.nbytes < _SMALL_BYTES:
             return
         with self._lock:

@@ -316,11 +316,11 @@ def _close_after(error: BaseException, closers: Sequence[Callable[[], None]]) ->
 
 
 _CONCURRENT_SMALL_OBJECTS: Final = 8
-"""Small objects that are written at once on any storage: even on a disk, writers mostly wait."""
+"""Number of small objects that are written at once, on any storage: even on a disk, writers mostly wait."""
 
 
 class ObjectRecorder:
-    """A `ckptcore.protocols.WriteStore` over a storage. Any thread."""
+    """A `ckptcore.protocols.WriteStore` over a storage. Thread-safe."""
 
     def __init__(
         self,

@@ -291,7 +291,7 @@ def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) 
             mark = len(ranges)
             for low, high in destination.spans(shape.gap_bytes):
                 begin, end = low // step * step, shape.above(high)
-                if len(ranges) > mark and begin <= ranges[-1][1]:  # otherwise it would take the bytes of both twice
+                if len(ranges) > mark and begin <= ranges[-1][1]:  # otherwise shared bytes are taken twice
                     ranges[-1] = ranges[-1][0], end, destination
                 else:
                     ranges.append((begin, end, destination))

@@ -42,7 +42,7 @@ touched, and is released if an object is missing or too short."""
 
 
 class ObjectReader:
-    """A `ckptcore.protocols.ReadStore` over a storage. Any thread.
+    """A `ckptcore.protocols.ReadStore` over a storage. Thread-safe.
 
     Attributes:
         objects: records of the objects, by key.
@@ -104,17 +104,17 @@ class ObjectReader:
         return self._storage.address
 
     def size(self, key: str) -> int:
-        """Return the bytes of an object.
+        """Return the size of an object in bytes.
 
         Raises:
             ObjectNotFoundError
-            CorruptCheckpointError: the object is refused.
+            CorruptCheckpointError: the object has no record, and the reader is `strict`.
         """
         record = self._record(key)
         return self._storage.size(key) if record is None else record.size
 
     def stored_sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """Return the bytes of objects as the storage states them, with concurrent requests if that is faster.
+        """Return the sizes of objects in bytes as the storage states them, with concurrent requests if that is faster.
 
         Raises:
             ObjectNotFoundError
@@ -127,7 +127,7 @@ class ObjectReader:
         return dict(zip(asked, sizes, strict=True))
 
     def size_limits(self, keys: Iterable[str]) -> dict[str, int]:
-        """Return limits of the bytes of objects, for callers that allocate memory before they read.
+        """Return upper limits for the sizes of objects in bytes, for callers that allocate memory before they read.
 
         Small objects on a remote storage use the recorded size, up to a limit for their sum: the request that reads
         such an object checks the size. The storage is asked for all other sizes.
@@ -176,7 +176,7 @@ class ObjectReader:
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: it is shorter than recorded, or refused.
+            CorruptCheckpointError: it is shorter than recorded, or has no record and the reader is `strict`.
         """
         sums = self._checksums(key)
         if sums is None:
@@ -211,7 +211,7 @@ class ObjectReader:
 
         Raises:
             ChecksumError
-            CorruptCheckpointError: an object is shorter than recorded, or refused.
+            CorruptCheckpointError: an object is shorter than recorded, or has no record and the reader is `strict`.
         """
         groups = list(coalesce(ranges, self._gap_bytes, self._request_bytes))
         if self._is_remote and len(groups) > 1:
@@ -252,12 +252,13 @@ class ObjectReader:
         A chunk is verified by the checksums of the blocks of its object. If the object has none, or if reading whole
         blocks takes clearly more bytes, the chunk is read whole and verified by its inline checksum.
 
-        The thread that asks for the next number reads too. After the end of this generator, in any case, no thread
+        The thread that asks for the next number reads too. Once this generator has ended, even by an error, no thread
         writes into a target.
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: an object ends too early or is refused, or its metadata is invalid.
+            CorruptCheckpointError: an object ends too early, has invalid metadata, or has no record and the reader is
+                `strict`.
         """
         by_key: dict[str, list[ChunkRead]] = {}
         waiting: dict[int, int] = {}
@@ -316,7 +317,7 @@ class ObjectReader:
 
         Raises:
             ObjectNotFoundError
-            CorruptCheckpointError: the object is refused.
+            CorruptCheckpointError: the object has no record, and the reader is `strict`.
         """
         sums = self._checksums(key)
         reader = self._storage.open_stamped(key)

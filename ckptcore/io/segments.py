@@ -36,7 +36,8 @@ class WriteTask:
     Attributes:
         credits: (number of an array segment, bytes of it in this task).
         summed: (checksum, start, stop): the bytes of the task that an inline checksum covers, relative to its start.
-        checksums: (checksum, position, start, stop): where bytes of an inline checksum belong; `fill` leaves them out.
+        checksums: (checksum, position, start, stop): bytes `start` to `stop` of an inline checksum belong at `position`
+            of the task. `fill` does not write them.
     """
 
     __slots__ = ("_pieces", "checksums", "credits", "start", "stop", "summed")

@@ -131,7 +131,7 @@ class BoundedSnapshot:
 
         Args:
             plan: the other plan.
-            items: by item of that plan, the item of this snapshot.
+            items: for each item of that plan, the number of the item in this snapshot.
         """
         start = self._start
         return BoundedSnapshot(plan, lambda number: start(items[number]), self._release, self._limit)
@@ -222,7 +222,7 @@ def _refuse_to_start(item: int) -> NoReturn:
 
 
 class SharedSnapshot:
-    """Arrays that several layouts write, one layout after the other. The last one releases an array. Any thread."""
+    """Arrays that several layouts write, one layout after the other. The last one releases an array. Thread-safe."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -234,7 +234,7 @@ class SharedSnapshot:
 
         Args:
             plan: the plan of the layout.
-            items: by item of that plan, the item of the shared snapshot.
+            items: for each item of that plan, the number of the item in the shared snapshot.
         """
         with self._lock:
             for item in items:

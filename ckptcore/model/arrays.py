@@ -204,7 +204,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """True if memory can address it. NumPy requires this of the other axes even if one is empty."""
+        """True if its bytes can be addressed. NumPy requires this of the other axes even if one axis is empty."""
         elements = math.prod([extent for extent in self.shape if extent])
         return elements * dtype_from_name(self.dtype).itemsize <= sys.maxsize
 
@@ -248,7 +248,8 @@ class StridedMemory(NamedTuple):
     """The memory of the elements of an array.
 
     Attributes:
-        space: the address space, such as a device; equal for memory of the same one. ``"host"``: this process.
+        space: the address space, such as a device; addresses of different spaces are unrelated. ``"host"``: the memory
+            of this process.
         address: the address of the first element.
         shape: the shape, in elements.
         strides: the distance between elements along each axis, in bytes; may be negative.
@@ -284,7 +285,7 @@ class StridedMemory(NamedTuple):
         if max(own.start, others.start) >= min(own.stop, others.stop):
             return False
         try:
-            bound: Any = _MOST_WORK  # NumPy's annotations know two bounds only, its documentation any
+            bound: Any = _MOST_WORK  # NumPy's stubs allow only two values
             return np.shares_memory(_addresses(self), _addresses(other), max_work=bound)
         except np.exceptions.TooHardError:
             return True
@@ -304,7 +305,7 @@ class StridedMemory(NamedTuple):
         return False
 
     def _repeats_an_offset(self, axes: list[tuple[int, int]]) -> bool:
-        """Compare all elements, for strides that alone do not decide it."""
+        """Compare the offsets of all elements if the strides alone are not sufficient."""
         if any(stride < self.itemsize for stride, _ in axes):
             return True
         if math.prod([length for _, length in axes]) > _MOST_WORK:

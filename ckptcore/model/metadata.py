@@ -76,10 +76,10 @@ class TreeMetadata:
     Attributes:
         skeleton: the containers.
         leaves: a record per leaf, in the order of the skeleton.
-        aliases: by leaf that shares its bytes with an earlier leaf, the number of that leaf.
-        held_by: by leaf that only some of the saving processes held, their ranks, ascending. A rank that holds no
-            elements of an array is not among them. A process may load the tree without such a leaf. Several leaves may
-            share one tuple.
+        aliases: for each leaf that shares its bytes with an earlier leaf, the number of the earlier leaf.
+        held_by: for each leaf that only some of the saving processes held, their ranks, ascending. A rank that holds
+            no elements of an array is not among them. A process may load the tree without such a leaf. Several leaves
+            may share one tuple.
     """
 
     skeleton: Skeleton
@@ -340,7 +340,7 @@ class ObjectRecord(NamedTuple):
 
     Attributes:
         key: its name within the checkpoint, with ``/`` between directories.
-        size: its bytes.
+        size: its size in bytes.
         checksums: the checksum of each block of `BLOCK_BYTES`, in order, each a little-endian uint64; empty if there
             are none.
     """

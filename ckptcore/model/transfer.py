@@ -82,9 +82,9 @@ class WritePlan(NamedTuple):
         rank, size: the rank of this process, and the number of processes.
         save_id: the id of the save; part of the names of objects that the format does not fix.
         name: the name of the checkpointable; empty if the tree is the whole checkpoint.
-        session: in a checkpoint with several sessions, the rank of the session's first process among those of all
-            sessions. The tree is then the tree of the session, and `rank` is the rank of this process among those of
-            all sessions. See `ckptcore.protocols.LayoutCapabilities.sessions`.
+        session: in a checkpoint with several sessions, the rank of the session's first process among the processes of
+            all sessions; else None. The tree is then the tree of the session, and `rank` is the rank of this process
+            among the processes of all sessions. See `ckptcore.protocols.LayoutCapabilities.sessions`.
     """
 
     tree: TreeMetadata
@@ -171,7 +171,7 @@ class ArraySegment(NamedTuple):
 
 
 class Checksum(Protocol):
-    """A checksum that a format stores in an object, right after the bytes that it covers ("inline"). Any thread."""
+    """A checksum that a format stores in an object, right after the bytes that it covers ("inline"). Thread-safe."""
 
     @property
     def name(self) -> str:
@@ -362,7 +362,7 @@ class ItemColumns(Sequence[WriteItem]):
         leaves: the records of the tree, by leaf.
         leaf: the leaf of each item.
         counts: the number of boxes of each item.
-        bounds: of all boxes in order, the starts, then the stops along each axis, in elements.
+        bounds: for each box in order, its starts along all axes, then its stops, in elements.
     """
 
     __slots__ = ("bounds", "counts", "leaf", "leaves")

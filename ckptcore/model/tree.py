@@ -203,7 +203,7 @@ def skeleton_to_json(skeleton: Skeleton) -> JSON:
     """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and the type as a fourth item if known.
 
     An attribute key is ``{"attr": name}``; int and str keys are themselves (text with surrogates: see `text_to_json`).
-    `children` is the number of leaves if every child is one.
+    `children` is the number of children if every child is a leaf.
     """
     if not isinstance(skeleton, Node):
         return 0

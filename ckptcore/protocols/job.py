@@ -25,7 +25,7 @@ OpenedT_contra = TypeVar("OpenedT_contra", contravariant=True)
 
 
 class Coordinator(Protocol):
-    """Exchanges messages between the processes of a job. Any thread. Each exchange has a unique key.
+    """Exchanges messages between the processes of a job. Thread-safe. Each exchange has a unique key.
 
     Every wait has a deadline. After it, `CoordinationTimeoutError` names the missing ranks.
     """
@@ -54,7 +54,8 @@ class Rejoinable(Protocol):
     """A `Coordinator` of one incarnation of its job. If a rank is restarted, all ranks join again.
 
     The hook `ckpt_coordinator` returns the same object within an incarnation, and another one after the process has
-    joined again. Operations are counted from 0 for each object, so that restarted processes and the others count alike.
+    joined again. Operations are counted from 0 for each object, so that restarted and other processes use the same
+    numbers.
     """
 
     @property
@@ -74,14 +75,14 @@ class GathersInGroups(Protocol):
         leader. Keys are unique among all exchanges of the job, in all groups.
 
         Args:
-            ranks: the ranks of the group in this coordinator, each once, with that of this process.
+            ranks: the ranks of the group in this coordinator, each once, including the rank of this process.
             deadlines: the time that an exchange of the group waits, as a multiple of this coordinator's deadline.
         """
         ...
 
 
 class Channels(Protocol):
-    """Connections between the members of some groups of processes. One thread at a time."""
+    """Connections between the members of some groups of processes. Used by one thread at a time."""
 
     @property
     def depth(self) -> int:
@@ -108,7 +109,7 @@ class Channels(Protocol):
             data: ``uint8``; overwritten on all ranks but the sender.
 
         Raises:
-            RankFailedError: here or in the result, if another process failed, or is late.
+            RankFailedError: another process failed, or is late. Raised by this call, or by the result.
         """
         ...
 
@@ -120,7 +121,7 @@ class Channels(Protocol):
 class Collectives(Protocol):
     """Sends bytes between the processes of a job with the collectives of a framework, separate from the program's.
 
-    Any thread, one at a time.
+    May be used from any thread, but only by one at a time.
     """
 
     @property
@@ -167,7 +168,7 @@ class WantedLeaf(NamedTuple):
 
 
 class WorkerCapture(Protocol[SaveT_contra]):
-    """Boxes that workers captured for one save. Any thread."""
+    """Boxes that workers captured for one save. Thread-safe."""
 
     def wait(self) -> None:
         """Wait until the leaves may change.
@@ -195,7 +196,7 @@ class WorkerCapture(Protocol[SaveT_contra]):
 
 
 class Executor(Protocol[SaveT_contra, OpenedT_contra]):
-    """Copies, writes and reads elements on the workers of a single controller. Any thread.
+    """Copies, writes and reads elements on the workers of a single controller. Thread-safe.
 
     The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker
     `n` is rank ``n + 1``, as if each were a process of a job.
@@ -225,7 +226,7 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
         ...
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
-        """Return the boxes that a worker holds, each once. The replicas of a box are workers.
+        """Return the boxes that a worker holds, each once. Replicas are counted by worker, not by device.
 
         Raises:
             UnsupportedLeafError: the leaf has no elements, or some are not at these workers.

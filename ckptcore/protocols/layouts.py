@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Snapshot(Protocol):
-    """The arrays of one save, in host memory or in transfer to it. Any thread."""
+    """The arrays of one save, in host memory or in transfer to it. Thread-safe."""
 
     @property
     def plan(self) -> WritePlan:
@@ -39,7 +39,7 @@ class Snapshot(Protocol):
         ...
 
     def take(self, item: int) -> Sequence[HostArray]:
-        """Return the elements of each box of ``plan.items[item]``. Waits for them. Any strides and byte order."""
+        """Wait for the elements of each box of ``plan.items[item]``, and return them, in any strides and byte order."""
         ...
 
     def release(self, item: int) -> None:
@@ -48,7 +48,7 @@ class Snapshot(Protocol):
 
 
 class WriteStore(Protocol):
-    """The objects of a checkpoint that is being written: a storage that records sizes and checksums. Any thread."""
+    """The objects of a checkpoint that is being written: a storage that records sizes and checksums. Thread-safe."""
 
     @property
     def address(self) -> StorageAddress | None:
@@ -80,7 +80,7 @@ class WriteStore(Protocol):
 
 
 class ReadStore(Protocol):
-    """The objects of a checkpoint that is being read: a storage that verifies checksums. Any thread."""
+    """The objects of a checkpoint that is being read: a storage that verifies checksums. Thread-safe."""
 
     @property
     def address(self) -> StorageAddress | None:
@@ -98,8 +98,8 @@ class ReadStore(Protocol):
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
         """Return the result of `get` for each (key, start, stop), in order; None if there is no such object.
 
-        Close ranges share a request, and requests run concurrently if that is faster: the way to read small ranges in
-        many places. All results are in memory at once.
+        Close ranges share a request, and requests run concurrently if that is faster. Use it for many small ranges that
+        are not adjacent. All results are in memory at once.
 
         Raises:
             ChecksumError
@@ -107,7 +107,7 @@ class ReadStore(Protocol):
         ...
 
     def size(self, key: str) -> int:
-        """Return the bytes of an object.
+        """Return the size of an object in bytes.
 
         Raises:
             ObjectNotFoundError
@@ -119,10 +119,10 @@ class ReadStore(Protocol):
         ...
 
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
-        """Fill targets on the core's I/O threads. Yields the number of a target once all its chunks here are read.
+        """Fill targets on the core's I/O threads. Yields the number of a target once its chunks in `reads` are read.
 
-        If the store verifies, a chunk was compared by then: with the checksums recorded for its object, or with its
-        inline checksum. The store may read a whole chunk for this if only a part is requested.
+        By then, a store that verifies has compared the chunks with the checksums recorded for their objects, or with
+        their inline checksums. The store may read a whole chunk for this if only a part is requested.
 
         Raises:
             ObjectNotFoundError, ChecksumError
@@ -206,7 +206,7 @@ class CheckpointInfo(NamedTuple):
 
 
 class ChunkIndex(Protocol):
-    """Locates the chunks of the arrays of a checkpoint. Any thread.
+    """Locates the chunks of the arrays of a checkpoint. Thread-safe.
 
     The core reads arrays through it: it requests the chunks of a box, locates those whose positions are not exact, and
     reads their bytes. Leaves are numbers of arrays in the tree, never of aliases. An index may be built from hostile
@@ -219,8 +219,8 @@ class ChunkIndex(Protocol):
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """Return the chunks that contain elements of a box of an array. Reads nothing; equal on every process.
 
-        Chunks do not overlap. Processes divide reads by their positions. If a position is inexact, more bytes may be
-        read, but elements are right.
+        Chunks do not overlap. Processes divide reads by the positions of chunks. An inexact position may cause larger
+        reads, but no wrong elements.
 
         Raises:
             CorruptCheckpointError: the array is not stored completely.
@@ -230,7 +230,7 @@ class ChunkIndex(Protocol):
 
     @property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
-        """By leaf, the stored shape and dtype of an array, if they differ from the array's. Chunks are boxes of these.
+        """By leaf, the stored shape and dtype of an array, if they differ from its record. Chunks have this form.
 
         The bytes are equal. The stored shape may have one more axis, for the bytes of an element.
         """
@@ -293,7 +293,7 @@ class NativeReader(Protocol):
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
 
-        Buffers are C-contiguous and writable, of the box's shape and the stored dtype. Boxes have elements.
+        Buffers are C-contiguous and writable, of the box's shape and the stored dtype. Boxes are not empty.
 
         Raises:
             CorruptCheckpointError: bytes are missing or wrong.
@@ -305,9 +305,9 @@ class LayoutCapabilities(NamedTuple):
     """The features of saves that a layout supports with its options.
 
     Attributes:
-        any_replica_writes: True if any process that holds the same elements may write a part of them. Boxes of one
-            array then come from several processes, between the cuts of its record. If False, replica 0 writes all of
-            them, which software that reads whole arrays needs.
+        any_replica_writes: True if any process that holds the same elements may write a part of them. Several
+            processes then write boxes of one array, which end at the cuts of its record. If False, replica 0 writes all
+            of them, which software that reads whole arrays needs.
         sessions: True if several saves can fill one checkpoint, one after the other. See `Layout.renumbered`.
     """
 
@@ -364,14 +364,17 @@ class Layout(Protocol):
 
     @abstractmethod
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """On the leader: complete the objects of all processes, also for foreign readers. The root has the result."""
+        """Complete the objects of all processes, also for foreign readers. The root stores the result.
+
+        Called on the leader.
+        """
         ...
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Write the files that foreign readers need besides the arrays. By default none.
 
         Called on the leader, after `finish` and right before the commit: once for a checkpoint that is one tree, and
-        once for a composite, with a store at its directory. It may not write an object again, and not into the
+        once for a composite, with a store at its directory. It may not replace an object, or write into the
         directory of a checkpointable. Names that begin with ``checkpoint.`` are reserved for the core.
         """
         return
@@ -410,14 +413,14 @@ class Layout(Protocol):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Find a checkpoint of several checkpointables that other software wrote; None, the default, if there is none.
 
-        Also None if it is one tree. One tree that its software also knows by a name may be returned as the only member.
-        If `inspect` finds a tree there too, the members are for loads by name only.
+        Also None for a checkpoint of one tree. If its software also gives this tree a name, it may be returned as the
+        only member. If `inspect` finds a tree in the same store, the members are used only by loads that name them.
 
         Args:
             store: the store to search; everything in it may be hostile, and it may be empty.
 
         Raises:
-            UncommittedCheckpointError: its writer never finished it.
+            UncommittedCheckpointError: the save that wrote it did not complete.
             CorruptCheckpointError: it cannot be read.
         """
         return None
@@ -445,7 +448,7 @@ class Layout(Protocol):
 
     @property
     def session_options(self) -> str:
-        """The options that all sessions must share, in words that a person can compare; by default none."""
+        """The options that all sessions must share, as readable text; empty by default."""
         return ""
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
@@ -464,8 +467,8 @@ class Layout(Protocol):
 
         Args:
             state: the result of `write` in a session; it comes from a storage and may be hostile.
-            leaves: by number in the tree of the session, the number in the whole tree. For a tied array, the leaf under
-                which it is stored.
+            leaves: for each leaf number of the session's tree, the number of the leaf in the whole tree. For a tied
+                array, the leaf under which it is stored.
 
         Raises:
             KeyError, IndexError, TypeError, ValueError: the state is invalid.
@@ -477,8 +480,8 @@ class Layout(Protocol):
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast | None:
         """Write like `write`, to a store that only counts, with the largest possible sizes and without elements.
 
-        None, the default, if `write` itself can be called for that: segments have a length before they are opened. A
-        layout that encodes elements before it passes objects to the store implements this method.
+        Return None, the default, if `write` itself can be called for this purpose: segments have a length before they
+        are opened. A layout that encodes elements before it passes objects to the store implements this method.
 
         Args:
             snapshot: has a plan. Taking elements from it fails.

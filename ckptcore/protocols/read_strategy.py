@@ -18,7 +18,7 @@ ReadBoxes: TypeAlias = Callable[[ReadPlan, Sequence[HostArray]], Iterable[int]]
 
 
 class ReadThrough(Protocol):
-    """Reads boxes of stored arrays instead of the checkpoint, such as from a cache."""
+    """Reads boxes of stored arrays from another source than the checkpoint, such as a cache."""
 
     def __call__(
         self, content_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
@@ -42,13 +42,13 @@ class StagedLoad(Protocol[T_co]):
         """Run all stages in this process, and return the loaded value. Repeats them if the checkpoint was replaced.
 
         Args:
-            read_through: reads boxes instead of the checkpoint; None: read the checkpoint.
+            read_through: reads boxes from another source; None: read the checkpoint.
         """
         ...
 
 
 class ReadStrategy(Protocol):
-    """How a load reads. Pass one as ``ckptcore.load(..., strategy=...)``. Any thread."""
+    """How a load reads. Pass one as ``ckptcore.load(..., strategy=...)``. Thread-safe."""
 
     def run(self, load: StagedLoad[T]) -> T:
         """Run a load, and return the loaded value."""

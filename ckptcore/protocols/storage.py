@@ -83,7 +83,7 @@ PutCondition: TypeAlias = IfAbsent | IfTag
 
 
 class ObjectWriter(Protocol):
-    """An object that is written in pieces. It does not exist before `finish`, or counts only from then on."""
+    """An object that is written in pieces. Before `finish`, it does not exist or is ignored."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset, in any order and from any thread. Each byte is written once.
@@ -102,7 +102,7 @@ class ObjectWriter(Protocol):
 
 
 class RangeReader(Protocol):
-    """An object that is open for reading. Any thread."""
+    """An object that is open for reading. Thread-safe."""
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset, on this thread. Raises the errors of `StorageBackend.get_into`."""
@@ -111,7 +111,7 @@ class RangeReader(Protocol):
 
 @runtime_checkable
 class StampedReader(RangeReader, Protocol):
-    """An object that is open for many small reads, with a stamp that shows changes. Any thread."""
+    """An object that is open for many small reads, with a stamp that shows changes. Thread-safe."""
 
     def stamp(self) -> Hashable | None:
         """Return a value that differs after the bytes of the object changed; None while a change could be missed.
@@ -158,7 +158,7 @@ class StorageCapabilities(NamedTuple):
 
 
 class StorageBackend(Protocol):
-    """Objects by key. Knows no arrays, and has no state besides caches. Any thread.
+    """Objects by key. Knows no arrays, and has no state besides caches. Thread-safe.
 
     A key is relative, with ``/`` between directories, and without empty parts, ``.`` and ``..``. A storage inherits
     from this class, which has defaults for all optional methods. A storage that wraps another one must forward all
@@ -207,7 +207,7 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Return the bytes of an object.
+        """Return the size of an object in bytes.
 
         Raises:
             ObjectNotFoundError: also if the key is a directory.
@@ -258,8 +258,9 @@ class StorageBackend(Protocol):
         """Start an object as `open_writer` does, but replace nothing.
 
         The writer's `finish` raises `ConditionFailedError` if the object exists by then, and leaves it unchanged. A
-        `finish` that is repeated because its response was lost finds its own object and raises too: the caller checks.
-        Pieces are kept, so that `finish` can be called again after the existing object was deleted.
+        `finish` that is repeated because its response was lost finds its own object and raises too, so the caller must
+        check which object exists. Pieces are kept, so that `finish` can be called again after the existing object was
+        deleted.
 
         Called only where checkpoints are committed with conditional puts. By default the writer checks right before it
         completes the object, which is not atomic, and requires a writer whose object is invisible until then. A storage
@@ -270,8 +271,8 @@ class StorageBackend(Protocol):
     def abort_uploads(self, prefix: str = "") -> int:
         """Abort every unfinished object below a directory, of any writer; return their number.
 
-        Their writers cannot finish them: `finish` raises `StorageError`. Finished objects remain. By default nothing
-        and 0, for a storage that keeps no pieces of unfinished objects.
+        Their writers cannot finish them: `finish` raises `StorageError`. Finished objects remain. By default do
+        nothing and return 0, for a storage that keeps no pieces of unfinished objects.
         """
         return 0
 
@@ -308,7 +309,7 @@ class StorageBackend(Protocol):
 
 
 class ReaderByKey:
-    """A reader that finds the object by its key for each read. Any thread."""
+    """A reader that finds the object by its key for each read. Thread-safe."""
 
     def __init__(self, storage: StorageBackend, key: str) -> None:
         self._storage = storage
@@ -320,7 +321,7 @@ class ReaderByKey:
 
 
 class CheckedWriter:
-    """A writer that checks right before completion that the object does not exist. Any thread."""
+    """A writer that checks right before completion that the object does not exist. Thread-safe."""
 
     def __init__(self, storage: StorageBackend, key: str, inner: ObjectWriter) -> None:
         """Write through `inner`, which would replace an existing object."""

@@ -153,6 +153,6 @@ class StepStrategy(Protocol[StrategyT]):
         Args:
             step: its number.
             name: the name of its directory.
-            strategy: the strategy of the run directory. The result wraps it, or is the same.
+            strategy: the strategy of the run directory. The result wraps it, or is the same object.
         """
         ...

@@ -49,7 +49,7 @@ class Transaction(Protocol):
         ...
 
     def leave(self) -> None:
-        """Release the claim and keep the objects, for a transaction that resumes. Does nothing after the end."""
+        """Release the claim and keep the objects, for a later transaction that resumes. Does nothing after the end."""
         ...
 
     def abort(self) -> None:

@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class DerivedArray(Protocol):
-    """An array that is computed from other arrays. Immutable, hashable, picklable if its attributes are. Any thread.
+    """An array that is computed from other arrays. Immutable, hashable, picklable if its attributes are. Thread-safe.
 
     No method is called for a box without elements.
     """

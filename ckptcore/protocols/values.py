@@ -197,14 +197,14 @@ class StatefulCheckpointable(Protocol):
 
 
 class HostMemory(Protocol):
-    """Host memory that belongs to one save, reused by the next. Any thread."""
+    """Host memory that belongs to one save, reused by the next. Thread-safe."""
 
     def empty(self, spec: ArraySpec) -> HostArray:
         """Return a C-contiguous array to fill; not initialised."""
         ...
 
     def copy(self, source: HostArray) -> Pending[HostArray]:
-        """Copy `source` into memory of the save, on the core's threads. `source` must not change until then."""
+        """Copy `source` into memory of the save, on the core's threads. `source` must not change before the result."""
         ...
 
 
@@ -263,25 +263,26 @@ class LeafHandler(Protocol):
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
         """Return the boxes of the array that this process holds, of `size` processes. None: it holds none at all.
 
-        None is for arrays that only other processes hold, such as those of another pipeline stage. These processes are
-        then asked again, with their number as `size` and their position among them as `rank`. A process that belongs to
-        them but holds nothing, because there are fewer rows than processes, returns no boxes instead of None.
+        None is for arrays that only other processes hold, such as those of another pipeline stage. The method is
+        then called again in the processes that hold the array: `size` is the number of these processes, and `rank` is
+        the position of this process among them. Among these, a process that holds nothing, because there are fewer rows
+        than processes, returns no boxes instead of None.
         """
         ...
 
     def replicas(self, leaf: Any, size: int) -> int | None:
         """Return how many of `size` processes hold each box of the array; None, the default, if unknown.
 
-        Processes divide the writes by it. If unknown, it is estimated from the cuts of the array. 1 if it differs
-        between boxes. Equal on every process that has the array in its tree, even without elements. See `shards` for
-        `size`.
+        Processes divide the writes by it. If unknown, it is estimated from the cuts of the array. Return 1 if it
+        differs between boxes. Equal on every process that has the array in its tree, even without elements. See
+        `shards` for `size`.
         """
         return None
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         """Return the boxes that a process of a job would hold: the result of `shards` in that process. For dry runs.
 
-        Reads no elements and waits for nothing. By default only this process is known, and no abstract leaf.
+        Reads no elements and waits for nothing. The default supports only this process, and no abstract leaves.
 
         Args:
             leaf: an array, also an abstract or deleted one.
@@ -289,7 +290,7 @@ class LeafHandler(Protocol):
             rank, size: the position of that process among those that share the leaf. See `shards`.
 
         Raises:
-            UnsupportedLeafError: the leaf does not know its boxes; with a remedy.
+            UnsupportedLeafError: the boxes are unknown; with a remedy.
         """
         if process is None:
             return self.shards(leaf, rank, size)
@@ -342,7 +343,7 @@ class LeafHandler(Protocol):
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """Copy the elements into `target`, in place; False, the default, if it cannot be changed.
 
-        Only called by ``load_into``. A box for which `destination` returned memory comes with that memory, filled.
+        Only called by ``load_into``. If `destination` returned memory for a box, `boxes` has that memory, filled.
         """
         return False
 

@@ -91,7 +91,7 @@ class SharedItems(NamedTuple):
 
     Attributes:
         part: the part that captures them.
-        items: by item of the plan of the further part, the number of the item in the plan of `part`.
+        items: for each item of the further part's plan, the number of the item in the plan of `part`.
         worker_items: the same for each worker of this controller.
     """
 
@@ -222,7 +222,7 @@ def describe_part(
         value: the checkpointable.
         layout: the layout of trees.
         plugins: find the handlers.
-        rank, size: of this process in the job.
+        rank, size: the rank of this process, and the number of processes of the job.
         replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
         executor: the workers of this controller, if it has any.
         placeholders: True if the state may have placeholders for leaves of the base of an update.

@@ -127,7 +127,7 @@ def save_created() -> str:
 def _refuse_per_process_objects(description: TreeDescription, size: int) -> None:
     """Refuse per-process objects in a shared tree, because the checkpoint would store only one of them.
 
-    Equal objects are refused too, so that a job that can save once can save again.
+    Equal objects are refused too, because they may differ at a later save of the same job.
     """
     found = [
         f"{format_path(path)} is a {type(thing).__module__}.{type(thing).__qualname__}"
@@ -155,7 +155,7 @@ def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], reg
 def _digests(
     members: Mapping[str, Member] | None, descriptions: _Descriptions, strategy: SaveStrategy[SaveDraft, Save]
 ) -> JSON:
-    """Return digests of the names and trees of this rank. Ranks have equal digests only if they save the same.
+    """Return digests of the names and trees of this rank. Digests are equal only if names and trees are.
 
     Ignores notes: each rank names the device of an array differently.
     """
@@ -171,7 +171,7 @@ def _common_trees(descriptions: _Descriptions) -> dict[str, TreeDescription]:
 
 
 def tree_digest(description: TreeDescription) -> str:
-    """Return a digest that is equal for two ranks only if they save the same tree and hold the same of its arrays.
+    """Return a digest that is equal for two ranks only if they save the same tree and hold boxes of the same arrays.
 
     Ignores notes.
     """
@@ -183,7 +183,7 @@ def _digest(document: JSON) -> str:
 
 
 def _without_notes(tree: dict[str, JSON]) -> JSON:
-    """Return a tree without notes. Arrays refer to cuts by number, because few cuts differ and each may be long."""
+    """Return a tree without notes. Arrays refer to cuts by number: many arrays share cuts, which may be long."""
     extras: Any = tree["extras"]
     cuts: dict[Any, int] = {}
     compact = {}
@@ -199,7 +199,7 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, A
     """Choose the id and the time of the save, and for each tree that differs, the ranks that send it. On the leader.
 
     Raises:
-        CheckpointError: the ranks save different things.
+        CheckpointError: the ranks save different checkpointables or further checkpoints.
         UnsupportedLeafError: no rank holds an array that all ranks describe.
     """
     decision: dict[str, Any] = {"save_id": new_save_id(), "created": save_created(), "different": {}}
@@ -223,7 +223,7 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, A
 
 
 def _refuse_unheld_arrays(description: TreeDescription) -> None:
-    """Refuse arrays of which the leader holds nothing, if all ranks have the same tree."""
+    """Refuse arrays of which the leader holds no elements. All ranks have equal digests, so no rank holds any."""
     if description.holders.remote_leaves:
         paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.holders.remote_leaves)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""

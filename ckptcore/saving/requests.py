@@ -51,12 +51,12 @@ class OneTree(NamedTuple):
 
 
 class SaveDestination(NamedTuple):
-    """The requested place of a save.
+    """The requested location of a save.
 
     Attributes:
         place: the path or URL.
         overwrite: True to replace a checkpoint there. See `ckptcore.save`.
-        name: a name of the place that is equal on every rank of a job; None if the place itself is.
+        name: a name of the location that is equal on every rank of a job; None if `place` itself is equal.
     """
 
     place: AnyLocation
@@ -73,7 +73,7 @@ class SaveNotes(NamedTuple):
     """Metadata of the user for a checkpoint.
 
     Attributes:
-        custom: JSON.
+        custom: any JSON.
         metrics: numbers by name.
         step, epoch: progress of the training, as integers of any type; None if unknown.
     """
@@ -111,7 +111,7 @@ class SaveRequest(NamedTuple):
     """A requested save.
 
     Attributes:
-        destination: the place to save to.
+        destination: the location to save to.
         values: one tree, or checkpointables by name.
         layout: a name, or a layout with options.
         strategy: plans, claims and commits the save.
@@ -207,11 +207,11 @@ class Save(NamedTuple):
 
     @property
     def uses_workers(self) -> bool:
-        """True if workers of this controller write some of it."""
+        """True if workers of this controller write boxes of the save."""
         return any(part.worker_plans for part in self.parts)
 
     def encode_receipts(self) -> bytes:
-        """Encode the receipt of each part as the message of this process to the leader. A job has no workers."""
+        """Encode the message of this process to the leader: one receipt for each part, because a job has no workers."""
         from ckptcore.job.receipts import encode_receipts  # needed only in a job
 
         shared = self._shared_parts()

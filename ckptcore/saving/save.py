@@ -37,7 +37,8 @@ def perform_save(request: SaveRequest, context: Context) -> None:
         CheckpointError: the save failed.
     """
     runtime = runtime_of(context)
-    key = runtime.exchange_key(request.destination.exchange_name)  # before any error: every rank counts every save
+    # Before anything can fail, so that all ranks count the same saves.
+    key = runtime.exchange_key(request.destination.exchange_name)
     with _recorded(request, context) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
         with recording.phase("describe"):
@@ -69,7 +70,8 @@ def begin_save(
         CheckpointError: the save cannot start. The handle raises later errors.
     """
     runtime = runtime_of(context)
-    key = runtime.exchange_key(request.destination.exchange_name)  # before any error: every rank counts every save
+    # Before anything can fail, so that all ranks count the same saves.
+    key = runtime.exchange_key(request.destination.exchange_name)
     with _recorded(request, context, in_background=True) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
         try:
@@ -129,7 +131,8 @@ def _writes_while_copying(save: Save) -> bool:
     """Return True if arrays are written while others are still being copied.
 
     A remote storage waits for requests rather than for memory, and takes longer than the copies. With a disk, copies
-    and writes would share the processors, and the caller would wait longer. Workers write after all of them copied.
+    and writes would share the processors, and the caller would wait longer. Workers start to write once all of them
+    have copied.
     """
     return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
 

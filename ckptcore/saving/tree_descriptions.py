@@ -67,7 +67,7 @@ class TreeDescription(NamedTuple):
         holders: the processes that hold its boxes.
         flat: its leaves.
         own: True if every process saves its own tree.
-        positions: by leaf of the tree, its position in `flat`; None if they are equal.
+        positions: for each leaf number of the tree, the position of the leaf in `flat`; None if they are equal.
         shares: how replicas divide the boxes that they write; None if replica 0 writes all.
         placeholders: the placeholders that the state had among its leaves.
     """
@@ -85,12 +85,12 @@ class TreeDescription(NamedTuple):
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """Return the same leaves as part of the tree that all processes save together.
 
-        Only the processes that have a leaf divide it. Its handler is called with their number, and with the position of
-        this process among them.
+        Only the processes that have a leaf divide it. Its handler is called with the number of these processes, and
+        with the position of this process among them.
 
         Args:
             union: the tree of all processes, with every leaf of this tree.
-            rank, size: of this process in the job.
+            rank, size: the rank of this process, and the number of processes of the job.
 
         Raises:
             UnsupportedLeafError: from a handler.
@@ -140,14 +140,14 @@ class TreeDescription(NamedTuple):
         return Member("tree", size if self.own else None)
 
     def owners(self, rank: int, size: int) -> Mapping[int, Owners] | None:
-        """Return, by array that replicas divide, the replica that writes each cell; None if replica 0 writes all."""
+        """Return the replica that writes each cell, for arrays that replicas divide. None if replica 0 writes all."""
         if self.shares is None:
             return None
         rank, size = (0, 1) if self.own else (rank, size)
         return owners_of(self.shares, rank=rank, size=size)
 
     def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
-        """Return the plan of this process, then the plans of its workers. A controller is rank 0 of its workers."""
+        """Return the plan of this process, then the plans of its workers. A controller is rank 0."""
         save = functools.partial(plan_write, self.tree, save_id=save_id, name=self.name)
         local, _, by_worker = self.holders
         if not by_worker:
@@ -207,7 +207,7 @@ def describe_tree(
     writers = len(by_worker) or size
     shares: SplitTree | None = None
     if replicas is not None and writers > 1:
-        counts = {} if by_worker else _count_replicas(flat, tree, size)  # handlers do not know of workers
+        counts = {} if by_worker else _count_replicas(flat, tree, size)  # handlers do not know about workers
         for leaf in per_process_leaves(flat):
             if counts.get(leaf, size) == size:
                 counts[leaf] = 1  # the array differs between processes, so replica 0 writes all of it
@@ -232,7 +232,7 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Placeholders]:
 
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
-    """Return, by array whose handler knows it, the number of processes that hold each box."""
+    """Return the number of processes that hold each box, for arrays whose handler knows it."""
     counts = {}
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         if handler is not None and isinstance(tree.leaves[number], ArrayRecord):

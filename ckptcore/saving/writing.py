@@ -234,7 +234,10 @@ class PlainCommit:
         return root
 
     def settle(self, error: Exception | None) -> None:
-        """Log a warning on the leader, which has committed. On other ranks, check that the save is committed."""
+        """Handle an error that may not have prevented the commit. Do nothing without an error.
+
+        The leader has committed, and logs a warning. Other ranks check that the save is committed.
+        """
         location = self._save.target.location
         if error is None:
             return
@@ -246,7 +249,7 @@ class PlainCommit:
             _expect_committed(location, self._save.info.save_id, error)
 
     def abort(self) -> None:
-        """Remove the objects of the save. On other ranks, remove those written after the leader removed everything."""
+        """Remove the objects of the save. On other ranks, remove objects written after the leader's removal."""
         if self._claim is not None:
             self._claim.abort()
         elif self._claimed_store is not None:

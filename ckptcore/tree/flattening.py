@@ -229,7 +229,7 @@ def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...
     """Return the order of visits of children that are not leaves; None if it is the order of the keys.
 
     Keys are sorted, ints before names, so that every process of a job uses one order, even if dicts are ordered
-    differently. Methods of objects may be collective: the state dict of a module under FSDP gathers.
+    differently. Methods of objects may be collective: `state_dict` of a module under FSDP gathers its shards.
     """
     if len(inner) < 2:
         return None
@@ -402,7 +402,7 @@ def _replaceable(shape: _Container) -> Collection[int]:
 
 
 def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
-    """Return the leaf ranges of mutable containers that are in two places of a value, for both places."""
+    """Return the two leaf ranges of each mutable container that is at two paths of a value."""
     pairs: list[tuple[range, range]] = []
     _find_shared(shape, 0, {}, pairs)
     return pairs

@@ -36,17 +36,18 @@ def merge_trees(
 ) -> TreeMetadata:
     """Return one tree with every leaf of several trees.
 
-    Mappings are merged by key: first the keys of the first tree, in its order, then those that the second adds, and so
-    on. All other containers must have the same children in each tree that has them. A leaf must be equal in each: an
-    array of the same shape, dtype, kind and cuts, or the same value. Notes come from the first tree that has the leaf.
+    Mappings are merged by key: first the keys of the first tree, in its order, then the keys that the second tree
+    adds, and so on. All other containers must have the same children in each tree that has them. A leaf must be equal
+    in each: an array of the same shape, dtype, kind and cuts, or the same value. Notes come from the first tree
+    that has the leaf.
 
-    Leaves stay tied unless a rank has two of them separately. Then all of them are stored separately, which takes more
+    Leaves stay tied unless a rank has two of them as separate arrays. Then all are stored separately, which takes more
     space and is always correct. A rank that holds nothing of an array does not know whether it is tied.
 
     Args:
         trees: all different trees.
-        ranks: by tree, the ranks that have it. Each rank of the job is in one of them.
-        size: processes of the job.
+        ranks: for each tree, the ranks that have it. Each rank of the job has one tree.
+        size: the number of processes of the job.
         remote_leaves: by tree, the arrays of which its ranks hold no elements.
         may_differ: by tree, the leaves that may differ between trees. The leaf of the first tree is used.
         savers: the word for the savers in errors: ranks of a job, or sessions of a partial save.

@@ -11,7 +11,7 @@ __all__ = ["NameSuggestions"]
 _MOST_NAMES: Final = 20_000
 _MOST_ASKED: Final = 1000
 _LONGEST: Final = 300
-"""In characters. Longer names are not compared."""
+"""Maximum length of the names to compare, in characters."""
 
 _COMMON: Final = 64
 """Groups of three letters in more names than this are ignored."""
@@ -20,7 +20,7 @@ _COMPARED: Final = 4
 """Number of names with the most groups in common that are compared letter by letter, the slowest step."""
 
 _FEW: Final = 16
-"""Up to this many names are all compared."""
+"""Up to this number of names, all names are compared."""
 
 
 class NameSuggestions:
