@@ -1,4 +1,4 @@
-"""Chunk indexes of the layouts `dcp` and `torch`: tables of elements, of items, and of arrays in storages."""
+"""Chunk indexes of the layouts `dcp` and `torch`: byte ranges of elements, of items, and of arrays in storages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_locations(chunks: JSON, locations: LocationColumns) -> JSON:
 
 
 def dcp_index(tree: TreeMetadata, state: JSON) -> ChunkIndex:
-    """Return the index of a `dcp` checkpoint. Its chunks are elements, or torch.save items around them.
+    """Return the index of a `dcp` checkpoint. Its chunks are ranges of elements, or torch.save items.
 
     Raises:
         CorruptCheckpointError: the state, which may be hostile, does not fit the tree.
@@ -39,7 +39,7 @@ def dcp_index(tree: TreeMetadata, state: JSON) -> ChunkIndex:
 
 
 class StorageIndex(ChunkIndex):
-    """Arrays in the storages of torch.save files: compressed, or with any strides. A `NativeReader`."""
+    """Index of arrays in torch.save storages, which may be compressed or strided. A `NativeReader`."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the JSON of `LocationColumns`, which may be hostile.
@@ -55,7 +55,7 @@ class StorageIndex(ChunkIndex):
         return leaf in self._locations
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """See `ChunkIndex.boxes`. The chunk grid is unknown."""
+        """See `ChunkIndex.boxes`. Always empty, because storages have no chunks."""
         return ()
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
@@ -105,7 +105,7 @@ class ItemIndex(ChunkTable):
         """Return the items of an array, or those that intersect a box."""
         record = self._tree.leaves[leaf]
         if not isinstance(record, ArrayRecord):
-            return []  # values are not in items
+            return []  # the index lists items of arrays only
         sizes, transforms = self._sizes, self._transforms
         return [
             StoredItem(chunk.box, chunk.key, chunk.offset, sizes[chunk.number], transforms.get(str(chunk.number), ()))
@@ -113,11 +113,11 @@ class ItemIndex(ChunkTable):
         ]
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """See `ChunkIndex.boxes`. Unknown, because only the items state where their elements begin."""
+        """See `ChunkIndex.boxes`. Always empty, because only the items state where their elements begin."""
         return ()
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`. Whole items, with the bytes around their elements."""
+        """See `ChunkIndex.extents`. Covers whole items, including the bytes around their elements."""
         yield from self._in_values.extents(leaf)
         record = self._tree.leaves[leaf]
         if isinstance(record, ArrayRecord):

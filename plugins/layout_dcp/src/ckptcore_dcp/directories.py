@@ -29,7 +29,7 @@ _TORCH: Final = (".pt", ".pth", ".bin")
 _SAFETENSORS: Final = ".safetensors"
 _RANKED: Final = re.compile(r"(.*rank[_-]?)(0|[1-9][0-9]{0,8})(\D*\.(?:pt|pth|bin))", re.ASCII)
 _MAX_NAMES: Final = 256
-"""Directories with more entries are not step directories, and are not listed."""
+"""Maximum number of entries of a step directory. Subdirectories of larger directories are not listed."""
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 
@@ -49,7 +49,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     Returns None for a checkpoint and for a directory of steps.
 
     Raises:
-        UncommittedCheckpointError: one of the checkpoints was never finished.
+        UncommittedCheckpointError: one of the checkpoints is incomplete.
     """
     names = store.list_names("")
     directories = [name[:-1] for name in names if name.endswith("/") and not name.startswith(".")]

@@ -44,7 +44,7 @@ _RAW_BYTES: Final = frozenset(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for bits
 """One-byte dtypes that NumPy lacks. Stored as uint8, with the torch dtype in the kind of the leaf."""
 
 _OF_TORCH: Final = "torch."
-"""Prefix of such a kind, followed by the name of the torch dtype."""
+"""Prefix of the kind of a leaf with raw bytes. The name of the torch dtype follows."""
 
 _WRITTEN: Final = frozenset(["torch.float4_e2m1fn_x2"])
 """Kinds whose dtypes torch.distributed.checkpoint can copy (torch 2.13.0). It can neither save nor load others."""

@@ -1,9 +1,9 @@
-"""Safetensors shards, as torch.distributed.checkpoint's HuggingFaceStorageWriter writes with ``save_distributed``.
+"""Safetensors shards that torch.distributed.checkpoint's HuggingFaceStorageWriter writes with ``save_distributed``.
 
 Each ``shard-00001-model-00001-of-00002.safetensors`` is a safetensors file with boxes of tensors.
 ``DCP_SHARDING_INFO`` in its header states their offsets, as the JSON ``{name: {"saved_offsets":
-[...]}}``. No file lists the shards, and the size of a tensor follows from its boxes (torch 2.13.0,
-hf_storage.py). Consolidated files, ``model-*.safetensors``, are plain safetensors.
+[...]}}``. No file lists the shards, so the shape of a tensor is computed from its boxes (torch
+2.13.0, hf_storage.py). Consolidated files, ``model-*.safetensors``, are plain safetensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
 
     Raises:
         CorruptCheckpointError: a header cannot be read, or shards of a tensor have different dtypes.
-        UnsupportedLeafError: a tensor has a dtype that no array has.
+        UnsupportedLeafError: ckptcore does not support the dtype of a tensor.
     """
     files = [name for name in names if _SHARD.fullmatch(name)]
     by_name: dict[str, list[_ShardBox]] = {}
@@ -99,7 +99,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
         boxes: dict[Box, _ShardBox] = {}
         for part in parts:
             if part.box.size:
-                boxes.setdefault(part.box, part)  # replicas: each process writes all boxes that it has
+                boxes.setdefault(part.box, part)  # skips replicas: each process writes all of its boxes
         for box, part in boxes.items():
             columns.add(len(leaves), part.key, part.offset, box)
         leaves.append(ArrayRecord(spec, kind, cuts=cuts_of(shape, boxes) if len(boxes) > 1 else None))

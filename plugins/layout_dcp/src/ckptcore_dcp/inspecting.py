@@ -43,10 +43,10 @@ _PICKLE: Final = b"\x80"
 
 
 def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
-    """Inspect a directory with ``.metadata``, with one per rank, or with safetensors shards.
+    """Inspect a directory with ``.metadata``, with one metadata file per rank, or with safetensors shards.
 
-    `entry` may also name ``.metadata`` itself. If ranks saved without communicating, entries that
-    all of them have are taken from the lowest rank.
+    `entry` may also name ``.metadata`` itself. If ranks saved without communicating, a value that
+    several ranks have is taken from the lowest of them, and the chunks of a tensor are merged.
 
     Raises:
         UncommittedCheckpointError: there are data files without metadata.

@@ -1,8 +1,8 @@
 """Reader of chunks that are torch.save items, written by torch or compatible software.
 
 An item is a zip file. Its directory locates the pickle and the elements; the pickle states shape
-and strides. Elements in C order are copied directly into the destination, and only those requested.
-Other elements are gathered.
+and strides. If the elements are in C order, only the requested ones are read, directly into the
+destination. Otherwise they are gathered.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class ItemRead:
 def read_items(tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore) -> Iterator[int]:
     """Fill the destinations. Yield the number of each once all of its chunks are read and verified.
 
-    Items are verified as far as their format has checksums.
+    Verifies the checksums of items, except those of elements that are read in parts.
 
     Raises:
         CorruptCheckpointError: an item does not match its checkpoint, or its checksum is wrong.
-        UnsupportedLeafError: it is a tensor that no array can represent.
+        UnsupportedLeafError: an item has a tensor that no array can represent, or an unknown transform.
     """
     remaining: dict[int, int] = {}
     for found in wanted:
@@ -124,7 +124,7 @@ def _completed(found: ItemRead, remaining: dict[int, int]) -> Iterator[int]:
 
 
 def _read_groups(small: Sequence[ItemRead]) -> Iterator[Sequence[ItemRead]]:
-    """Group items that one request reads."""
+    """Group nearby items, so that one request reads each group."""
     group: list[ItemRead] = []
     stop = 0
     for found in sorted(small, key=lambda found: (found.chunk.key, found.chunk.offset)):
@@ -193,7 +193,7 @@ def _copy_from_memory(tree: TreeMetadata, found: ItemRead, stored: memoryview, t
 
 
 def _read_large(tree: TreeMetadata, found: ItemRead, store: ReadStore) -> ChunkRead | None:
-    """Return the chunk to read, or None if the elements are not in C order and were copied already."""
+    """Return the chunk to read. If its elements cannot be copied directly, fill the destinations and return None."""
     chunk = found.chunk
 
     def fetch(start: int, stop: int) -> bytes:
@@ -221,7 +221,7 @@ def _locate(
     pickle = members.get("data.pkl")
     value = None
     if pickle is not None:
-        limit = max_pickle_bytes(found.chunk.nbytes)  # not the item's length: it may have been compressed as a whole
+        limit = max_pickle_bytes(found.chunk.nbytes)  # by stored length; `stop - start` may be decompressed length
         value, _ = read_pickle(read_member(fetch, pickle, key=key, limit=limit), key=key)
     tensor = stored_tensor(value, key=key, path=path)
     if tensor is None or tensor.spec != expected:

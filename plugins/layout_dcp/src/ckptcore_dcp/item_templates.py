@@ -1,11 +1,11 @@
-"""Templates of items: the shared bytes of items from one writer, so that similar items parse quickly.
+"""Templates of items: the bytes that items from one writer share, to parse similar items quickly.
 
 The first item of a kind is read by the general zip reader and becomes a template. A later item
-matches if it has the same length and the same bytes everywhere except in the variable parts. These
-are the content of one member, which is used and whose CRC-32 is verified; the content of `_UNREAD`,
-which no reader uses; and the checksums of both. All other bytes, headers and the directory
-included, equal those that the general reader accepted. An item that does not match is read by the
-general reader, which also reports errors.
+matches if it has the same length and the same bytes everywhere except in the variable parts: the
+content of one member, whose CRC-32 is verified; the content of `_UNREAD`, which no reader uses; and
+the checksums of both. All other bytes, including headers and the directory, equal bytes that the
+general reader accepted. An item that does not match is read by the general reader, which also
+reports errors.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ItemTemplate:
 
 
 class TemplateCache(Generic[Kind, Read]):
-    """Templates of one load, by kind and length of the item. One thread.
+    """Templates of one load, by kind and length of the item. Not thread-safe.
 
     Stores the parsed result of the first item with each template.
     """

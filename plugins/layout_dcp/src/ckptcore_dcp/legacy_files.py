@@ -70,9 +70,8 @@ def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[st
         found[name] = StoredBytes(key, start, count * itemsize)
         position = stop
     if position != size:
-        # The counts before the storages allow a check of the sizes in the pickle. It needs a
-        # request per storage, so it is made
-        # only if the file has bytes after the last storage.
+        # The counts before the storages allow a check of the sizes in the pickle. The check needs a
+        # request per storage, so it is made only if the file has bytes after the last storage.
         for (count, _), storage in zip((sizes[str(one)] for one in keys), found.values(), strict=True):
             if fetch(storage.start - _COUNT_BYTES, storage.start) != count.to_bytes(_COUNT_BYTES, "little"):
                 raise _corrupt_file(key, storage.start, size, "the storages are not as long as the pickle states")
@@ -93,7 +92,7 @@ def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
                 if len(values) == 1 and value != _MAGIC:
                     raise _corrupt_file(key, 0, position, "the magic number is missing")
         except CorruptCheckpointError:
-            # Truncated or damaged: try with more bytes while there are some.
+            # Truncated or damaged: retry with more bytes, if the file has more.
             if length >= min(size, _MAX_PICKLE_BYTES) or (values and values[0] != _MAGIC):
                 raise
             length = min(4 * length, size, _MAX_PICKLE_BYTES)

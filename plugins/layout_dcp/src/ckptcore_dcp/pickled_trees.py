@@ -31,7 +31,7 @@ Leaf: TypeAlias = StoredTensor | None | bool | int | float | complex | str | byt
 """A leaf of a tree: a tensor, or a value stored in the pickle itself."""
 
 _MAX_DEPTH: Final = 150
-"""In containers. The core's limit is 200, and an object adds two or three."""
+"""Maximum depth in containers. The core's limit is 200, and an object adds two or three levels."""
 _ORDERED: Final = Global("collections", "OrderedDict")
 _MAPS: Final = frozenset([_ORDERED, Global("collections", "defaultdict"), Global("collections", "Counter")])
 _BUILTINS: Final = ("builtins", "__builtin__")
@@ -43,8 +43,8 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
     """Return the skeleton and the leaves of a value of `read_pickle`.
 
     An object of an unknown class becomes an ``object`` node with the class name. Its children are
-    its attributes and, if present, ``__arguments__``, ``__state__``, ``__items__`` and
-    ``__pairs__``. A function or class becomes its name as text.
+    its attributes and, if present, ``__arguments__``, ``__keywords__``, ``__state__``,
+    ``__items__`` and ``__pairs__``. A function or class becomes its name as text.
 
     Args:
         value: the unpickled value.
@@ -62,7 +62,7 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
 
 
 def leaf_record(leaf: Leaf) -> LeafRecord:
-    """Return the tree's record of a leaf. Values are encoded as the core's own handlers do."""
+    """Return the tree's record of a leaf. Values are encoded as by the core's own handlers."""
     if isinstance(leaf, StoredTensor):
         return ArrayRecord(leaf.spec, leaf.kind)
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encode_leaf(leaf))

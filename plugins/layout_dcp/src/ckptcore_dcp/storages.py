@@ -270,8 +270,8 @@ def read_arrays(
     """Fill ``buffers[i]`` with the box of ``items[i]``. Yields `i` when it is complete.
 
     Arrays in C order are copied directly into the destination. If a whole storage is requested, its
-    checksum is verified. Other arrays are gathered in the calling thread, from at most 64 MiB at a
-    time unless elements overlap.
+    checksum is verified. Other arrays are gathered in the calling thread, which reads at most
+    64 MiB at a time unless elements overlap.
 
     Raises:
         CorruptCheckpointError: bytes are missing or wrong.
@@ -367,7 +367,7 @@ def _gather(location: ArrayLocation, box: Box, buffer: HostArray, store: ReadSto
     for slab in _slabs(box, strides, itemsize) if whole is None else (box,):
         first = tensor.offset + sum(start * stride for start, stride in zip(slab.start, strides, strict=True))
         if whole is None:
-            assert store is not None  # one of the two is given
+            assert store is not None  # the caller gives `store` or `whole`
             start = storage.start + first * itemsize
             stop = start + _span(slab, strides) * itemsize
             data, offset = store.get(storage.key, start, stop), 0

@@ -114,7 +114,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
     """
     grad = False
     casts: set[tuple[str, str]] = set()
-    for _ in range(8):  # a tensor in a parameter in a class, and so on
+    for _ in range(8):  # calls are nested, such as a tensor in a parameter in a subclass
         if isinstance(value, Persistent):
             return _whole_storage(value, key, path)
         if not isinstance(value, Call) or not isinstance(value.function, Global):
@@ -149,7 +149,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
 
 
 def check_bounds(tensor: StoredTensor, nbytes: int, *, key: str, path: str) -> None:
-    """Check that the elements of a tensor are in its storage, and that a view is not far larger than it.
+    """Check that the elements of a tensor are in its storage, and that a view is not far larger than its storage.
 
     Args:
         tensor: the tensor, from a pickle.

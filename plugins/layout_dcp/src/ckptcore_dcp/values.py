@@ -41,8 +41,8 @@ class DecodedValue:
         skeleton: its containers, or a leaf.
         leaves: its leaves, in the order of the skeleton.
         key: the object that contains it.
-        storages: storages of its tensors by key. None if a transform was applied to the item, so that
-            they have no byte ranges in the object.
+        storages: storages of its tensors by key. None if a transform was applied to the item, because
+            they then have no byte ranges in the object.
     """
 
     skeleton: Skeleton
@@ -91,7 +91,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
 
 
 def _read_groups(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
-    """Group the names of values that one request reads."""
+    """Group the names of nearby values, so that one request reads each group."""
     order = sorted(values, key=lambda name: (values[name].relative_path, values[name].offset))
     group: list[str] = []
     for name in order:

@@ -31,7 +31,7 @@ from ckptcore_dcp.names import ValueEntry
 __all__ = ["MergedItems", "WrittenItems", "data_file_name", "write_items", "write_values"]
 
 _ALIGNMENT: Final = 64
-"""Alignment of items in the file, in bytes. Keeps the alignment of torch within an item."""
+"""Alignment of items in the file, in bytes. Preserves the alignment of elements within an item."""
 
 _JOINED_BYTES: Final = 1 << 20
 """Values are passed to the store in segments of about this size."""
@@ -92,7 +92,7 @@ def write_items(snapshot: Snapshot, values: Sequence[ValueEntry], store: WriteSt
 
 
 def write_values(values: Sequence[ValueEntry], store: WriteStore, file: str) -> WrittenItems:
-    """Write values to a file of their own."""
+    """Write values to a separate file."""
     written = WrittenItems()
     store.write(file, list(_segments(None, values, written)))
     return written
@@ -182,7 +182,7 @@ class MergedItems:
     """
 
     def __init__(self, tree: TreeMetadata, parts: Sequence[tuple[str, JSON]]) -> None:
-        """Merge the file name and the JSON of `WrittenItems` of each process."""
+        """Merge the items. `parts` has a file name and the JSON of `WrittenItems` for each process."""
         states: list[tuple[str, Any]] = list(parts)
         self._tree = tree
         self._files = [file for file, _ in states]

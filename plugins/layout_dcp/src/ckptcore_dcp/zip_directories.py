@@ -1,4 +1,4 @@
-"""Records of zip files, and the directory of a zip: its end, its entries, and cached reads of its bytes."""
+"""Zip records and the zip directory: finds the directory, parses its entries, and caches its bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DESCRIPTOR_FOLLOWS: Final = 1 << 3
 """Flag: sizes and checksum follow the content of a member (4.4.4)."""
 FULL16: Final = 0xFFFF
 FULL32: Final = 0xFFFFFFFF
-"""Value of a field whose number is in an 8-byte field elsewhere."""
+"""Value of a field that is too small for its number, which is then in a zip64 record or field."""
 
 
 Fetch: TypeAlias = Callable[[int, int], bytes]

@@ -39,7 +39,7 @@ _NEAR_BYTES: Final = 1 << 16
 """Local headers at most this far apart are read in one request."""
 
 _MAX_PICKLE_GROWTH: Final = 16
-"""Largest growth of a compressed pickle. torch.save does not compress; its pickles zipped again grow about 5 times."""
+"""Maximum ratio of a pickle to its stored size. torch.save does not compress; recompressed pickles reach about 5."""
 _ALWAYS_ALLOWED_BYTES: Final = 1 << 12
 
 

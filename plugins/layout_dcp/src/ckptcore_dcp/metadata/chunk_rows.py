@@ -17,15 +17,15 @@ __all__ = ["ChunkRows", "DcpChunkColumns", "join_chunks"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpChunkColumns:
-    """Chunks as int64 columns: a million chunks need no million objects.
+    """Chunks as int64 columns, without an object per chunk.
 
     Attributes:
         axes: number of axes of each chunk.
         offsets, sizes: one row per chunk, in elements along each axis, padded with zeros.
         file: index of the chunk's file in `files`.
-        offset, length: of its item, in bytes.
+        offset, length: byte range of the chunk's item in its file.
         files: the file names.
-        transforms: transforms of the items that have some, by row.
+        transforms: transforms of items, by row; rows without transforms are omitted.
     """
 
     axes: HostArray

@@ -2,12 +2,12 @@
 
 Once the pickle has named classes and attributes, torch's pickler writes chunks
 (`ChunkStorageMetadata`), their locations (`MetadataIndex` and `_StorageInfo`) and tensors of one
-chunk (`TensorStorageMetadata`) with the same opcodes every time. Such an object becomes a `CompactObject`
-value in one step instead of about thirty. An expression contains whole opcodes only, so a match
-reads the same bytes in the same way as the machine.
+chunk (`TensorStorageMetadata`) with the same opcodes every time. Such an object becomes a
+`CompactObject` in one step instead of about thirty. An expression contains whole opcodes only, so a
+match reads the same bytes in the same way as the machine.
 
-A `CompactObject` value adds no entries to the memo, and only `MetadataDecoder` can use it. A pickle that
-uses the objects differently is rejected and read again without this module (see `read_metadata`).
+A `CompactObject` is not in the memo, and only `MetadataDecoder` can use it. A pickle that uses the
+objects differently is rejected and read again without this module (see `read_metadata`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _BOOLEANS: Final = {b"\x88": True, b"\x89": False}
 _UNSET: Final = tuple([[UNSET] * count for count in range(16)])
 
 _SIZE_CLASS: Final = Global("torch", "Size")
-# No value of a pickle equals these.
+# Sentinels: no value of a pickle equals them.
 _CHUNK_CLASS: Final = object()
 _STORAGE_INFO_CLASS: Final = object()
 _PROPERTIES_CLASS: Final = object()
@@ -85,14 +85,14 @@ _Read: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int]]
 
 
 class FastObjectReader:
-    """Reads objects of one pickle. One thread."""
+    """Reads objects of one pickle. Not thread-safe."""
 
     def __init__(self, data: bytes, check_size: Callable[[tuple[int, ...]], object]) -> None:
         """`check_size` raises an error for a tuple that is not a valid tensor size."""
         self._data = data
         self._check_size = check_size
         self._sizes: dict[bytes, tuple[int, ...]] = {}
-        # The references looked up last, by the first value expected. They stay valid because the
+        # References that matched last, by the first expected value. They stay valid because the
         # memo only grows.
         self._checked: dict[object, tuple[bytes, ...]] = {}
         self._properties: dict[tuple[bytes, bytes], tuple[Global, tuple[Value, ...]]] = {}
@@ -238,7 +238,7 @@ class FastObjectReader:
 
 
 def _memo_entry(reference: bytes, memo: list[Any]) -> Any:
-    """Return the memo entry that an opcode refers to."""
+    """Return the memo entry that an opcode refers to, or `UNSET` if it does not exist."""
     index = int.from_bytes(reference[1:], "little")
     return memo[index] if index < len(memo) else UNSET
 

@@ -79,7 +79,7 @@ def size_fields(axes: HostArray, numbers: HostArray, class_opcodes: bytes) -> Se
     Args:
         axes: number of axes per row.
         numbers: extents per row; extents beyond the row's axes are ignored.
-        made_by: opcodes of the class.
+        class_opcodes: opcodes of the class.
     """
     marked = axes >= _MAX_BY_OPCODE
     fields = [bytes_field(class_opcodes)]

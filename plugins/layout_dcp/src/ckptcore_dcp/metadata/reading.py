@@ -57,7 +57,7 @@ class MetadataDecoder:
 
         Raises:
             CorruptCheckpointError: it is not what torch.distributed.checkpoint writes.
-            UnsupportedLeafError: a tensor has a dtype that no array has.
+            UnsupportedLeafError: ckptcore does not support the dtype of a tensor.
         """
         state = self.attributes_of(value, "Metadata")
         item_ranges = self.item_ranges(state.get("storage_data"))
@@ -206,7 +206,7 @@ class MetadataDecoder:
         if isinstance(location, Call) and isinstance(location.function, Global):
             parts = location.arguments
             known = location.function.module.partition(".")[0] == "pathlib"
-            location = "/".join(parts).replace("//", "/", 1) if known and _are_texts(parts) else None  # type: ignore[arg-type]  # texts, as just seen
+            location = "/".join(parts).replace("//", "/", 1) if known and _are_texts(parts) else None  # type: ignore[arg-type]  # texts, checked here
         return save_id if type(save_id) is str else None, location if type(location) is str else None
 
     def paths(self, found: Value) -> dict[str, DcpPath] | None:
@@ -246,7 +246,7 @@ class MetadataDecoder:
         return tuple(numbers)
 
     def count(self, found: Value, what: str) -> int:
-        """Return a number of bytes."""
+        """Return a value if it is a valid number of bytes."""
         if type(found) is not int or not 0 <= found < _MAX_COUNT:
             self.fail(f"{what} is {brief(found)}; expected a number of bytes")
         return found
@@ -256,7 +256,7 @@ class MetadataDecoder:
         if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, see above
             self.fail(f"the transforms of an item are {brief(found)}")
         self.count_parts(len(found))  # type: ignore[arg-type]  # as above
-        return tuple(found)  # type: ignore[arg-type]  # texts, as just seen
+        return tuple(found)  # type: ignore[arg-type]  # texts, checked above
 
     def mapping(self, found: Value, what: str) -> dict[Any, Value]:
         """Return a value if it is a dict."""
@@ -285,7 +285,7 @@ class MetadataDecoder:
         return found.state  # type: ignore[union-attr]  # checked above
 
     def count_parts(self, count: int) -> None:
-        """Count chunks and transforms against the size of the file."""
+        """Count chunks and transforms. Fail if the file lists more of them than it has bytes."""
         self.remaining -= count
         if self.remaining < 0:
             self.fail("it lists more parts than it has bytes")
@@ -316,7 +316,7 @@ def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
     Raises:
         CorruptCheckpointError: it is not ``.metadata``, a chunk exceeds its tensor, or a file path
             leaves the checkpoint.
-        UnsupportedLeafError: a tensor has a dtype that no array has.
+        UnsupportedLeafError: ckptcore does not support the dtype of a tensor.
     """
     try:
         return read_fast(data, key=key)

@@ -117,8 +117,8 @@ def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, 
 def _write_item_ranges(names: Sequence[int], counts: HostArray, columns: DcpChunkColumns, pickle: _OpcodeCache) -> None:
     """Write the location of each chunk.
 
-    Locations that name a file first, or have transforms, are written one by one; the others at
-    once.
+    The first location in each file and locations with transforms are written one by one, all others
+    at once.
     """
     out = pickle.out
     count = int(counts.sum())

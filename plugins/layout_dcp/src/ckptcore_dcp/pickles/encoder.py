@@ -2,8 +2,8 @@
 
 The opcodes are described in ``Lib/pickletools.py`` of CPython. Protocol 2 output uses only opcodes
 that ``torch.load`` accepts with ``weights_only=True``. `pickle.dumps` writes the same bytes for
-plain values whose equal texts are one object. The encoder uses a work list instead of recursion, so
-the nesting depth is not limited.
+plain values if their equal texts are the same object. The encoder uses a work list instead of
+recursion, so the nesting depth is not limited.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Build:
 
 
 def _is_flat(value: tuple[Value, ...]) -> bool:
-    """Return whether a tuple contains only numbers, texts and the like, or tuples of these."""
+    """Return whether a tuple contains only values of `_FLAT` types, and tuples of them."""
     for each in value:
         if each.__class__ not in _FLAT and (each.__class__ is not tuple or not _FLAT.issuperset(map(type, each))):
             return False
@@ -101,7 +101,7 @@ def _is_flat(value: tuple[Value, ...]) -> bool:
 
 
 def _sorted_items(items: Iterable[Value]) -> list[Value]:
-    """Return the items of a set, in an order that is equal in all processes if they have one plain type."""
+    """Return the items of a set, sorted if all are texts, bytes or numbers, so that processes use the same order."""
     found: list[Any] = list(items)
     kinds = set(map(type, found))
     if len(kinds) == 1 and kinds <= {str, bytes, int, float, bool} or kinds <= {int, float, bool}:
@@ -140,7 +140,7 @@ def write_pickle(value: Value, *, protocol: int) -> bytes:
 
 
 class _Encoder:
-    """Writes one pickle. One thread; the value must not change meanwhile."""
+    """Writes one pickle. Not thread-safe; the value must not change during encoding."""
 
     def __init__(self, protocol: int) -> None:
         self._protocol = protocol

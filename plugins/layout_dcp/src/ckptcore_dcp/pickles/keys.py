@@ -28,7 +28,7 @@ _LARGE: Final = sys.hash_info.modulus
 
 
 class KeyCheck:
-    """Counts equal hashes in the dicts and sets of one pickle. One thread."""
+    """Counts equal hashes in the dicts and sets of one pickle. Not thread-safe."""
 
     def __init__(self, key: str) -> None:
         self._key = key

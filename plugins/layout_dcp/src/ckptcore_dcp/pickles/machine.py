@@ -1,9 +1,9 @@
 """The machine that reads a pickle as data. It imports nothing and calls nothing.
 
 A pickle is a program for a stack machine, described in ``Lib/pickletools.py`` of CPython. The
-machine executes the opcodes of protocols 0 to 5 that data needs. GLOBAL pushes a `Global`; REDUCE,
-NEWOBJ and BUILD produce a `Call`. INST, OBJ, the extension registry and out-of-band buffers are
-rejected: no checkpoint has them.
+machine executes the opcodes of protocols 0 to 5 that data needs. GLOBAL pushes a `Global`;
+REDUCE and NEWOBJ push a `Call`, and BUILD sets its state. INST, OBJ, the extension registry and
+out-of-band buffers are rejected: no checkpoint uses them.
 
 The machine is a loop without recursion. Its memory is limited to a multiple of the pickle's size.
 """
@@ -22,14 +22,14 @@ __all__ = ["UNSET", "ObjectReader", "read_pickle"]
 
 
 class _Unset:
-    """A memo entry that was not put, or a part of a `CompactObject` value."""
+    """A memo entry without a value: not set by the pickle, or a part of a `CompactObject`."""
 
     __slots__ = ()
 
 
 UNSET: Final = _Unset()
 ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
-"""Reads objects in one step and adds the memo entries that their opcodes put; None: use the machine.
+"""Reads objects in one step and adds the memo entries that their opcodes set; None: use the machine.
 
 Receives the class of the object, the offset of EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE,
 MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the
@@ -49,7 +49,7 @@ _HIGHEST_PROTOCOL: Final = 5
 _LITERALS: Final = tuple([LITERALS.get(code) for code in range(256)])
 _NEW_WITH_DICT: Final = b"\x81\x94}\x94("
 """NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after EMPTY_TUPLE, an object whose attributes follow.
-Executed at once.
+Executed in one step.
 """
 _CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after TUPLE2, a call with that tuple: a ``torch.Size`` of two axes."""
@@ -219,7 +219,7 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 elif code == 0x71:  # q: BINPUT
                     _put(memo, data[position], stack[-1], position - begin, key)
                     position += 1
-                    objects = None  # it requires a memo that only grows
+                    objects = None  # an `ObjectReader` requires a memo that only grows
                 elif code == 0x72:  # r: LONG_BINPUT
                     _put(memo, uint4(data, position)[0], stack[-1], position - begin, key)
                     position += 4

@@ -1,4 +1,4 @@
-"""Values of a pickle: plain values, and inert records of what it would have imported and called.
+"""Values of a pickle: plain values, and inert records of the imports and calls that it requests.
 
 With a few bytes a pickle can make one object occur in many places, or inside itself. So a small
 file can describe a value on which a naive recursion never ends or overflows the stack. Reading such

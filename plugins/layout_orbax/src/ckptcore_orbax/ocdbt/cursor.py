@@ -42,7 +42,7 @@ class ByteRange:
 
 
 class Cursor:
-    """Reads bytes in sequence. Methods raise CorruptCheckpointError if the data ends too early. One thread."""
+    """Reads bytes in sequence. Methods raise CorruptCheckpointError if the data ends too early. Not thread-safe."""
 
     __slots__ = ("_array", "_data", "_position", "byte_range")
 

@@ -21,10 +21,10 @@ __all__ = ["Database"]
 _MANIFEST: Final = "manifest.ocdbt"
 _NUMBERED: Final = re.compile(r"manifest\.[0-9a-f]{16}")
 _TRIES: Final = 5
-"""How often to look for the newest numbered manifest if a writer removes it meanwhile."""
+"""Attempts to read the newest numbered manifest, which a writer may remove after it was listed."""
 
 _HEAD: Final = 1 << 16
-"""Size of the first read: a manifest has about 100 bytes, or 10,000 with the versions of years."""
+"""Size of the first read, in bytes. Manifests have about 100 bytes, or 10,000 after years of new versions."""
 
 _MAX_MANIFEST_BYTES: Final = 1 << 28
 _MAX_NODE_BYTES: Final = 1 << 31
@@ -114,7 +114,7 @@ class Database:
         if self._version.root is None:
             return
         visits: Counter[NodeReference] = Counter()
-        # Nodes to visit, the next one last: location, shared prefix, bounds of the keys.
+        # Stack of nodes to visit: location, shared prefix, bounds of the keys.
         todo: list[tuple[NodeReference, bytes, bytes, bytes | None]] = [(self._version.root, b"", b"", None)]
         while todo:
             reference, prefix, low, high = todo.pop()

@@ -31,7 +31,7 @@ _ENTRY_BYTES: Final = 16
 """Approximate size of an entry in a node, without its key and an inline value."""
 
 _SHARED_BYTES: Final = 512
-"""Keys are compared up to this length to remove shared prefixes; shorter prefixes are valid."""
+"""Maximum length of the shared prefixes that are removed from keys. Readers accept shorter prefixes."""
 
 _COMPARED_BYTES: Final = 1 << 22
 """Size of the keys compared at a time, in bytes."""

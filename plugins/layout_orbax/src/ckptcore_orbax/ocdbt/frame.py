@@ -1,7 +1,7 @@
 """Frames: the envelope of each manifest and node of a database.
 
-``magic u32 big endian | length u64 LE, of all | version varint 0 | compression varint | body |
-crc32c u32 LE of all before``.
+``magic u32 big endian | length u64 LE of the whole frame | version varint 0 | compression varint |
+body | crc32c u32 LE of all preceding bytes``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ most `_MAX_BODY`. zstd expands by up to 30,000; similar keys compress about 100 
 """
 
 _SLICE: Final = 1024
-"""Input bytes per step: a zstd block has at least 4 bytes and expands to at most 128 KiB, so this to 32 MiB."""
+"""Input bytes per step. They expand to at most 32 MiB: a zstd block of at least 4 bytes expands to 128 KiB or less."""
 
 
 def frame_length(head: bytes, magic: bytes, byte_range: ByteRange) -> int:

@@ -3,8 +3,8 @@
 Body: ``uuid[16] | manifest_kind u8 | max_inline_value_bytes | max_decoded_node_bytes |
 version_tree_arity_log2 u8 | compression | its level i32 LE if it is zstd``. A manifest of kind 0
 (single) continues with the table of files, the newest versions and references to nodes with older
-versions, as columns of varints, except heights (u8) and times (u64 LE, ns). The documentation has
-manifest_kind as a varint; tensorstore writes a byte. A manifest of kind 1 (numbered) ends there:
+versions, as columns of varints, except heights (u8) and times (u64 LE, ns). The documentation says
+that manifest_kind is a varint; tensorstore writes a byte. A manifest of kind 1 (numbered) ends there:
 the newest ``manifest.<16 hex digits>``, itself of kind 0, has the rest.
 """
 
@@ -46,7 +46,7 @@ class Version:
 
     Attributes:
         generation: versions are numbered from 1.
-        root: None if there are no keys.
+        root: location of the root node; None if there are no keys.
         statistics: statistics of the whole tree.
         created_ns: time of writing, in nanoseconds since 1970.
     """
@@ -76,7 +76,7 @@ def decode_manifest(data: bytes, directory: str, byte_range: ByteRange) -> Manif
     Args:
         data: content of the object.
         directory: directory of the database: empty, or ending in ``/``.
-        place: for errors.
+        byte_range: location of the manifest, for errors.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError

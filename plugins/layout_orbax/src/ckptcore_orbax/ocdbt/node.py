@@ -2,12 +2,12 @@
 
 Body, column-wise: ``height u8 | table of files | n | prefix_len[n-1] | suffix_len[n] |
 subtree_common_prefix_len[n] (interior only) | suffixes``. Then in a leaf ``value_len[n] | kind
-u8[n] (0 inline, 1 indirect) | file_id[] | offset[] (both of the indirect ones only) | inline
+u8[n] (0 inline, 1 indirect) | file_id[] | offset[] (both only for indirect values) | inline
 values``, and in an interior node ``file_id[n] | offset[n] | length[n] | num_keys[n] | tree_bytes[n]
-| indirect_bytes[n]``. The documentation has the kind of a value as a varint; tensorstore writes a
-byte. Keys ascend strictly, bytewise. The prefix that all keys of a subtree share is not stored: for
-a child, ``key[: length of its parent's prefix + subtree_common_prefix_len]``; for the root,
-nothing.
+| indirect_bytes[n]``. The documentation says that the kind of a value is a varint; tensorstore
+writes a byte. Keys ascend strictly, bytewise. Stored keys omit the prefix that all keys of the
+subtree share. For a child, the prefix is ``key[: length of its parent's prefix +
+subtree_common_prefix_len]``; for the root, it is empty.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_BYTES: Final = (1 << 62) - 1
 """Limit for offsets and lengths, so that the sum of two is a signed 64-bit number."""
 
 MAX_HEIGHT: Final = 63
-"""A tree with two children per node and this height has more nodes than there are bytes."""
+"""Maximum height of a node. A tree of this height with two children per node has 2**63 leaves."""
 
 MAX_KEY_BYTES: Final = 65535
 MAX_INLINE_BYTES: Final = 1 << 20
@@ -146,7 +146,7 @@ class InteriorNode:
     """First keys of the nodes one level below, as columns of equal length.
 
     Attributes:
-        keys: ascending; at most the first key of the child, and above the last key of the previous one.
+        keys: lower bound of the keys of each child, ascending; above all keys of the previous child.
         prefixes: number of bytes of the key that all keys of the child share.
         children: locations of the nodes.
     """

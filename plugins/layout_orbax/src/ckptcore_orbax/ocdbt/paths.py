@@ -37,7 +37,7 @@ class DataFile:
     """A file of a database.
 
     Attributes:
-        path: key of the object in the store; empty in a reference to no file.
+        path: key of the object in the store; empty if the entry names no file.
         base: transitive path of the nodes in this file: a prefix of `path`.
     """
 
@@ -102,11 +102,11 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 def encode_files(paths: Sequence[str]) -> bytes:
     """Return a table of paths relative to the database. Sorted paths take less space.
 
-    The base of each path ends before its ``d/<name>``, as in Orbax's databases. The nodes are in
-    the base of the database itself.
+    The base of each path ends before its ``d/<name>``, as in Orbax's databases. Files of
+    nodes have an empty base.
 
     Raises:
-        InvalidLocationError: a path that no reader would accept.
+        InvalidLocationError: readers would reject a path.
     """
     if not paths:
         return encode_varint(0)

@@ -45,7 +45,7 @@ class AxlearnStep:
 
 
 def find_axlearn(store: ReadStore) -> AxlearnStep | None:
-    """Parse the AXLearn step in the store's directory, without reading arrays. None if there is none.
+    """Parse the AXLearn step in the store's directory, without reading arrays. None for other directories.
 
     Everything may be hostile. The index is a list of ``[path, value]``: ``["step", N]`` first; for
     an array ``{"dtype": "float32", "shape": "(8, 8)"}``; for an iterator the name of its class; any

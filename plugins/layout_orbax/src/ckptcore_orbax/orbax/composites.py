@@ -22,7 +22,7 @@ __all__ = ["Composite", "find_composite"]
 
 _METRICS: Final = "metrics"
 _PREFERRED: Final = ("state", "default", "pytree", "params")
-"""Order in which a plain load chooses a tree: names of version 1, of managers of steps, and older names."""
+"""Names of the default tree, by priority: of Orbax version 1, of `CheckpointManager`, and of older software."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Composite:
     Attributes:
         members: kind of each member by its name, which is its directory; ``other`` if only the software
             that saved it can read it. Sorted.
-        sole: the member that a plain load uses, or None.
+        default_tree: the member that a load of one tree uses, or None.
         writer: name of the software that wrote it.
         custom: the user's metadata.
         metrics: the user's metrics.
@@ -51,8 +51,8 @@ def find_composite(store: ReadStore) -> Composite | None:
     """Return the composite in the store's directory; None if it is a single item or not an Orbax checkpoint.
 
     Everything may be hostile. A directory of steps is not a composite. Members whose deletion has
-    begun are ignored, as in Orbax. Directories without Orbax files that no file names are not
-    members.
+    begun are ignored, as in Orbax. A directory is a member if it contains Orbax files or if
+    `_CHECKPOINT_METADATA` names it.
 
     Raises:
         CorruptCheckpointError, UncommittedCheckpointError

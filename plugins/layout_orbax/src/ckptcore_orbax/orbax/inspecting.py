@@ -227,7 +227,7 @@ def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: Databas
 def _in_database(
     names: Sequence[str], documents: Sequence[str], database: Database, store: ReadStore
 ) -> Sequence[ArrayFormat | None]:
-    """Return the array formats in a database, from the first document found per array. Reads all at once."""
+    """Return the array formats in a database, from the first document found per array, in one batch."""
     found: list[tuple[str, ValueLocation] | None] = []
     for name in names:
         keys = [(document, f"{array_prefix(name)}{document}".encode("utf-8", "replace")) for document in documents]

@@ -1,4 +1,4 @@
-"""Metadata files of an item: `array_metadatas/process_N`, `_strings.json`, and all of them for a save."""
+"""Metadata files of an item: `array_metadatas/process_N`, `_strings.json`, and the set of files for a save."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ArrayMetadata:
 
     Attributes:
         name: name of the array.
-        write_shape: shape of what one process writes at once: a shard.
+        write_shape: shape of a shard, which one process writes at once.
         chunk_shape: shape of a read chunk.
         random_key_impl: JAX implementation, if the array is the data of random keys; else None.
     """

@@ -229,7 +229,7 @@ def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
 
 
 def _with_values(tree: OrbaxTree, aggregate: OrbaxTree) -> OrbaxTree:
-    """Complete the leaves of a tree with those of an aggregate file, matched by their paths as text."""
+    """Add values and embedded arrays of an aggregate file to the leaves with equal paths, compared as text."""
     known = {
         name: leaf for name, leaf in _leaves_by_text(aggregate) if leaf.value is not None or leaf.embedded is not None
     }
@@ -266,8 +266,8 @@ def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree:
 def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> dict[str, str]:
     """Return the implementations of random keys, by array name.
 
-    Every process writes a file about its arrays, usually all arrays. Other files are read only if
-    the first lacks an array.
+    Each process writes a file, which usually lists all arrays. Further files are read only while
+    arrays are missing.
     """
     missing = {leaf.name for leaf in tree.leaves if leaf.value_type == "jax.Array"} if tree is not None else None
     found: dict[str, str] = {}
@@ -292,7 +292,7 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
 
 
 def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
-    """Return an item of random keys: a nested item has the array, or the state of NumPy's generator."""
+    """Return an item of random keys: a nested item contains the array, or the state of NumPy's generator."""
     name = next(name for name in _RANDOM_KEYS if f"{name}/" in names)
     item = find_item(store, key_in(directory, name))
     if item is None or item.tree is None:

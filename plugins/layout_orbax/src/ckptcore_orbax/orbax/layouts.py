@@ -45,15 +45,15 @@ class _OrbaxLayout(Layout):
     """Common part of the three layouts. Thread-safe.
 
     Attributes:
-        chunk_bytes: target size of a read chunk, in bytes. Larger parts of an array, as written by one
-            process, are divided into several read chunks. None: do not divide.
+        chunk_bytes: target size of a read chunk, in bytes. A larger part of an array that one
+            process writes is divided into several read chunks. None: do not divide.
         compression: compression of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or
             None.
         rules: other options for arrays selected by patterns, applied in order.
-        item: Orbax item name, which is the directory, for a checkpoint of one tree. ``state`` is what
-            version 1 of Orbax and its `training.Checkpointer` look for, ``default`` what
-            `CheckpointManager` of version 0 looks for. Empty: no directory, as in the
-            `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0.
+        item: Orbax item name, which is the directory, for a checkpoint of one tree. Version 1 of Orbax
+            and its `training.Checkpointer` look for ``state``, `CheckpointManager` of version 0 looks
+            for ``default``. Empty: no directory, as in the `StandardCheckpointer` and the
+            `PyTreeCheckpointer` of version 0.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)

@@ -36,7 +36,7 @@ COMMIT_FILE: Final = "commit_success.txt"
 """Marks a complete save on object stores; its content is not used."""
 
 DELETION_FILE: Final = "_CHECKPOINT_DELETION"
-"""Names the member whose deletion has begun, which is ignored."""
+"""Names a member that is being deleted. Readers ignore this member."""
 
 PYTREE_HANDLER: Final = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 """Class name of Orbax's handler for trees. It is written as text and never imported."""
@@ -128,7 +128,7 @@ def marker_files(
 
 
 def encode_metrics(metrics: Mapping[str, float]) -> bytes:
-    """Return the file ``metrics/metrics``, which Orbax's managers of steps read."""
+    """Return the file ``metrics/metrics``, which Orbax's step managers read."""
     return encode_json(dict(metrics))
 
 
@@ -141,7 +141,7 @@ def _time_of(nanoseconds: JSON, key: str) -> str:
 
 
 _METRICS: Final = "metrics"
-"""Item in which Orbax's managers of steps look for metrics. A checkpointable of this name has priority."""
+"""Item in which Orbax's step managers look for metrics. A checkpointable of this name has priority."""
 
 
 def write_marker_files(info: CheckpointInfo, options: LayoutOptions, store: WriteStore) -> None:

@@ -37,7 +37,8 @@ _AUTO: Final = "Auto"
 def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
     """Return the sharding of each array as a note of ckptcore-jax. The file may be hostile.
 
-    The file is an object from names, in URL-safe base64 of UTF-8, to JSON in a string. The notes:
+    The file is a JSON object: keys are array names in URL-safe base64 of UTF-8, values are strings
+    of JSON. The notes:
 
     - ``{"type": "NamedSharding", "mesh": {axis: size}, "spec": [None | axis | [axes]], "devices":
       [ids], "axis_types": ["Auto" | "Explicit" | "Manual"]}``. The last two are present if the file
@@ -126,7 +127,7 @@ def _devices(mesh: JSON, key: str) -> list[int]:
 
 
 def _encode_sharding(note: JSON) -> JSON:
-    """Return Orbax's description of a noted sharding; None for other notes and shardings that Orbax lacks."""
+    """Return Orbax's description of the sharding in a note; None for other notes and shardings that Orbax lacks."""
     if not isinstance(note, Mapping):
         return None
     if note.get("type") == "SingleDeviceSharding" and isinstance(note.get("device"), str):

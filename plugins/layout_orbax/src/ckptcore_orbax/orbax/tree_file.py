@@ -171,7 +171,7 @@ def encode_tree(
 
     Args:
         tree: the tree to save.
-        write_shapes: shape of what one process writes at once, for leaves that are JAX arrays.
+        write_shapes: shape of a shard, which one process writes at once, for leaves that are JAX arrays.
         use_ocdbt, use_zarr3: how arrays are stored.
         custom: the user's metadata for this tree.
     """

@@ -1,4 +1,4 @@
-"""Trees described by files: containers, and what is known of each leaf before its elements are read."""
+"""Trees described by metadata files: containers, and properties of each leaf before its elements are read."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def tree_of_names(names: Iterable[str], key: str) -> OrbaxTree:
     """
     known = set(names)
     ordered = sorted(known)
-    # Prefixes are generated lazily and only for few dots: those of a name with nothing but dots
-    # take 2 GiB.
+    # Prefixes are generated lazily and only for names with few dots: all prefixes of a long name
+    # that consists of dots take 2 GiB.
     nested = all(name.count(".") < MAX_DEPTH for name in ordered) and not any(
         name[:position] in known for name in ordered for position in _dots(name)
     )

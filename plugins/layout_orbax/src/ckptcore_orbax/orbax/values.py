@@ -84,7 +84,7 @@ def value_array(record: ValueRecord) -> HostArray | None:
     axes and as uint8.
 
     Raises:
-        CorruptCheckpointError: the record is not one of the core's.
+        CorruptCheckpointError: the value is not encoded as the core does.
     """
     value = record.value
     try:

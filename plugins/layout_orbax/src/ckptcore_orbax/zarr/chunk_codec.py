@@ -49,7 +49,7 @@ class ChunkCodec:
         Args:
             name: its name, for errors.
             format: its format.
-            missing: meaning of a missing part, if read chunks have parts themselves.
+            missing: meaning of a missing inner chunk, if read chunks are themselves sharded.
         """
         self._name = name
         self._fills = missing == "fill"
@@ -127,7 +127,7 @@ class EncodingChunk:
         return value
 
     def settle(self) -> None:
-        """Wait until nothing reads its elements, also after an error."""
+        """Wait until tensorstore no longer reads the elements. Does not raise errors of the encoding."""
         self._writing.exception()
 
 
@@ -152,7 +152,7 @@ class DecodingChunk:
             self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
 
     def release(self) -> None:
-        """Wait until nothing writes to its elements, and release tensorstore's objects."""
+        """Wait until tensorstore no longer writes to the elements, and release its objects."""
         if self._reading is not None:
             self._reading.exception()
         self._reading = self._memory = None

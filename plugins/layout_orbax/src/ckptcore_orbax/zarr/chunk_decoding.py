@@ -92,7 +92,7 @@ class DecodedChunk:
                 clear_frames(error)
                 raise
             finally:
-                decoding.release()  # nothing writes to the elements after this
+                decoding.release()  # tensorstore does not write to the elements after this
                 self._decoding = decoding = None
                 self._end_use()
         if self._digests is not None:

@@ -159,7 +159,7 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
         nonlocal started_bytes
         assembly, number, encoding, nbytes = started[0]
         assembly.parts[number] = encoding.result()
-        started.popleft()  # only after nothing reads its elements, in case of an interrupt
+        started.popleft()  # last: after an interrupt, `finally` waits for the chunks in `started`
         started_bytes -= nbytes
         assembly.pending -= 1
         if not assembly.pending:

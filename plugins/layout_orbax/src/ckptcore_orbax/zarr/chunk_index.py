@@ -65,7 +65,7 @@ class ZarrIndex(ChunkIndex):
         self._state = state
         self._databases = databases
         self._prefix = state.prefix
-        self._ends: dict[int, list[int]] = {}  # by leaf: cumulated number of write chunks per extent
+        self._ends: dict[int, list[int]] = {}  # by leaf: cumulative number of write chunks per extent
         self._decoder: ChunkDecoder | None = None
 
     @cached_property

@@ -28,7 +28,7 @@ MAX_CHUNKS: Final = 1 << 24
 
 
 def check_chunk_count(box: Box, step: Sequence[int], name: str) -> None:
-    """Reject a box with more chunks than any array has, before they are enumerated.
+    """Reject a box with more than `MAX_CHUNKS` chunks, before they are enumerated.
 
     Raises:
         CorruptCheckpointError
@@ -109,7 +109,7 @@ def read_chunk_shape(
 
     Args:
         spec: the array.
-        write_chunk: result of the function `write_chunk_shape`.
+        write_chunk_shape: result of the function `write_chunk_shape`.
         cuts: as in `ArrayRecord.cuts`.
         chunk_bytes: maximum bytes of a piece, unless one element is larger; above 0.
     """

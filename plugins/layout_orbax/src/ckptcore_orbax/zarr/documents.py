@@ -111,7 +111,7 @@ def check_sizes(spec: ArraySpec, chunk: tuple[int, ...]) -> None:
     """Check that the array, and one chunk of it, fit into the address space.
 
     Raises:
-        CorruptCheckpointError: they do not.
+        CorruptCheckpointError: one of them does not.
     """
     if not spec.is_possible:
         raise CorruptCheckpointError(f"it states {spec}, which is more than memory has addresses for")
@@ -132,7 +132,7 @@ def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
 def enclosing_groups(names: Iterable[str]) -> Sequence[str]:
     """Return the paths of all groups that contain arrays, ``""`` for the outermost one.
 
-    Returns none if an array has no name.
+    Returns no groups if an array has no name.
 
     Args:
         names: the paths of the arrays; none is inside another.

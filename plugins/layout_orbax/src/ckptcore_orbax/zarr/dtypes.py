@@ -61,8 +61,8 @@ def stored_spec(spec: ArraySpec, zarr_format: ZarrFormat) -> ArraySpec:
     """Return the spec with which an array is stored, with equal bytes.
 
     - Dtypes that TensorStore supports (`STORED_DTYPES`) do not change.
-    - ``datetime64`` and ``timedelta64`` become int64: counts of their unit, the smallest for "not a
-      time".
+    - ``datetime64`` and ``timedelta64`` become int64: counts of their unit. The smallest int64 means
+      "not a time".
     - Other dtypes become uint8: the bytes of an element, little endian, as an additional last axis;
       no axis for one byte. So ``U3[2, 5]`` is stored as ``uint8[2, 5, 12]`` and ``uint4[7]`` as
       ``uint8[7]``.

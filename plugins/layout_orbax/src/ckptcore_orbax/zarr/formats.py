@@ -27,8 +27,8 @@ class Compression:
 
     Attributes:
         name: the codec; ``blosc`` is blosc's own lz4 with a byte shuffle.
-        level: level of the codec; None for a default: for zstd that of Orbax, which differs between
-            zarr 2 and 3.
+        level: level of the codec; None for the default. For zstd this is the default of Orbax, which
+            differs between zarr 2 and 3.
     """
 
     name: CompressionName

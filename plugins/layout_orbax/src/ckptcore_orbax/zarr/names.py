@@ -1,4 +1,4 @@
-"""Names of arrays: their keys joined by dots, as Orbax looks them up; escaped where such a name is not possible."""
+"""Names of arrays: keys joined by dots, as Orbax looks them up, or an escaped form if that name is not possible."""
 
 from __future__ import annotations
 

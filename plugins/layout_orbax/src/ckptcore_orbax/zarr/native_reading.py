@@ -136,7 +136,7 @@ def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[
 def check_native_files(
     wanted: Mapping[int, Sequence[BoxRead]], state: ArraysState, store: ReadStore, databases: DatabaseCache
 ) -> None:
-    """Check files that tensorstore will open with the rules of the store. Applies to file systems only.
+    """Apply the checks of the store to files that tensorstore will open. For file systems only.
 
     tensorstore follows links out of the checkpoint, and waits forever for a writer of a named pipe.
 
@@ -217,8 +217,9 @@ def _open(stored: ZarrArray, native: Mapping[str, Any], context: Any) -> Any:
 
 
 def _finish(started: deque[tuple[ZarrArray, BoxRead, Any]]) -> int:
-    """Wait for the oldest read. It is removed only after nothing writes to its destination, in case
-    of an interrupt.
+    """Wait for the oldest read, then remove it from `started`.
+
+    It is removed last: after an interrupt, `read_native` waits for the reads in `started`.
     """
     stored, target, reading = started[0]
     with ReadErrors(stored.name):

@@ -31,7 +31,7 @@ class ArrayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayRule:
-    """Options for the arrays that match a pattern. Options that are None keep their general value.
+    """Options for the arrays that match a pattern. An option that is None keeps its current value.
 
     Attributes:
         pattern: pattern for array names, with ``*`` and ``?`` as in `fnmatch`: ``params.*.embedding``.
@@ -91,7 +91,7 @@ class LayoutOptions:
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Validate an option."""
+    """Reject an invalid `chunk_bytes`."""
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 0):
         raise ValueError(f"chunk_bytes={chunk_bytes!r}: expected a number of bytes, 0 or None for no limit")
 

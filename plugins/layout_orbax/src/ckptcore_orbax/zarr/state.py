@@ -64,8 +64,8 @@ class ArraysState:
         directory: common directory in the checkpoint; empty for the checkpoint itself.
         storage: whether chunks are values of a database or objects.
         missing: meaning of a missing chunk: an error, or elements that equal the fill value.
-        source: writer: this layout, which guarantees checksums of all bytes in the root and read chunks
-            in C order; or other software.
+        source: the writer. ``ckptcore``: the root has checksums of all bytes, and read chunks are in C
+            order; ``other``: other software, without these guarantees.
         arrays: by leaf.
         extents: byte ranges of arrays written by this layout.
         digests: by leaf, the xxh3_64 of the elements of each encoded read chunk: in C order of the

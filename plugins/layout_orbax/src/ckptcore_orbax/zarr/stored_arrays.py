@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 SESSION_WRITERS: Final = 2
-"""Number of processes assumed for an array written in sessions: several, however many follow."""
+"""Number of writers assumed for an array written in sessions. All numbers above 1 give the same chunk shape."""
 
 _MAX_NAME_BYTES: Final = 64_000
 """Maximum name length in a database, whose keys have up to 65,535 bytes: leaves room for any chunk index."""

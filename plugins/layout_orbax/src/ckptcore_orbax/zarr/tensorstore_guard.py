@@ -71,11 +71,11 @@ class _UseCounter:
 
 
 _uses: Final = functools.cache(_UseCounter)
-"""Created on first use, so that a child forked before that has its own."""
+"""The counter of this process. Created on first use, so that a child forked earlier has its own."""
 
 
 def expect_usable() -> None:
-    """Check before each operation of tensorstore.
+    """Check that tensorstore can be used. Call this before each operation.
 
     Raises:
         CheckpointError: tensorstore would end the process.

@@ -42,7 +42,7 @@ _STARTED: Final = 4 * _THREADS
 
 
 class _ObjectWriter:
-    """Writes objects on its own threads. As a context manager, waits for all writes. One thread."""
+    """Writes objects in a thread pool. As a context manager, waits for all writes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "ckptcore-objects")
@@ -53,7 +53,7 @@ class _ObjectWriter:
         """Queue the writing of one object.
 
         Raises:
-            StorageError: an earlier object failed. Stop then: a failing storage may need minutes per object.
+            StorageError: an earlier write failed. Stop: a failing storage may take minutes per object.
         """
         while len(self._started) >= _STARTED:
             self._started.popleft().result()
@@ -327,7 +327,7 @@ def _write_objects(
 
 
 def _alias_names(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:
-    """Return the further names of tied arrays. Objects cannot share bytes, and each name must be found."""
+    """Return the additional names of tied arrays. Each name needs its own objects, which cannot share bytes."""
     aliases: dict[int, list[str]] = {}
     for alias, target in tree.aliases.items():
         aliases.setdefault(target, []).append(names[alias])
