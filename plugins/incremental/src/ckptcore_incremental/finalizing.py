@@ -141,7 +141,7 @@ def _validate_sessions(
 def _errors_as_corruption(location: Location) -> Iterator[None]:
     """Convert errors that a layout raises for hostile receipts.
 
-    These receipts were read from the storage, unlike those of a job.
+    Unlike the receipts of a running save, these receipts were read from the storage.
 
     Raises:
         CorruptCheckpointError

@@ -23,7 +23,7 @@ class OverlaidTree:
 
     Attributes:
         tree: the whole tree.
-        from_base: for each leaf of `tree` that comes from the base, its number in the base.
+        from_base: for each leaf of `tree` that comes from the base, its leaf number in the base.
     """
 
     tree: TreeMetadata
@@ -97,7 +97,7 @@ class _TreeWalk:
         self._trees = {True: base, False: update}
         self._numbers = {of: {path: leaf for leaf, path in enumerate(tree.paths)} for of, tree in self._trees.items()}
         self.sources: list[tuple[bool, int]] = []
-        """For each leaf of the whole tree, whether it comes from the base, and its number in its tree."""
+        """For each leaf of the whole tree: True if it comes from the base, and its number in the base or update."""
         self.records: list[LeafRecord] = []
         self.differences: list[str] = []
 
@@ -122,7 +122,7 @@ class _TreeWalk:
         return base._replace(keys=keys, children=tuple(children))
 
     def _take(self, path: TreePath, is_base: bool, skeleton: Skeleton | None) -> Skeleton:
-        """Take everything at a path from one tree."""
+        """Take the node at a path, with all nodes below it, from one tree."""
         assert skeleton is not None  # one of the trees has a node at the path
         if isinstance(skeleton, Node):
             for key, child in zip(skeleton.keys, skeleton.children, strict=True):

@@ -76,7 +76,8 @@ class PartialCheckpoint:
             TreeMismatchError: if an earlier session saved one of the arrays, or if the tree does
                 not fit the trees of earlier sessions. Nothing was written.
             CheckpointExistsError: if the location has something other than a partial save.
-            SaveLostError: if another session is running there, or took over from this one.
+            SaveLostError: if another session is running at the location, or took over from this
+                one.
             CheckpointError: if the layout differs from the earlier sessions', or does not support
             sessions. The errors of `ckptcore.save`.
         """

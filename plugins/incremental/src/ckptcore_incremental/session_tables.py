@@ -233,7 +233,7 @@ def merge_sessions(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple
 def written_boxes(
     sessions: Sequence[SessionReceipts], tree: TreeMetadata, layout: Layout
 ) -> Mapping[int, Sequence[Box]]:
-    """Return the boxes that earlier sessions wrote, for each leaf of a new session. Leaves without any are omitted.
+    """Return the boxes that earlier sessions wrote, for each leaf of a new session. Omits leaves without such boxes.
 
     Args:
         sessions: the earlier sessions.
@@ -302,8 +302,8 @@ def _merge_trees(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[T
     """Merge the trees of the sessions.
 
     Returns:
-        The merged tree, and for each session the number of each leaf in it. A tied leaf has the
-            number of the leaf that is stored.
+        The merged tree, and for each session the number of each of its leaves in the merged tree. A
+            tied leaf has the number of the leaf that is stored.
     """
     trees = [session.tree for session in sessions]
     union = merge_trees(trees, [[number] for number in range(len(trees))], size=len(trees), savers="session")

@@ -194,7 +194,8 @@ class _OpenSession:
         """Add the session to the session table. Durable if the storage was opened durable.
 
         Raises:
-            CheckpointExistsError: if a save that began before the first session was committed.
+            CheckpointExistsError: if another save, which began before the first session, has been
+                committed.
             SaveLostError: if another session or a deletion took over. The session is not added.
             CommitUnknownError: if the session may have been added.
         """

@@ -23,25 +23,27 @@ __all__ = ["abstract_arrays"]
 def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
     """Return the abstract tree of a checkpoint, with a `jax.ShapeDtypeStruct` for each array that JAX saved.
 
-    Each `jax.ShapeDtypeStruct` has the stored sharding, memory kind and weak type, and random keys
-    are keys again. It has no sharding if the available devices do not fit (`sharding_from_notes`),
-    or if the array was on one device that is now JAX's default device. Such an array is loaded to
-    the default device, uncommitted, so that it can be used with arrays on other devices.
+    Each `jax.ShapeDtypeStruct` has the stored sharding, memory kind and weak type. For random keys
+    it has a key dtype. It has no sharding if the available devices do not fit
+    (`sharding_from_notes`), or if the array was on one device that is now JAX's default device.
+    Such an array is loaded to the default device, uncommitted, so that it can be used with arrays
+    on other devices.
 
     Other leaves are the same as in `metadata.abstract`, and are loaded as NumPy arrays or values:
     values, NumPy scalars, and arrays saved by NumPy or another framework, which have no sharding in
-    their notes. So are arrays that JAX does not support: text, dates, and 64-bit dtypes while
-    jax_enable_x64 is off. If the checkpoint was not written by ckptcore, the result has a
-    `jax.ShapeDtypeStruct` for every array that JAX supports.
+    their notes. The same applies to arrays that JAX does not support: text, dates, and 64-bit
+    dtypes while jax_enable_x64 is off. If the checkpoint was not written by ckptcore, the result
+    has a `jax.ShapeDtypeStruct` for every array that JAX supports.
 
-    Does no I/O. Any thread.
+    Does no I/O. Thread-safe.
 
     Args:
         metadata: metadata of one tree: from `ckptcore.metadata`, or one of its `checkpointables`.
         devices: devices for the arrays; None for `jax.devices()`.
 
     Returns:
-        The abstract tree. None for files that an object wrote, which contain no arrays.
+        The abstract tree. None for a checkpointable that consists of files, because it has no
+        arrays.
     """
     if metadata.abstract is None:
         return None
@@ -51,12 +53,12 @@ def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequ
 
 
 class _Shardings:
-    """Cache of shardings by notes, because thousands of arrays share a few."""
+    """Cache of shardings by notes, because thousands of arrays share a few shardings."""
 
     def __init__(self, devices: Sequence[jax.Device] | None) -> None:
         self._devices = jax.devices() if devices is None else devices
         self._by_notes: dict[str, Sharding | None] = {}
-        # Every version of JAX shows its default device only in this way.
+        # No other way to find the default device works in every version of JAX.
         self._default = jax.device_put(np.zeros((), np.bool_)).sharding
 
     def find(self, notes: Mapping[str, JSON], shape: tuple[int, ...]) -> Sharding | None:

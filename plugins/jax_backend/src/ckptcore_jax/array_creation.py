@@ -30,8 +30,8 @@ def create_array(
 ) -> jax.Array:
     """Create an array with these elements, dtype and sharding.
 
-    On the CPU backend the array uses host memory without a copy, if that has the requested dtype
-    and is aligned to 64 bytes.
+    On the CPU backend the array uses host memory without a copy, if the memory has the requested
+    dtype and is aligned to 64 bytes.
 
     Args:
         shape: of the whole array.

@@ -95,7 +95,7 @@ class _DeviceGroup:
 
 
 class _MeshChannels:
-    """Broadcasts by a sum of the sender's data and zeros of all other members, which every kind of device supports."""
+    """Broadcasts by adding the sender's data and zeros of all other members, which every kind of device supports."""
 
     depth = 2
 
@@ -144,7 +144,7 @@ class _RunningBroadcast:
 
     Attributes:
         ranks: members of the group.
-        words: the sum: the padded message.
+        words: the sum, which is the padded message.
         data: destination of the message; None on the sender.
     """
 
@@ -190,7 +190,7 @@ def _named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def collectives_of_job() -> DeviceCollectives | None:
-    """Return the collectives of the initialized JAX job, or None without one or for one process.
+    """Return the collectives of the initialized JAX job, or None without a job or for one process.
 
     Raises:
         PluginError: if this version of JAX is not supported.

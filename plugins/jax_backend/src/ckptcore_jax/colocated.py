@@ -221,7 +221,7 @@ class ColocatedExecutor(StagedExecutor):
         for position, (device, index) in enumerate(sharding.devices_indices_map(shape).items()):
             box, worker = box_of(index, shape), self._worker_of[device]
             # Devices are in the order of `jax.Array.addressable_data`, because a single controller
-            # addresses all.
+            # can address all devices.
             boxes[worker].setdefault(box, position)
             of_box = workers.setdefault(box, [])
             if worker not in of_box:

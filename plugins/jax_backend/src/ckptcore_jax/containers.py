@@ -33,7 +33,7 @@ _FUNCTION_TYPES: Final = frozenset(
     }
     | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
 )
-"""Types of children that are code. Not subclasses: a callable module is a container, and a callable array a leaf."""
+"""Types of children that are code. Without subclasses: a callable module is a container, a callable array a leaf."""
 
 _PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
 """Types that `jax.tree_util` and ckptcore flatten without registration, like named tuples."""
@@ -118,7 +118,7 @@ class _FlaxModule(RegisteredContainer):
     """Handler of Flax NNX modules, optimizers and random streams, which programs change in place."""
 
     def is_object(self, value: Any) -> bool:
-        """Return True unless all arrays in it are abstract, as those of ``nnx.eval_shape`` are."""
+        """Return True unless all arrays in it are abstract, as in a result of ``nnx.eval_shape``."""
         leaves = tree_util.tree_leaves(value)
         return any(not isinstance(leaf, jax.ShapeDtypeStruct | AbstractArray) for leaf in leaves)
 

@@ -59,7 +59,7 @@ class JobService:
 def service_of_job() -> JobService | None:
     """Return the service of the initialized JAX job, or None before initialization or after a shutdown.
 
-    Any thread. Starts no JAX backend, unlike `jax.process_index` and `jax.process_count`.
+    Thread-safe. Starts no JAX backend, unlike `jax.process_index` and `jax.process_count`.
 
     Raises:
         PluginError: if this version of JAX is not supported.

@@ -1,4 +1,4 @@
-"""Coordinators of a jax.distributed job over its key-value service. They use no devices. Any thread."""
+"""Coordinators of a jax.distributed job over its key-value service. They use no devices. Thread-safe."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KeyValueCoordinator:
         """Do no I/O.
 
         Args:
-            client: of the service.
+            client: client of the service.
             rank, size: rank of this process and number of processes.
             timeout_seconds: timeout of an exchange.
         """
@@ -234,12 +234,12 @@ class JobCoordinator(KeyValueCoordinator):
 
     @property
     def incarnation(self) -> int:
-        """Number of this job among those that this process has used, from 1."""
+        """Number of this job among the jobs that this process has used, from 1."""
         return self._incarnation
 
 
 class _JobCoordinators:
-    """The coordinator of this process's job. Any thread."""
+    """The coordinator of this process's job. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -123,7 +123,7 @@ class JaxLeafHandler(LeafHandler):
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         """Return each box on a process's devices once, or the whole array without a sharding.
 
-        Processes have their JAX process indices.
+        `process` is a JAX process index.
 
         Raises:
             UnsupportedLeafError: see `shards`. Arrays without elements are accepted.
@@ -136,7 +136,7 @@ class JaxLeafHandler(LeafHandler):
         return shards_in_process(sharding, shape, process, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the bytes of views, which are 0 on the CPU backend, and of copies, if this handler copies."""
+        """Return the bytes for views and copies. CPU arrays need 0 for views, and for copies if `copy` is False."""
         record = self.describe(leaf)
         assert isinstance(record, ArrayRecord)  # all JAX leaves are arrays
         dtype = record.spec.numpy_dtype
@@ -227,7 +227,7 @@ def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:
 
 
 class _DeviceTransfer:
-    """A running transfer of a box from a device. Any thread."""
+    """A running transfer of a box from a device. Thread-safe."""
 
     __slots__ = ("_array", "_arrived", "_slices")
 
@@ -301,7 +301,7 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
 
 
 def is_committed(abstract: Any) -> bool:
-    """Return True if a concrete_sharding array is committed to its devices.
+    """Return True if an array is committed to its devices.
 
     Abstract arrays with a sharding count as committed.
     """

@@ -28,8 +28,8 @@ class Placement:
         boxes: each box in this process, with the position of its first device among this process's
             devices.
         holders: each box, with the processes that have it, in the order of the devices.
-        replicas: number of processes that have each box, or 1 if it varies. None for an array in
-            one process, even another one, because each process may have such an array.
+        replicas: number of processes that have each box, or 1 if it varies. None for an array in a
+            single process, this or another one, because each process may have such an array.
         cuts: boundaries between boxes along each axis; None if there is only one box.
         devices: number of devices with the array in all processes.
         local: True if all devices are in this process.

@@ -58,7 +58,7 @@ def impl_name(dtype: Any) -> str:
 
 
 def dtype_of(stored: ArrayRecord) -> Any | None:
-    """Return the dtype of stored keys, or None if JAX lacks them or their data differs."""
+    """Return the dtype of stored keys, or None if JAX lacks their implementation or their data has another format."""
     impl = stored.notes.get("impl")
     dtype = _dtype_of_impl(impl) if stored.kind == KIND and isinstance(impl, str) else None
     if dtype is None:
@@ -106,8 +106,8 @@ def expect_same_impl(dtype: Any, stored: ArrayRecord) -> None:
 def data_sharding(sharding: Sharding | None) -> Sharding | None:
     """Return the sharding for the data of keys with this sharding, or None for the default device.
 
-    The data has more axes than the keys, which are last and not sharded. Only shardings over a mesh
-    or one device are valid for the data, too.
+    The data has additional axes after the axes of the keys. The additional axes are not sharded.
+    Only shardings over a mesh or one device are valid for the data, too.
     """
     return sharding if isinstance(sharding, SingleDeviceSharding | NamedSharding) else None
 

@@ -84,7 +84,7 @@ def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device]
     A mesh consists of the devices with the stored ids. If some ids are missing but there are enough
     devices, it consists of the first of `devices`, in the order of the ids. A single-device
     sharding uses the device of that name, or else the first device. If all stored devices belong to
-    one process, the result uses devices of this process.
+    one process, the result uses devices of the calling process.
 
     Args:
         notes: notes of a `ckptcore.model.ArrayRecord`, from any version and any plugin. They can be

@@ -58,7 +58,7 @@ class StagedReadResult:
 
 
 class HeldElements(Protocol):
-    """Elements that one worker keeps in memory for a save. Any thread."""
+    """Elements that one worker keeps in memory for a save. Thread-safe."""
 
     def wait(self) -> None:
         """Wait until the leaves can be changed or deleted.
@@ -133,7 +133,7 @@ class StagedExecutor(ABC):
         """Run read stages on the workers, and build the leaves there. Return when all are done.
 
         Args:
-            stages: stages by worker. A worker that needs no box has none.
+            stages: stages by worker. A worker that needs no box has no stage.
             leaves: the leaves to build.
         """
 

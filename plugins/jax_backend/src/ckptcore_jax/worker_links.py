@@ -33,10 +33,10 @@ _CACHED_CALLS: Final = 64
 
 
 class WorkerLink:
-    """Calls functions on the host of a worker's devices. Any thread.
+    """Calls functions on the host of a worker's devices. Thread-safe.
 
     Attributes:
-        name: of the worker.
+        name: name of the worker.
         lead: CPU device of the worker's host, for messages and arrays.
     """
 

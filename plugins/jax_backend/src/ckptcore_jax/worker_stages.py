@@ -51,7 +51,7 @@ ReadStage: TypeAlias = Callable[[], tuple[bytes, Sequence[Sequence[HostArray]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """Options of the controller's `Context` that workers use. A worker uses the plugins installed there.
+    """Options of the controller's `Context` that workers use. A worker uses the plugins of its own installation.
 
     Attributes:
         durability, io, storage: see `Context`.

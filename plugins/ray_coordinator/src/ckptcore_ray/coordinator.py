@@ -21,7 +21,7 @@ _ANSWER_SECONDS: Final = 60.0
 
 
 class RayCoordinator:
-    """A rank of a job. Any thread, but not the event loop of an asynchronous actor.
+    """A rank of a job. Thread-safe. Exchanges raise an error on the event loop of an asynchronous actor.
 
     The constructor joins the job. If a rank joins a second time, for example after a restart, the
     next incarnation of the job begins. Then the next exchange of every other rank raises an error,

@@ -28,7 +28,7 @@ class _Exchange:
         done: ranks that left the exchange.
         payloads: payloads not yet delivered, by rank.
         abandoned: True if the leader of a gather stopped waiting.
-        waiting: by waiting rank, its future and the start of the wait.
+        waiting: for each waiting rank, its future and the start of the wait.
     """
 
     key: str
@@ -60,8 +60,8 @@ class Exchanges:
 
     A key can be used repeatedly: the first use by each rank belongs to the first exchange, the
     second use to the next one. If the leader of a gather times out, late payloads are discarded. If
-    a rank times out in a broadcast and tries again, it waits for the same broadcast; otherwise the
-    payload of the leader is kept until the incarnation ends.
+    a rank times out in a broadcast and tries again, it waits for the same broadcast. If it does not
+    try again, the payload of the leader is kept until the incarnation ends.
 
     Not thread-safe: all calls must be on one event loop.
     """

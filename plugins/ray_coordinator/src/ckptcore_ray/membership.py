@@ -10,7 +10,7 @@ __all__ = ["join_job", "joined_coordinator", "leave_job"]
 
 
 class _Membership:
-    """The latest coordinator of this process. Any thread."""
+    """The latest coordinator of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self.coordinator: RayCoordinator | None = None

@@ -53,7 +53,7 @@ class FallbackLocation(IndirectLocation):
 
 
 class FallbackStorage(StorageBackend):
-    """The near directory of a checkpoint, with missing objects read from the far copy. Any thread.
+    """The near directory of a checkpoint, with missing objects read from the far copy. Thread-safe.
 
     The far copy is used only if its root has the same bytes. The root itself is always read from
     the near directory. Writes and deletions affect only the near directory. The first read from the

@@ -220,7 +220,7 @@ class LeaderSender:
                 )
 
     def close(self, run: str) -> None:
-        """Tell the other hosts that this run sends no more steps."""
+        """Write a message for the other hosts: this run sends no more steps."""
         try:
             self._store.put(_CURRENT, json.dumps({"closed": run}).encode())
         except StorageError as error:

@@ -56,8 +56,8 @@ class UploadState:
         last_chosen: the last step that the upload policy chose.
         error: the latest error of the far directory; None after an upload succeeded.
         uploaded, skipped, failed: see `UploadStatus`; in chronological order.
-        unreported: for each step that cannot be uploaded, its error, until it was raised to the
-            user.
+        unreported: for each step that cannot be uploaded, its error, until the error is raised to
+            the user.
     """
 
     waiting: set[int] = field(default_factory=set)
@@ -120,7 +120,7 @@ class UploadState:
         self.unreported[step] = error
 
     def take_error(self, *, waiting: bool, near: str, far: str) -> UploadError | None:
-        """Return an error for the steps that cannot be uploaded, and report each step only once. None without any.
+        """Return an error for the steps that cannot be uploaded, or None if there are none. Reports each step once.
 
         Args:
             waiting: True to include steps that still wait.

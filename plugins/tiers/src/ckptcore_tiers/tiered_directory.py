@@ -18,7 +18,7 @@ __all__ = ["TieredDirectory"]
 
 
 class TieredDirectory:
-    """A `RunDirectory` in two places: steps are saved to the near directory and uploaded to the far one.
+    """A `RunDirectory` with two directories: steps are saved to the near directory and uploaded to the far one.
 
     A load reads the near copy of a step if it is valid, and otherwise the far copy. Errors of the
     far directory do not delay saves: uploads are retried until the run ends. One `Checkpointer` at

@@ -218,7 +218,7 @@ class TieredRun:
         return owned.deleter.begin(step, under_way=self._saves.under_way, elsewhere=is_another_elsewhere)
 
     def _remove(self, step: int, begun: Sequence[PendingDeletion]) -> None:
-        """On the leader, remove a step. The near copy is removed first: the next run would upload a remaining one."""
+        """On the leader, remove a step. Remove the near copy first: the next run would upload it if it remained."""
         self.uploads.cancel(step)
         if self.far is not None and self.far.steps.is_committed(step):  # it was uploaded after `_begin_deletions`
             begun = [*begun, self._begin_deletion(self.far, step)]

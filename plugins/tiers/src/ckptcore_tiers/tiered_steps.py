@@ -22,7 +22,7 @@ logger = logging.getLogger("ckptcore.tiers")
 
 
 class TieredSteps:
-    """The `RunSteps` of two directories. Any thread.
+    """The `RunSteps` of two directories. Thread-safe.
 
     Two copies of a step are equal if they have the same save id. If the ids differ, the run was
     rolled back and saved the step again, or continued elsewhere. Then the copy whose save began

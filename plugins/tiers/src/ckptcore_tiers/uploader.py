@@ -47,7 +47,7 @@ _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, Unsupport
 
 
 class Uploader:
-    """Uploads the committed steps of a run that owns both directories. Any thread.
+    """Uploads the committed steps of a run that owns both directories. Thread-safe.
 
     One background thread uploads. If the far directory fails, an upload is retried until the run
     ends, after pauses of up to a minute. Only `wait` and `close` wait for uploads. A step with a

@@ -27,8 +27,8 @@ class Uploads:
 
     Attributes:
         uploader: uploads steps; on the leader, else None.
-        stop_sending: stops the messages or the thread of this process, if several hosts upload a
-            step together.
+        stop_sending: if several hosts upload a step together: on the leader, writes that the uploads
+            have ended; on the first process of another host, stops the thread.
         close_sending: waits until the leader's uploads end, then stops the thread; on the first
             process of other hosts.
     """

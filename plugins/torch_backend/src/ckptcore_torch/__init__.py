@@ -90,7 +90,7 @@ def ckpt_coordinator() -> Coordinator | None:
 
 @hookimpl
 def ckpt_collectives() -> Collectives | None:
-    """Return collectives over separate process groups, if the initialized one has several processes."""
+    """Return collectives over separate process groups, if the initialized process group has several processes."""
     if not hasattr(sys.modules.get("torch.distributed"), "init_process_group"):
         return None
     from ckptcore_torch.collectives import collectives_of_job

@@ -1,8 +1,8 @@
-"""Abstract tensors of live tensors, and for stored arrays.
+"""Abstract tensors, created from live tensors or for stored arrays.
 
-A tensor on the meta device requests a tensor on the CPU. A FakeTensor, which is PyTorch's tensor
-with a device but without elements, requests another device. That device must exist only at the
-load.
+A tensor on the meta device requests a tensor on the CPU. A FakeTensor, PyTorch's tensor with a
+device but without elements, requests a tensor on its device. This process needs the device only for
+the load.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def abstract_subclass(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         like: an instance of a subclass over plain memory.
 
     Raises:
-        UnsupportedLeafError: if `like` is not on the CPU. FakeTensor is itself a subclass, so that
-            it cannot have the class of `like`.
+        UnsupportedLeafError: if `like` is not on the CPU. Other devices need a FakeTensor, which
+            cannot also have the class of `like`.
     """
     if plain.device.type not in ("cpu", "meta"):
         raise UnsupportedLeafError(
@@ -117,7 +117,7 @@ def _has_device(device: torch.device) -> bool:
 
 @functools.cache
 def _fakes() -> tuple[Any, Any]:
-    """Return PyTorch's module of FakeTensors, and the mode of all our FakeTensors. The import takes about a second."""
+    """Return PyTorch's FakeTensor module, and the mode that our FakeTensors share. The import takes about a second."""
     import torch._subclasses.fake_tensor as fakes
 
     return fakes, fakes.FakeTensorMode()

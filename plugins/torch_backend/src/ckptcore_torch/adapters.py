@@ -1,9 +1,9 @@
 """LoRA adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
 PEFT can load adapters saved with this module (``PeftModel.from_pretrained``), and this module can
-load adapters saved by PEFT (``save_pretrained``). Elements and JSON are equal. Both files are saved
-as one atomic checkpoint with checksums. Names and config are those of peft 0.21.2. PEFT need not be
-installed.
+load adapters saved by PEFT (``save_pretrained``). Both programs store the same elements and JSON.
+Both files are saved as one atomic checkpoint with checksums. Names and config are those of peft
+0.21.2. PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Adapter", "AdapterLayout", "adapter_state", "load_adapter", "load_ad
 
 _CONFIG_FILE: Final = "adapter_config.json"
 _CONFIG: Final = "adapter_config"
-"""Name of the config in the metadata of a checkpoint, also if PEFT wrote it."""
+"""Metadata key of the config, also for checkpoints that PEFT wrote."""
 _ATTEMPTS: Final = 20
 
 Loaded = TypeVar("Loaded")
@@ -115,8 +115,8 @@ def adapter_state(
     """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes, trained modules.
 
     The tensors are not copied. The model need not be created by PEFT. Parameters without an adapter
-    name belong to every adapter. The result lacks the base model: add resized embeddings yourself,
-    which PEFT saves completely.
+    name belong to every adapter. The result does not contain the base model. PEFT also saves
+    resized embeddings: add them yourself.
 
     Args:
         model: the model, also compiled or in DistributedDataParallel.
@@ -273,7 +273,7 @@ def _find_adapter(location: str, context: ckptcore.Context | None) -> tuple[str,
 
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside data-parallel wrappers, because PEFT's names lack the wrappers."""
+    """Return the module inside data-parallel wrappers, because names in PEFT files do not contain the wrappers."""
     while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         model = model.module
     return model

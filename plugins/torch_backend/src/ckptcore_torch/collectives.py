@@ -61,7 +61,7 @@ class _StoreCollectives(ABC):
 
     @abstractmethod
     def _group(self, store: Any, number: int, size: int) -> Any:
-        """Create a process group of `size` processes, in which this process has the number `number`."""
+        """Create a process group of `size` processes, in which this process has the rank `number`."""
 
 
 class GlooCollectives(_StoreCollectives):
@@ -105,9 +105,9 @@ class NCCLCollectives(_StoreCollectives):
 def collectives_of_job() -> GlooCollectives | NCCLCollectives | None:
     """Return the collectives of the initialized process group, or None if it has only one process.
 
-    They use NCCL if the backend of the job includes NCCL and this process has a CUDA device, and
-    otherwise gloo, even if the job does not. The result is also None if this build of torch lacks
-    gloo, or if the group has no store.
+    They use NCCL if the backend of the job includes NCCL and this process has a CUDA device.
+    Otherwise they use gloo, even if the job does not. The result is also None if this build of
+    torch lacks gloo, or if the group has no store.
     """
     found = store_of_job()
     world = dist.group.WORLD

@@ -30,7 +30,7 @@ def host_view(tensor: torch.Tensor) -> HostArray:
 
 
 def shares_memory(array: HostArray, tensor: torch.Tensor) -> bool:
-    """Return True if `host_view` returned this array for the memory of this CPU tensor."""
+    """Return True if this result of `host_view` shares the memory of this CPU tensor."""
     base = array.base
     if isinstance(base, np.ndarray):  # a view of the carrier integers
         base = base.base

@@ -101,7 +101,7 @@ class DTensorHandler(LeafHandler):
         return tuple([Shard(box, own.replica, own.replicas) for box in own.boxes])
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return the boxes of a process, computed from the mesh and placements. Processes have their torch ranks."""
+        """Return the boxes of a process, computed from the mesh and placements. `process` is a torch rank."""
         if process is None:
             own = _local_part(leaf)
         else:
@@ -110,7 +110,7 @@ class DTensorHandler(LeafHandler):
         return None if own is None else tuple([Shard(box, own.replica, own.replicas) for box in own.boxes])
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the bytes of views and copies of the local tensor."""
+        """Return the bytes that views and copies of the local tensor need."""
         return _LOCAL_HANDLER.host_bytes(_local(leaf), boxes)
 
     def replicas(self, leaf: Any, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Torch dtypes, and NumPy dtypes for their elements, bit by bit."""
+"""Torch dtypes, and the NumPy dtypes that represent their elements bit for bit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckptcore.model import PLAIN_ARRAY, dtype_from_name
 
 __all__ = ["Encoding", "encoding_of", "encoding_of_stored"]
 
-# Dtype names shared by PyTorch and checkpoints. PyTorch and NumPy can exchange the first dtypes
-# directly, and the others only as integers of the same size.
+# Dtype names shared by PyTorch and checkpoints. PyTorch and NumPy can exchange the dtypes in
+# `_DIRECT` directly, and the others only as integers of the same size.
 _DIRECT: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",

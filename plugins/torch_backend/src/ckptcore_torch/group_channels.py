@@ -28,7 +28,7 @@ class ProcessGroup(Protocol):
     """The methods that `torch.distributed.ProcessGroupGloo` and ``ProcessGroupNCCL`` have in common."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
-        """Start a broadcast from the member with the number `root` in the group."""
+        """Start a broadcast from the member with the rank `root` in the group."""
         ...
 
     def abort(self) -> None:
@@ -57,7 +57,7 @@ class HostChannels:
     """Sends host memory directly, for process groups that support it. A `ckptcore.protocols.Channels`."""
 
     depth = 2
-    """Number of threads of a ``ProcessGroupGloo`` (torch 2.13.0, ``ProcessGroupGloo.hpp``: ``Options::threads``)."""
+    """One broadcast for each of gloo's two threads (torch 2.13.0, ``ProcessGroupGloo.hpp``: ``Options::threads``)."""
 
     def __init__(self, groups: Sequence[JoinedGroup]) -> None:
         """Take ownership of these groups."""

@@ -30,7 +30,7 @@ class ModuleHandler(CheckpointableHandler):
     priority = Priority.FRAMEWORK
 
     def flatten(self, value: torch.nn.Module) -> object:
-        """Return the state dict under plain names. Its tensors are views of the module's.
+        """Return the state dict under plain names. Its tensors share memory with the module.
 
         Raises:
             NameCollisionError: if two entries have the same plain name.
@@ -40,8 +40,8 @@ class ModuleHandler(CheckpointableHandler):
     def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
         """Return the state dict to load, with stored shapes for parameters of unused lazy modules.
 
-        If the stored names are equal to the names of the module's own state dict, the result has
-        these instead of plain names.
+        If the stored names are equal to the names of the module's own state dict, the result uses
+        them instead of plain names.
 
         Raises:
             TreeMismatchError: if the stored names differ from the module's only by wrappers.
@@ -65,7 +65,7 @@ class ModuleHandler(CheckpointableHandler):
         """Load the entries that were not filled in place.
 
         Parameters stay the same objects, except parameters on the meta device, which are replaced.
-        Tied parameters are replaced by one object.
+        Tied parameters on the meta device are replaced by one shared object.
 
         Raises:
             TreeMismatchError: if the names of state and module differ.

@@ -33,9 +33,9 @@ _NUMBERED: Final = OptimizerHandler()
 class NamedOptimizer:
     """Optimizers and their model. Save and load it instead of an optimizer.
 
-    An optimizer alone identifies its parameters by their position. By names, a checkpoint loads
-    into an optimizer with another order or other groups of parameters, and with other wrappers and
-    meshes. The saved state has the form of
+    An optimizer alone identifies its parameters by their position. With names, a checkpoint also
+    loads into an optimizer whose parameters have another order, other groups, other wrappers or
+    another mesh. The saved state has the form of
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
     Attributes:
@@ -188,7 +188,7 @@ class NamedOptimizerPartHandler(NamedOptimizerHandler):
 
 
 def _named_states(value: NamedOptimizer) -> Sequence[NamedState]:
-    # This module is imported if such a model exists.
+    # A model under FSDP1 exists only if this module was imported.
     fully_sharded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fully_sharded is not None and fully_sharded.FullyShardedDataParallel.fsdp_modules(value.model):
         from ckptcore_torch.fsdp_optimizers import fsdp_named_state
@@ -212,7 +212,7 @@ def _merge(members: Sequence[NamedState]) -> dict[str, Any]:
 
 
 def _aliases(members: Sequence[NamedState]) -> dict[str, NamedState]:
-    """Return the optimizer of each parameter, by all its names."""
+    """Return the optimizer of each parameter, by every name of the parameter."""
     found: dict[str, NamedState] = {}
     for member in members:
         for alias in member.aliases:
@@ -295,7 +295,7 @@ def _groups_to_load(members: Sequence[NamedState], stored_groups: Sequence[Mappi
 
 
 def _group_of(member: NamedState) -> dict[str, dict[str, Any]]:
-    """Return the group of each parameter, by all its names."""
+    """Return the group of each parameter, by every name of the parameter."""
     by_name = {name: group for group in member.groups for name in group["params"]}
     return {alias: by_name[name] for alias, name in member.aliases.items()}
 
@@ -308,7 +308,8 @@ def _member_state(
     Args:
         member: the optimizer.
         nested: the loaded state.
-        taken: numbers of the loaded groups that are already used; their options are copied.
+        taken: numbers of the loaded groups that are already in use; their options are copied. This
+            call adds the groups that it uses.
         others: True to include states without a parameter.
     """
     stored_groups = nested["param_groups"]

@@ -34,8 +34,8 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
     """Return the plain name of each name of a parameter or state dict entry of `module`.
 
     Raises:
-        NameCollisionError: if two names have the same plain name, because a wrapper has a
-            parameter.
+        NameCollisionError: if two names have the same plain name, because a wrapper has a parameter
+            of its own.
     """
     wrappers = _wrappers_in(module)
     if not wrappers:

@@ -1,6 +1,6 @@
 """Stored forms of an optimizer's state by names, and conversions between them.
 
-The forms differ in the groups. They have the state of each parameter under its name.
+The forms differ in how they store the groups. All store the state of each parameter under its name.
 
 - nested: a list of groups, ``[{option: value, ..., "params": names}]``, the default of torch.
 - by name: ``{name: {option: value}}``. Mappings of processes with different parameters merge by key.
@@ -142,7 +142,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_others(stored: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """Return a stored state without the entries of other parameters. Keep entries without a parameter."""
+    """Return a stored state without entries of parameters outside `names`. Keep entries that belong to no parameter."""
     if not stored.keys() & {_STATE, _GROUPS}:
         left = set(_keys_of_others(stored.keys(), names))
         return {key: value for key, value in stored.items() if key not in left}
@@ -163,7 +163,7 @@ def without_others(stored: Mapping[str, Any], names: Collection[str]) -> Mapping
 
 
 def with_others(request: Mapping[str, Any], stored: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """Extend a request for a result of `without_others` with placeholders for the other stored entries."""
+    """Extend a request with placeholders for the stored entries that `without_others` removes."""
     if not stored.keys() & {_STATE, _GROUPS}:
         return {**request, **dict.fromkeys(_keys_of_others(stored.keys(), names), PLACEHOLDER)}
     groups, found = stored.get(_GROUPS), dict(request)

@@ -43,7 +43,7 @@ class NamedState:
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
-    """Return the state of an optimizer of parameters of a model.
+    """Return the state of an optimizer by the names of its parameters in a model.
 
     Raises:
         UnsupportedLeafError: if a parameter does not belong to the model, or if the state dict has

@@ -68,7 +68,7 @@ class OptimizerHandler(CheckpointableHandler):
             state["state"] = {
                 number: slots_to_load(state["state"].get(number), slots, _state_factory(parameters.get(number)))
                 for number, slots in by_number.items()
-                if number in parameters or not isinstance(number, int)  # a state without a parameter has a name
+                if number in parameters or not isinstance(number, int)  # a state of no parameter has a string key
             }
         for group, stored_group in zip(state["param_groups"], stored_groups, strict=False):
             if isinstance(stored_group, Mapping):
@@ -128,8 +128,8 @@ def numbered_parameters(optimizer: torch.optim.Optimizer, state: Any) -> dict[An
 def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object]) -> Any:
     """Return the request for the state of one parameter.
 
-    It has the stored structure. Tensors of `own` with the stored shape and dtype are in it, so that
-    they are filled.
+    The request has the stored structure. It contains the tensors of `own` that have the stored
+    shape and dtype, so that the load fills them.
 
     Args:
         own: current state of the parameter, or None.
@@ -137,7 +137,8 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
         array: creates the abstract tensor for any other stored array.
     """
     held = {name: slot for name, slot in own.items() if isinstance(slot, torch.Tensor)} if isinstance(own, dict) else {}
-    # Exclude tensors of `own`: not every type can create abstract tensors, or on the right device.
+    # Exclude tensors of `own`: some types cannot create abstract tensors, or not on the right
+    # device.
     others = {name: slot for name, slot in own.items() if name not in held} if held else own
     request = state_to_load(others, stored, array=array)
     if isinstance(request, dict):

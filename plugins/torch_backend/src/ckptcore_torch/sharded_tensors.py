@@ -139,7 +139,7 @@ class ShardedTensorHandler(LeafHandler):
         return _with_shards(abstract, tensors)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into the shards of this process. Return False if one cannot be changed."""
+        """Copy into the shards of this process. Return False if a shard cannot be changed."""
         _expect_shape(target, stored)
         assert isinstance(stored, ArrayRecord)  # a value has no shape
         arrays = dict(boxes)
@@ -151,7 +151,7 @@ class ShardedTensorHandler(LeafHandler):
         return filled
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """Return the memory of this process's shards, or None if one cannot be changed."""
+        """Return the memory of this process's shards, or None if a shard cannot be changed."""
         found: list[StridedMemory] = []
         for _, local in _local_shards(target):
             memory = None if is_fake(local) else _LOCAL_HANDLER.memory_to_fill(local)

@@ -1,4 +1,4 @@
-"""Checkpointable handlers of schedulers, gradient scalers, data loaders and random generators; handlers by type."""
+"""Checkpointable handlers of schedulers, gradient scalers, data loaders and random generators; choice by type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("ckptcore.torch")
 
 
 _WITHOUT_STATE: Final = tuple([kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)])
-"""Iterators of samplers that draw a random order without saving their state. Subclasses may override them."""
+"""``__iter__`` of samplers that draw a random order without saving their state. Subclasses may override it."""
 
 
 class StateDictHandler(CheckpointableHandler):
@@ -44,7 +44,7 @@ class StateDictHandler(CheckpointableHandler):
         return value.state_dict()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the stored state with the types in `value`, and tensors for other arrays."""
+        """Return a request with the stored structure, the types in `value`, and abstract tensors for other arrays."""
         return state_to_load(value.state_dict(), stored, array=abstract_tensor)
 
     def unflatten(self, like: Any, state: object) -> object:
@@ -136,7 +136,7 @@ def _is_stateful_loader(value_type: type) -> bool:
 
 
 def _lost_order(loader: Any) -> str | None:
-    """Return why the state of a loader lacks the order of its sampler, or None if it has it or if this is unknown.
+    """Return why a loader's state lacks its sampler's order, or None if it contains the order or if this is unknown.
 
     The loader saves the state of its sampler or batch sampler, if that has one. Otherwise a resumed
     loader draws a new order and skips the indices that were already used. The new order is the same
@@ -149,7 +149,7 @@ def _lost_order(loader: Any) -> str | None:
     drawn = sys.modules.get("torchdata.stateful_dataloader.sampler")
     if drawn is None or not isinstance(sampler, drawn.RandomSampler):
         return None
-    if type(batches) is BatchSampler:  # torchdata's own keeps the state of the sampler
+    if type(batches) is BatchSampler:  # torchdata's own class saves the state of the sampler
         kind = type(batches)
         return f"the batch sampler, a {kind.__module__}.{kind.__qualname__}, keeps no state of the sampler"
     if loader.generator is sampler.generator:

@@ -32,7 +32,7 @@ class StoreCoordinator:
     The store can be the store of the job. The coordinator polls it, because
     ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time. It ignores
     keys of an earlier run of the job. If the store fails or hangs, an exchange raises an error
-    within the timeout. Any thread.
+    within the timeout. Thread-safe.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class StorelessCoordinator:
 
 
 def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
-    """Return the coordinator of the initialized process group, or None if it has only one process. Any thread.
+    """Return the coordinator of the initialized process group, or None if it has only one process. Thread-safe.
 
     It uses the store with which the group was initialized, and works with every backend that has a
     store.
@@ -243,12 +243,12 @@ class GroupCoordinator(StoreCoordinator):
 
     @property
     def incarnation(self) -> int:
-        """Number of this group among those that this process has used, from 1."""
+        """Number of this group among the groups that this process has used, from 1."""
         return self._incarnation
 
 
 class _GroupCoordinators:
-    """Coordinators of the groups of this process. Any thread."""
+    """Coordinators of the groups of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

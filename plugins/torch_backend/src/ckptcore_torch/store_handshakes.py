@@ -29,7 +29,7 @@ _ENDING_SECONDS: Final = 5.0
 
 
 class StoreHandshake:
-    """Handshake of one process with the leader. Any thread.
+    """Handshake of one process with the leader. Thread-safe.
 
     A rank sets the key ``hello`` to a random word. The leader answers with the word and an id of
     this run of the job, which is the prefix of all further keys. The leader answers each rank once,
@@ -87,10 +87,11 @@ class StoreHandshake:
             self._lock.release()
 
     def wait_for_all(self, store: WatchedStore, timeout_seconds: float) -> None:
-        """On the leader, wait until all ranks have met it, because the program may exit after the broadcast.
+        """On the leader, wait until all ranks have finished the handshake: the program may exit after the broadcast.
 
-        Only the first call waits, and no call waits after `waited` or on another rank that leads a
-        group. After the timeout the leader continues: late ranks can still read the payload.
+        Only the first call waits. No call waits after `waited`, or on another rank that leads a
+        group of ranks. After the timeout the leader continues: late ranks can still read the
+        payload.
         """
         if self._waited or self._rank:
             return
@@ -106,10 +107,10 @@ class StoreHandshake:
     def end(self) -> None:
         """Stop answering. Waits briefly for a pending request to the store.
 
-        There are two reasons. A thread inside the store at interpreter exit crashes the process
-        with ``terminate called without an active exception``, SIGABRT (torch 2.13.0, Python 3.11).
-        And if the same processes destroy a group and create another one over the same store, both
-        runs would answer.
+        There are two reasons. A thread that is inside the store at interpreter exit crashes the
+        process with ``terminate called without an active exception``, SIGABRT (torch 2.13.0, Python
+        3.11). And if the same processes destroy a group and create another one over the same store,
+        the threads of both runs would answer.
         """
         self._ended.set()
         if self._answering is not None and self._answering is not threading.current_thread():
@@ -180,7 +181,7 @@ class StoreHandshake:
 
 
 class StoreHandshakes:
-    """Handshakes of this process. They are dropped with their group or store. Any thread."""
+    """Handshakes of this process. They are dropped with their group or store. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

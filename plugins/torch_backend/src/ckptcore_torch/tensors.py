@@ -95,7 +95,7 @@ class TensorHandler(LeafHandler):
         return _whole_shard(leaf.shape, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the bytes of views, which are 0 for CPU memory, and of copies. A meta tensor counts as on a device."""
+        """Return the bytes that views (0 for CPU memory) and copies need. A meta tensor counts as a device tensor."""
         nbytes = sum([box.size for box in boxes]) * encoding_of(leaf.dtype).host.itemsize
         in_memory = leaf.device.type == "cpu" and not leaf.is_conj() and not leaf.is_neg()
         return HostBytes(0 if in_memory else nbytes, nbytes)

@@ -122,7 +122,7 @@ class _StagingBuffer:
 
 
 class HostCopy:
-    """A running copy of a tensor to a host array. `result` waits for it. Any thread."""
+    """A running copy of a tensor to a host array. `result` waits for it. Thread-safe."""
 
     def __init__(self, transfers: Transfers, source: torch.Tensor, target: HostArray, after: DeviceEvent) -> None:
         self._transfers = transfers
@@ -142,7 +142,7 @@ class HostCopy:
 
 
 class Transfers:
-    """Copies from one device to host arrays, through staging buffers. Any thread.
+    """Copies from one device to host arrays, through staging buffers. Thread-safe.
 
     Small copies share a buffer, and large copies use several. A copy starts on submission if a
     buffer is free. Copies progress whenever a thread waits for one of them. Buffers are reused for
@@ -265,8 +265,8 @@ class Transfers:
 def start_copy(source: torch.Tensor, target: HostArray) -> Pending[HostArray]:
     """Copy a tensor of any device to a C-contiguous host array of its encoding.
 
-    CUDA copies are asynchronous, and `source` must not change before the result is ready. Others
-    block.
+    CUDA copies are asynchronous, and `source` must not change before the result is ready. Other
+    copies block.
     """
     source = source.detach().resolve_conj().resolve_neg()
     carrier = encoding_of(source.dtype).carrier
