@@ -40,7 +40,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def converted_errors(what: str) -> Iterator[None]:
-    """Convert file system errors to ckptcore errors. Those of ckptcore pass unchanged.
+    """Convert file system errors to ckptcore errors. Errors of ckptcore pass unchanged.
 
     Args:
         what: operation and location: ``cannot read ...``.
@@ -60,8 +60,8 @@ def failure(error: BaseException, what: str) -> StorageError:
     """Return the ckptcore error for a file system error.
 
     Args:
-        error: an error of fsspec or of the library below it. These share only builtin errors and
-            status codes.
+        error: an error of fsspec or of the library below it. These libraries share only
+            builtin errors and status codes.
         what: operation and location: ``cannot read ...``.
     """
     found = first_line(error)

@@ -46,7 +46,7 @@ class FileSystem(Protocol):
 
 
 class Connection:
-    """One file system with its options. Any thread.
+    """One file system with its options. Thread-safe.
 
     Each process opens it again, because fsspec file systems must not be used after a fork. Each
     thread opens its own file system if that is not asynchronous, because it may not be thread-safe.
@@ -57,8 +57,8 @@ class Connection:
 
         Args:
             protocol: protocol name of fsspec.
-            url: with this protocol.
-            options: of the class of the file system, by name.
+            url: URL with this protocol.
+            options: arguments of the file system's class, by name.
 
         Raises:
             InvalidLocationError: if the URL is invalid for this protocol.
@@ -73,7 +73,7 @@ class Connection:
         try:
             self.path = str(self._type._strip_protocol(url))
             named = dict(self._type._get_kwargs_from_urls(url))
-        except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
+        except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
             # The message may contain a part of an unescaped password.
             raise InvalidLocationError(
                 f"cannot parse the path in {url!r} ({type(error).__name__}); write characters "
@@ -111,7 +111,7 @@ class Connection:
                 f"Context(storage={{{self.protocol!r}: {{...}}}}) to options in its "
                 "documentation"
             ) from chainable(error)
-        except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
+        except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
             raise failure(error, f"cannot open {self.protocol}://") from chainable(error)
         if isinstance(system.dircache, DirCache):
             system.dircache.use_listings_cache = False

@@ -33,8 +33,8 @@ class Answer:
     Attributes:
         data: the requested bytes, or fewer at the end of the object.
         size: size of the object in bytes; None if unknown.
-        takes_ranges: True if the server sent the range only; False if it sent the whole object, of
-            which the rest was not read.
+        takes_ranges: True if the server sent the range only; False if it sent the whole object; the
+            rest was then not read.
         version: strong ETag for later conditional requests, or None.
     """
 

@@ -27,12 +27,12 @@ _UNSIZED_READ_BYTES: Final = 64 << 20
 
 
 class FsspecStorage(StorageBackend):
-    """Objects by key. Any thread.
+    """Objects by key. Thread-safe.
 
     `put` refuses conditions, because fsspec has no conditional puts by a tag.
     """
 
-    # fsspec does its own buffering of what is written in pieces.
+    # No part size, because fsspec buffers written pieces itself.
     capabilities = StorageCapabilities(request_bytes=4 << 20, concurrency=8)
 
     def __init__(self, connection: Connection, url: str) -> None:
@@ -131,7 +131,7 @@ class FsspecStorage(StorageBackend):
         for key in keys:
             self.size(key)
 
-    # --- looking around
+    # --- listing
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """List the keys of all objects in a directory, sorted."""
@@ -169,7 +169,7 @@ class FsspecStorage(StorageBackend):
 
 
 class ReadOnlyStorage(FsspecStorage):
-    """Objects below a path of a read-only file system. Any thread."""
+    """Objects below a path of a read-only file system. Thread-safe."""
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """Raise an error without a request."""

@@ -28,7 +28,7 @@ _MAX_DIRECTORIES: Final = 10_000
 
 
 class WebStorage(ReadOnlyStorage):
-    """Objects below a URL. Any thread.
+    """Objects below a URL. Thread-safe.
 
     Listing needs a server that shows directories as pages with links. Loading a ckptcore checkpoint
     does not list.
@@ -112,7 +112,7 @@ class WebStorage(ReadOnlyStorage):
             try:
                 check_directory_key(plain)
             except InvalidLocationError:
-                continue  # a link that is not a name
+                continue  # the link does not name an entry
             if "/" not in plain.removesuffix("/") and not {"?", "#"} & set(name):
                 names.add(plain)
         return sorted(names)
@@ -131,7 +131,7 @@ class WebStorage(ReadOnlyStorage):
 
 
 class _RangedObject:
-    """An object on a server with range requests. Any thread.
+    """An object on a server with range requests. Thread-safe.
 
     All reads are of one version if the server has ETags.
     """
@@ -148,7 +148,7 @@ class _RangedObject:
 
 
 class _FetchedObject:
-    """An object in a local file. Any thread."""
+    """An object in a local file. Thread-safe."""
 
     def __init__(self, key: str, url: str, file: IO[bytes]) -> None:
         self._key = key

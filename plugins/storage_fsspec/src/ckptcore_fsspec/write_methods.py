@@ -25,23 +25,23 @@ T = TypeVar("T")
 _DELETIONS_AT_ONCE: Final = 32
 
 _PART_BYTES: Final = 8 << 20
-"""Size of one request of a stream. An object store accepts 10000 of them."""
+"""Size of one request of a stream. Object stores accept at most 10000 of them per object."""
 
 _REMOVES_EMPTY_DIRECTORIES_ONLY: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
 """File systems whose `rmdir` removes only empty directories.
 
-Some others of fsspec remove the contents too.
+In some other fsspec file systems it also removes the contents.
 """
 
 _RENAME_REPLACES: Final = frozenset({"file", "local", "sftp", "ssh"})
 """File systems whose `mv` replaces a file atomically."""
 
 _MAX_TRIES: Final = 100
-"""Number of tries to create a directory that others remove while it is empty."""
+"""Number of tries to create a directory that other threads or processes remove while empty."""
 
 
 class Sink(Protocol):
-    """An object that is written sequentially. One thread at a time."""
+    """An object that is written sequentially. Not thread-safe."""
 
     def write(self, data: bytes | bytearray | memoryview) -> object:
         """Write the next bytes."""
@@ -76,8 +76,8 @@ def write_method_of(system: FileSystem, root: str) -> WriteMethod:
     """Return the method of writing for a file system."""
     if system.async_impl:
         return _StreamedWrites(system)
-    # File systems that can rename have files, which readers could see incomplete. Others put whole
-    # objects in one call.
+    # A file system with its own `mv` has real files, which readers could see while they are
+    # incomplete. Others put whole objects in one call.
     return _SpooledWrites(system) if type(system).mv is AbstractFileSystem.mv else _RenamedWrites(system, root)
 
 

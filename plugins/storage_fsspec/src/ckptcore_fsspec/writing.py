@@ -1,4 +1,4 @@
-"""A writer that passes pieces on in the order of their bytes."""
+"""A writer that passes pieces to a stream in the order of their offsets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["InOrderWriter"]
 logger = logging.getLogger("ckptcore_fsspec.writing")
 
 _MAX_BUFFERED_BYTES: Final = 32 << 20
-"""Memory limit for early pieces of one writer. More go to a file."""
+"""Memory limit for early pieces of one writer. Further pieces go to a file."""
 
 _COPY_BYTES: Final = 1 << 20
 
 
 class InOrderWriter:
-    """Writes pieces of an object to a stream in the order of their bytes. Any thread.
+    """Writes pieces of an object to a stream in the order of their offsets. Thread-safe.
 
     The next piece goes to the stream at once. Early pieces are kept until their turn, in memory up
-    to a limit and then in a local file. A thread that writes blocks others, whose pieces therefore
-    need no copies.
+    to a limit and then in a local file. While a thread writes, others wait, so that most
+    pieces are not copied.
     """
 
     def __init__(self, sink: Sink, where: str, size: int | None) -> None:
@@ -37,7 +37,7 @@ class InOrderWriter:
         Args:
             sink: receives the bytes.
             where: the object, for errors.
-            size: of the object in bytes; None if unknown.
+            size: size of the object in bytes; None if unknown.
         """
         self._sink: Sink | None = sink
         self._where = where

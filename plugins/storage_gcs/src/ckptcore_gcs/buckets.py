@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class GcsBucket(Bucket):
-    """A bucket of GCS. Any thread; every method raises `RequestFailed`."""
+    """A bucket of GCS. Thread-safe. Every method raises `RequestFailed`."""
 
     def __init__(self, service: GcsService) -> None:
-        """Make no request."""
+        """Initialise without sending a request."""
         super().__init__(service)
         self._gcs = service
         self.json = JsonRequests(self, service.settings)
@@ -43,7 +43,7 @@ class GcsBucket(Bucket):
         return self.json.put(key, data, condition, put_id)
 
     def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
-        """Begin an upload in parts, as the option ``uploads`` says."""
+        """Begin an upload in parts, with the method of the option ``uploads``."""
         if self._gcs.settings.uploads == "composite":
             return CompositeUpload(self, self.json, key)
         if if_absent:

@@ -35,7 +35,7 @@ class Token:
 
 
 class TokenSource(Protocol):
-    """A source of tokens. Any thread."""
+    """A source of tokens. Thread-safe."""
 
     def get(self) -> Token:
         """Return a valid token.
@@ -68,7 +68,7 @@ class DefaultTokens:
     """
 
     def __init__(self, file: str | None) -> None:
-        """Do no I/O, and do not import google-auth."""
+        """Initialise without I/O, and without importing google-auth."""
         self._file = file
         self.reset_after_fork()
         reset_in_children(self)

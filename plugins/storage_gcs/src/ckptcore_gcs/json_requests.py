@@ -32,13 +32,13 @@ _RESPONSE: Final = re.compile(r"response-(\d{1,3})>")
 
 
 class JsonRequests:
-    """JSON API requests to one bucket. Any thread.
+    """JSON API requests to one bucket. Thread-safe.
 
     Every method except `put` retries transient failures and raises `RequestFailed`.
     """
 
     def __init__(self, bucket: BucketRequests, settings: Settings) -> None:
-        """Make no request."""
+        """Initialise without sending a request."""
         self._bucket = bucket
         self._name = settings.bucket
         self._objects = f"{settings.endpoint}/storage/v1/b/{settings.bucket}/o"

@@ -19,10 +19,10 @@ _SCHEMES: Final = ("gs", "gcs")
 
 
 class GcsBuckets:
-    """Cache of the buckets that this process used last, by settings. Any thread."""
+    """Cache of the buckets that this process used last, by settings. Thread-safe."""
 
     def __init__(self) -> None:
-        """Open nothing."""
+        """Create an empty cache."""
         self._buckets = OpenBuckets[Settings, GcsBucket]()
 
     def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:

@@ -15,10 +15,10 @@ __all__ = ["PLUGIN", "GcsPlugin"]
 
 
 class GcsPlugin:
-    """Opens ``gs://bucket/directory``, and fsspec's spelling ``gcs://``. Any thread."""
+    """Opens ``gs://bucket/directory``, and fsspec's spelling ``gcs://``. Thread-safe."""
 
     def __init__(self) -> None:
-        """Open nothing."""
+        """Initialise without opening a bucket."""
         self._buckets: GcsBuckets | None = None
 
     @hookimpl

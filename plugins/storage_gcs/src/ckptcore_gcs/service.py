@@ -41,14 +41,14 @@ _REMEDIES: Final = {
 
 
 class GcsService:
-    """A bucket. Any thread."""
+    """A bucket. Thread-safe."""
 
     metadata_prefix: Final = "x-goog-meta-"
 
     upload_headers: Final[Mapping[str, str]] = {}
 
     def __init__(self, settings: Settings) -> None:
-        """Make no request and load no credentials."""
+        """Initialise without sending a request or loading credentials."""
         self._settings = settings
         self._source: TokenSource
         if settings.anonymous:

@@ -33,7 +33,7 @@ def upload_id_of(key: str) -> str | None:
 
 
 class NewObjectUpload:
-    """A conditional upload by the XML API. Any thread.
+    """A conditional upload by the XML API. Thread-safe.
 
     Parts become a temporary object, which is then copied.
     """
@@ -72,7 +72,7 @@ class NewObjectUpload:
 
 
 class CompositeUpload:
-    """An object composed of temporary objects by the JSON API. Any thread.
+    """An object composed of temporary objects by the JSON API. Thread-safe.
 
     A composition takes a condition and at most 32 sources, so larger numbers are composed in
     several levels. Some emulators ignore the condition, so the upload also checks that the object
@@ -80,7 +80,7 @@ class CompositeUpload:
     """
 
     def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
-        """Make no request. The first part is the first request."""
+        """Initialise without sending a request. The first request uploads the first part."""
         self._bucket = bucket
         self._json = json
         self._key = key

@@ -39,7 +39,7 @@ class ObjectState:
 
 
 class BucketRequests:
-    """Requests of this process to one bucket, with retries. Any thread.
+    """Requests of this process to one bucket, with retries. Thread-safe.
 
     Attributes:
         service: the bucket's service.
@@ -48,7 +48,7 @@ class BucketRequests:
     """
 
     def __init__(self, service: Service) -> None:
-        """Make no request."""
+        """Initialise without sending a request."""
         self.service = service
         self.limit = AdaptiveLimit(service.tuning.concurrency, service.url)
         self.plain = PlainRequests(service)

@@ -45,13 +45,13 @@ class ReadResult:
 
 
 class Bucket(BucketRequests):
-    """Objects of a bucket by full key. Any thread of one process.
+    """Objects of a bucket by full key. Thread-safe, within one process.
 
     Every method retries transient failures and then raises `RequestFailed`.
     """
 
     def __init__(self, service: Service) -> None:
-        """Make no request."""
+        """Initialise without sending a request."""
         super().__init__(service)
         self._lock = threading.Lock()
         self._store: ObjectStore | None = None

@@ -21,7 +21,7 @@ _SECONDS_BETWEEN_CUTS: Final = 1.0
 
 
 class AdaptiveLimit:
-    """Limit of concurrent requests to one bucket in this process. Any thread.
+    """Limit of concurrent requests to one bucket in this process. Thread-safe.
 
     Uses additive increase and multiplicative decrease.
     """

@@ -16,14 +16,14 @@ _MAX_BUCKETS: Final = 64
 
 
 class OpenBuckets(Generic[K, B]):
-    """A bounded cache of buckets. Any thread.
+    """A bounded cache of buckets. Thread-safe.
 
-    Settings contain credentials, and a long process may get new ones every hour or for each user,
-    so the least recently used bucket is dropped. Directories that use it keep working.
+    Settings contain credentials, and a long-running process may get new ones every hour or for
+    each user, so the least recently used bucket is dropped. Directories that use it keep working.
     """
 
     def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
-        """Open nothing."""
+        """Create an empty cache."""
         self._max_buckets = max_buckets
         self._lock = threading.Lock()
         self._open: OrderedDict[K, B] = OrderedDict()

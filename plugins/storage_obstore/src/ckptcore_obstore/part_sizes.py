@@ -10,7 +10,7 @@ from ckptcore_obstore.uploads import MAX_PARTS
 __all__ = ["Part", "PartSizes"]
 
 _PARTS_PER_SIZE: Final = 1000
-"""Parts of equal size in an object of unknown size.
+"""Number of parts of equal size in an object of unknown size.
 
 After each thousand parts the size doubles, because ten thousand parts are the limit.
 """
@@ -38,7 +38,7 @@ class PartSizes:
         """Divide an object.
 
         Args:
-            size: in bytes; None if unknown.
+            size: size in bytes; None if unknown.
             least: smallest part size in bytes. Larger parts are multiples of it.
         """
         self._size = size

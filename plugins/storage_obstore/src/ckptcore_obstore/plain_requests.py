@@ -1,4 +1,4 @@
-"""HTTP requests that obstore lacks: uploads in parts, lists of them, and keys it rejects."""
+"""HTTP requests that obstore lacks: uploads in parts, lists of uploads, and keys it rejects."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Answer:
 
 
 class PlainRequests:
-    """Single requests to one bucket, without retries. Any thread.
+    """Single requests to one bucket, without retries. Thread-safe.
 
     A forked child opens its own connections.
     """
 
     def __init__(self, service: Service) -> None:
-        """Make no request."""
+        """Initialise without sending a request."""
         self._service = service
         self.reset_after_fork()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Drop all connections. A forked child must not write to those of its parent."""
+        """Drop all connections. A forked child must not write to its parent's connections."""
         self._lock = threading.Lock()
         self._pools: urllib3.PoolManager | None = None
 
@@ -69,7 +69,7 @@ class PlainRequests:
         Args:
             method: in upper case.
             key: key of an object; empty for the bucket.
-            query, headers: of the request; header names in lower case.
+            query, headers: parameters and headers of the request; header names in lower case.
             body: contiguous bytes; not copied.
 
         Raises:

@@ -21,7 +21,7 @@ _LOG: Final = logging.getLogger("ckptcore.storage")
 _SILENT_TRIES: Final = 3
 """Tries before a warning.
 
-A failure or two are normal in a network, but a long wait needs a reason.
+One or two failures are normal in a network. After more, the log must explain the wait.
 """
 
 

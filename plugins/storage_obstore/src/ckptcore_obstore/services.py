@@ -42,7 +42,7 @@ class Tuning:
 
 
 class Service(Protocol):
-    """A bucket of one cloud. Any thread. Opening it makes no request."""
+    """A bucket of one cloud. Thread-safe. Opening it makes no request."""
 
     @property
     def url(self) -> str:

@@ -19,10 +19,10 @@ __all__ = ["ObjectStoreDirectory"]
 
 
 class ObjectStoreDirectory(StorageBackend):
-    """Objects in a directory of a bucket. Any thread."""
+    """Objects in a directory of a bucket. Thread-safe."""
 
     def __init__(self, bucket: Bucket, directory: str) -> None:
-        """Make no request.
+        """Initialise without sending a request.
 
         `directory` is a key without ``/`` at the end, or empty for the whole bucket.
         """
@@ -43,7 +43,7 @@ class ObjectStoreDirectory(StorageBackend):
 
     @property
     def capabilities(self) -> StorageCapabilities:
-        """Requests as the options of the service say."""
+        """Request sizes and concurrency, from the options of the service."""
         return self._capabilities
 
     @property

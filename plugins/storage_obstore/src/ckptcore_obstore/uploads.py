@@ -24,7 +24,7 @@ See https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
 
 
 class PendingUpload(Protocol):
-    """An unfinished upload in parts. Any thread. Methods raise `RequestFailed`."""
+    """An unfinished upload in parts. Thread-safe. Methods raise `RequestFailed`."""
 
     def put_part(self, number: int, data: Buffer) -> str:
         """Upload a part, counted from 1. Return its tag. A part can be uploaded again."""
@@ -48,7 +48,7 @@ class PendingUpload(Protocol):
 
 
 class Upload:
-    """A `PendingUpload` that uses the multipart protocol of S3. Any thread. Every method raises `RequestFailed`."""
+    """A `PendingUpload` that uses the multipart protocol of S3. Thread-safe. Every method raises `RequestFailed`."""
 
     def __init__(self, bucket: BucketRequests, key: str, identifier: str, put_id: str = "") -> None:
         """Refer to an existing upload.

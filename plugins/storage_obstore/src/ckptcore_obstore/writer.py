@@ -33,7 +33,7 @@ class _PartBuffer:
 
 
 class PartWriter:
-    """Writer of one object. Any thread.
+    """Writer of one object. Thread-safe.
 
     A piece that covers a whole part is uploaded directly from the caller's memory, by the calling
     thread. Other pieces are copied into part buffers, and the thread that completes a part uploads
@@ -42,11 +42,11 @@ class PartWriter:
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int | None, *, only_new: bool) -> None:
-        """Make no request.
+        """Initialise without sending a request.
 
         Args:
-            bucket, key: of the object.
-            size: in bytes; None if unknown.
+            bucket, key: bucket and key of the object.
+            size: size in bytes; None if unknown.
             only_new: fail in `finish` if the object exists.
         """
         self._bucket = bucket
@@ -147,7 +147,7 @@ class PartWriter:
             buffer = self._parts.get(part.number)
             if buffer is None:
                 buffer = self._parts[part.number] = _PartBuffer(size)
-        # No lock: every byte is written once, so threads do not copy to the same place.
+        # No lock: every byte is written once, so the ranges of two threads never overlap.
         buffer.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
         with self._lock:
             buffer.filled += len(piece)

@@ -15,7 +15,7 @@ from ckptcore.errors import StorageCredentialsError
 __all__ = ["ChainCredentials", "CredentialSource", "Credentials", "FixedCredentials", "environment_credentials"]
 
 _CACHE_SECONDS: Final = 60.0
-"""Time for which credentials are reused before the chain is asked, which refreshes them."""
+"""Time for which credentials are cached. Then the chain is called again and refreshes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Credentials:
 
 
 class CredentialSource(Protocol):
-    """A source of credentials. Any thread."""
+    """A source of credentials. Thread-safe."""
 
     def get(self) -> Credentials:
         """Return valid credentials.
@@ -63,7 +63,7 @@ class ChainCredentials:
     """
 
     def __init__(self, profile: str | None) -> None:
-        """Do no I/O, and do not import boto3."""
+        """Initialise without I/O, and without importing boto3."""
         self._profile = profile
         self.reset_after_fork()
         reset_in_children(self)

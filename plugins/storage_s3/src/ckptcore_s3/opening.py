@@ -20,10 +20,10 @@ _SCHEME: Final = "s3://"
 
 
 class S3Buckets:
-    """Cache of the buckets that this process used last, by settings. Any thread."""
+    """Cache of the buckets that this process used last, by settings. Thread-safe."""
 
     def __init__(self) -> None:
-        """Open nothing."""
+        """Create an empty cache."""
         self._buckets = OpenBuckets[tuple[int, Settings], Bucket]()
 
     def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:

@@ -15,10 +15,10 @@ __all__ = ["PLUGIN", "S3Plugin"]
 
 
 class S3Plugin:
-    """Opens ``s3://bucket/directory``. Any thread."""
+    """Opens ``s3://bucket/directory``. Thread-safe."""
 
     def __init__(self) -> None:
-        """Open nothing."""
+        """Initialise without opening a bucket."""
         self._buckets: S3Buckets | None = None
 
     @hookimpl

@@ -42,12 +42,12 @@ _REMEDIES: Final = {
 
 
 class S3Service:
-    """A bucket. Any thread."""
+    """A bucket. Thread-safe."""
 
     metadata_prefix: Final = "x-amz-meta-"
 
     def __init__(self, settings: Settings) -> None:
-        """Make no request and load no credentials."""
+        """Initialise without sending a request or loading credentials."""
         self._settings = settings
         self._source: CredentialSource = (
             FixedCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)

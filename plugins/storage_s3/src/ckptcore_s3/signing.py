@@ -32,7 +32,7 @@ def signed_headers(
         url: full URL, escaped, with the query sorted by name.
         headers: headers to sign, by lower-case names.
         credentials: credentials to sign with.
-        region: of the bucket.
+        region: region of the bucket.
         now: time of the signature; None for the current time.
     """
     at = now or datetime.now(UTC)

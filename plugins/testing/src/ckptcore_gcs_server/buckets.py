@@ -45,7 +45,7 @@ class _Bucket:
 
 
 class Buckets:
-    """All buckets and unfinished uploads of the service. Any thread."""
+    """All buckets and unfinished uploads of the service. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

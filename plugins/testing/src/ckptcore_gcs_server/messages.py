@@ -18,11 +18,11 @@ class Request:
     """A request.
 
     Attributes:
-        method: in capitals.
-        path: still quoted, for a ``%2F`` is part of a name.
-        query: parameters, unquoted; of a repeated one the last.
-        headers: by name in small letters.
-        body: whole.
+        method: the method, in upper case.
+        path: the path, not unquoted, because ``%2F`` is part of a name.
+        query: unquoted parameters by name. If one is repeated, the last value.
+        headers: headers by lower-case name.
+        body: the whole body.
     """
 
     method: str
@@ -58,10 +58,10 @@ class Answer:
     """An answer. The server adds the length of the body.
 
     Attributes:
-        status: of HTTP.
-        headers: as they are sent.
-        body: what is sent.
-        nbytes: the Content-Length of an answer to a HEAD, which sends no body.
+        status: HTTP status.
+        headers: headers to send.
+        body: body to send.
+        nbytes: the Content-Length of an answer to a HEAD request, which has no body.
     """
 
     status: int = 200
@@ -83,7 +83,7 @@ def json_answer(value: object, status: int = 200, headers: Mapping[str, str] | N
 
 
 def xml_answer(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-    """Return an answer of the XML API, for the text of its root element."""
+    """Return an answer of the XML API. `text` is the root element."""
     body = f"<?xml version='1.0' encoding='UTF-8'?>{text}".encode()
     return Answer(status, {"Content-Type": "application/xml; charset=UTF-8"} | dict(headers or {}), body)
 

@@ -14,7 +14,7 @@ _RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 def media_answer(request: Request, live: StoredObject) -> Answer:
-    """Return the bytes of an object, or of its ``Range`` header (RFC 9110, 14.2). 416 for an empty range."""
+    """Return the bytes of an object, or of the requested ``Range`` (RFC 9110, 14.2); status 416 for an empty range."""
     size = len(live.data)
     headers = live.headers()
     asked = _RANGE.fullmatch(request.headers.get("range", "").strip())

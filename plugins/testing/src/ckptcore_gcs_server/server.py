@@ -22,7 +22,7 @@ class StrictGcs:
 
     Args:
         buckets: buckets to create.
-        port: the port. 0: a free one.
+        port: the port. 0: any free port.
         token: the required token. None: no authorization.
         intercept: receives each request before the service, and returns the answer for the client.
 

@@ -14,7 +14,7 @@ __all__ = ["Service"]
 
 
 class Service:
-    """Answers requests. Any thread.
+    """Answers requests. Thread-safe.
 
     Args:
         base: the URL for clients.

@@ -96,7 +96,7 @@ class ResumableSession:
         Args:
             start: offset of the bytes. Bytes that were received before are skipped.
             piece: the bytes.
-            total: size of the object, if the client knows it. Then this may be the end.
+            total: size of the object, or None if the client does not know it yet.
         """
         if start > len(self.data):
             raise Refusal(

@@ -254,7 +254,7 @@ def _groups(coordinator: Coordinator) -> tuple[int, int, list[bytes] | None, byt
     group = coordinator.within(ranks)
     gathered = group.gather(f"names of {ranks[0]}", b"rank %d" % coordinator.rank)
     received = group.broadcast(f"from {ranks[0]}", b"of %d" % ranks[0] if group.rank == 0 else None)
-    # Like after every stage of a save: the leader of the job must not end before the others.
+    # As after every stage of a save: the leader of the job must not exit before the other ranks.
     coordinator.gather("all groups are done", b"")
     return group.rank, group.size, None if gathered is None else list(gathered), received
 

@@ -39,7 +39,7 @@ class FarRequest:
 
 
 class FarStorage(StorageBackend):
-    """A storage that behaves like a client of an object store. Any thread.
+    """A storage that behaves like a client of an object store. Thread-safe.
 
     Objects are uploaded in parts. A write of whole parts is sent before `write_at` returns. Other writes are buffered
     until a part is complete. An object of at most one part is put by `finish`.

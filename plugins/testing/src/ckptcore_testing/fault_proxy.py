@@ -139,7 +139,7 @@ class FaultProxy:
         A complete request of a client that has exited is forwarded, as a network would. New connections are accepted
         afterwards.
         """
-        # Connections are accepted in order: when this one is, so are all earlier ones of clients that have exited.
+        # Connections are accepted in order: after this one, no earlier connection of an exited client is pending.
         with socket.create_connection(self._listener.getsockname(), _SECONDS) as last, self._lock:
             port = last.getsockname()[1]
             self._has_accepted.wait_for(lambda: self._accepted == port, _SECONDS)

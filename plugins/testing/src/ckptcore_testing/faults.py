@@ -108,7 +108,7 @@ Fault: TypeAlias = CrashAt | FailAt | FullAfter | ShortReadAt | FlipBitAt
 
 
 class FaultPlan:
-    """A schedule of faults for all storages with this plan. Any thread.
+    """A schedule of faults for all storages with this plan. Thread-safe.
 
     Operations of all storages, writers and threads are numbered from 0 in the order of their start. Run the code once
     without faults, read `operations`, and run it again with a fault at each of them.
@@ -179,7 +179,7 @@ class FaultPlan:
         """Check that the simulated process has not crashed.
 
         Raises:
-            SimulatedCrash: if it has.
+            SimulatedCrash: if it has crashed.
         """
         if self.crashed:
             raise SimulatedCrash("the test killed this process")
@@ -191,7 +191,7 @@ class FaultPlan:
         return _HeldLock(self, lock)
 
     def let_go(self, lock: AbstractContextManager[None]) -> None:
-        """Release a lock, unless a crash has."""
+        """Release a lock, unless a crash has released it."""
         with self._lock:
             found = lock in self._held
             if found:
@@ -234,20 +234,20 @@ class Step:
         result = action()
         if self._crashes("after"):
             self._plan.crash()
-        # Someone else may have died meanwhile: what a dead process learns goes nowhere.
+        # Another thread may have crashed the simulated process meanwhile. A crashed process gets no result.
         self._plan.expect_alive()
         return result
 
     def flips(self) -> list[int]:
-        """The bits to flip."""
+        """Return the bits to flip."""
         return [fault.bit for fault in self._faults if isinstance(fault, FlipBitAt)]
 
     def missing_bytes(self) -> int:
-        """How many bytes too early the object ends."""
+        """Number of bytes that are missing at the end of the object."""
         return sum(fault.missing_bytes for fault in self._faults if isinstance(fault, ShortReadAt))
 
     def flipped(self, data: Buffer) -> Buffer:
-        """The bytes, with a bit flipped for each fault that asks for one."""
+        """Return the data, with one bit flipped for each `FlipBitAt`."""
         if not self.flips() or not data:
             return data
         changed = bytearray(data)

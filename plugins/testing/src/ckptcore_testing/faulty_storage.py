@@ -53,7 +53,7 @@ def with_storage(context: Context, scheme: str, opener: StorageOpener) -> Contex
 
 
 class FaultyStorage(StorageBackend):
-    """A storage with the faults of a plan. Any thread.
+    """A storage with the faults of a plan. Thread-safe.
 
     `open_reader`, `open_stamped` and `delete_while` are the defaults, which call methods with faults.
     """
@@ -221,6 +221,6 @@ class _FaultyWriter:
             return  # a crashed process removes nothing
         try:
             step = self._plan.begin("abort", [self._key])
-        except Exception:  # noqa: BLE001  # the error of the test's plan
+        except Exception:  # noqa: BLE001  # an injected error
             return  # abort never raises; if it fails, the object remains
         step.run(self._inner.abort)

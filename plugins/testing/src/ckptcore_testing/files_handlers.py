@@ -105,11 +105,11 @@ class FilesHandlerTests:
         assert example.fingerprint(asyncio.run(program())) == example.fingerprint(example.make())
 
     def test_nothing_is_loaded_where_the_files_are_missing(self, example: FilesExample, tmp_path: Path) -> None:
-        with pytest.raises(Exception):  # noqa: B017  # of whatever sort
+        with pytest.raises(Exception):  # noqa: B017  # any type of error is allowed
             self.handler.load(example.make_other(), _empty(tmp_path / "empty"))
 
     def _saved(self, value: object, tmp_path: Path) -> Path:
-        """Save a value, and return a directory with the files, which is not the one where they were written."""
+        """Save a value, and return a directory with the files, to which they are moved after the save."""
         directory = _empty(tmp_path / "saved")
         _finish(self.handler.save(value, directory))
         return _stored(directory, tmp_path)

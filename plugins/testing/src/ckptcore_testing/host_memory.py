@@ -10,7 +10,7 @@ __all__ = ["LateHostMemory"]
 
 
 class LateHostMemory:
-    """A `ckptcore.protocols.HostMemory` that copies when the result is requested. Any thread."""
+    """A `ckptcore.protocols.HostMemory` that copies when the result is requested. Thread-safe."""
 
     def empty(self, spec: ArraySpec) -> HostArray:
         """Return memory filled with 0xA5, to detect bytes that are never written."""

@@ -194,7 +194,7 @@ class LayoutCrashTests:
         return True
 
     def _assert_nothing_else(self, place: _TrialLocation) -> None:
-        """Fail if the directory contains anything but the checkpoint, or the checkpoint unlisted objects."""
+        """Fail if the directory contains anything but the checkpoint, or if the checkpoint has unlisted objects."""
         storage = place.storage()
         assert set(storage.list_names()) <= {"checkpoint/"}, "leftovers next to the checkpoint"
         if not self._is_committed(place):

@@ -99,7 +99,7 @@ class StrictWriteStore:
 
     @property
     def address(self) -> StorageAddress | None:
-        """That of the storage."""
+        """The address of the storage."""
         return self._storage.address
 
     def put(self, key: str, data: bytes) -> None:
@@ -174,8 +174,8 @@ class StrictReadStore:
 
     Args:
         storage: the storage.
-        digests: SHA-256 of the objects. Other objects do not exist for the layout. None: only checksums of chunks are
-            verified, as in checkpoints of other software.
+        digests: SHA-256 of the objects, by key. Other objects are hidden from the layout. None: only checksums of
+            chunks are verified, as in checkpoints of other software.
     """
 
     def __init__(self, storage: StorageBackend, digests: Mapping[str, bytes] | None = None) -> None:
@@ -184,7 +184,7 @@ class StrictReadStore:
 
     @property
     def address(self) -> StorageAddress | None:
-        """That of the storage."""
+        """The address of the storage."""
         return self._storage.address
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -251,7 +251,7 @@ class StrictReadStore:
                 target[common.within(box)] = tile[common.within(read.box)]
 
     def _compare(self, read: ChunkRead, checksum: Checksum, data: bytes) -> None:
-        """Verify the checksum after a chunk, even if the object was verified, because the layout names its position."""
+        """Verify the checksum after a chunk even if the object was verified: the layout may give a wrong position."""
         stop = read.offset + len(data)
         end = stop + checksum.nbytes
         stored = self._verified(read.key)[stop:end]
@@ -341,11 +341,11 @@ class WatchedIndex(ChunkIndex):
         self._read = read
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """Those of the inner index."""
+        """Return the chunks of the inner index."""
         return self.inner.boxes(leaf, box)
 
     def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
-        """Those of the inner index."""
+        """Return the extents of the inner index."""
         return self.inner.extents(leaf)
 
     def check(self, leaves: Collection[int]) -> None:

@@ -601,7 +601,7 @@ def _read_unverified(written: WrittenTrial) -> None:
 
 
 def _cut(spec: ArraySpec, cells: Sequence[int]) -> ArrayRecord:
-    """Divide an array into cells, of which the last one along each axis can be smaller."""
+    """Divide an array into a grid of cells. The last cell along each axis can be smaller."""
     steps = [-(-extent // count) for extent, count in zip(spec.shape, cells, strict=True)]
     cuts = tuple([tuple(range(step, extent, step)) for step, extent in zip(steps, spec.shape, strict=True)])
     return ArrayRecord(spec, cuts=cuts)

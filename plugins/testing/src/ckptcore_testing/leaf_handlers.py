@@ -311,7 +311,7 @@ class LeafHandlerTests:
             copy.result()
         del leaf
         gc.collect()
-        reused = [array_example.make() for _ in range(3)]  # likely to take the memory, if it was freed
+        reused = [array_example.make() for _ in range(3)]  # likely to reuse the memory, if it was freed
         for other in reused:
             if array_example.mutate is not None:
                 array_example.mutate(other)

@@ -37,7 +37,7 @@ class StorageMatrixTests:
     """Tests of combinations of frameworks, layouts and storages. Subclass it.
 
     Frameworks and storages are found by their samples (see `ckptcore_testing.samples`), layouts by their names.
-    Override the three methods to test fewer.
+    Override the three methods to test fewer of them.
     """
 
     def frameworks(self) -> Mapping[str, FrameworkSample]:
@@ -57,9 +57,9 @@ class StorageMatrixTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with a pairwise covering array of their arguments.
 
-        It contains any two of saver, loader, layout, storage and container. The other combinations are slow tests,
-        which are generated with the option `--slow` of a `conftest.py`. Costly storages are combined only with the
-        first framework and every layout in quick tests.
+        Quick tests contain every pair of values of any two of saver, loader, layout, storage and container. The other
+        combinations are slow tests, which are generated with the option `--slow` of a `conftest.py`. Quick tests
+        combine costly storages only with the first framework and every layout.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {

@@ -180,7 +180,7 @@ RequestFault: TypeAlias = (
 
 
 class RequestPlan(Protocol):
-    """Chooses the faults of requests. Any thread."""
+    """Chooses the faults of requests. Thread-safe."""
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """Return the faults of a request: any number of `Wait`, and at most one other."""

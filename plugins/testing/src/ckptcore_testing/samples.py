@@ -84,7 +84,7 @@ class StorageSample:
 
     Attributes:
         scheme: the unique URL scheme.
-        open: returns a context manager for a new location, for an empty local directory. It may run a server.
+        open: takes an empty local directory, and returns a context manager for a new location. It may run a server.
         costly: True if requests are slow. Quick tests then combine the storage only with the first framework.
         aliases: equivalent schemes, which are not tested separately.
         without_conditions: the option of the `Context` for saves to this storage: ``"marker"`` if it has no conditional

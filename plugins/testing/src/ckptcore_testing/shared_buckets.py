@@ -30,14 +30,14 @@ class BucketServer(Protocol):
 
 
 class SharedBucket:
-    """A bucket on a server that stops with this process. Any thread."""
+    """A bucket on a server that stops with this process. Thread-safe."""
 
     def __init__(self, scheme: str, serve: Callable[[Path], AbstractContextManager[BucketServer]]) -> None:
-        """Do not start the server.
+        """Initialise without starting the server.
 
         Args:
             scheme: scheme of the bucket's URLs.
-            serve: returns a context manager that runs the server, for an empty directory.
+            serve: takes an empty directory, and returns a context manager that runs the server.
         """
         self._scheme = scheme
         self._serve = serve

@@ -99,7 +99,7 @@ class SimulatedDisk:
         """Check that the power has not failed.
 
         Raises:
-            SimulatedCrash: if it has.
+            SimulatedCrash: if it has failed.
         """
         if self.crashed:
             raise SimulatedCrash(f"the test cut the power before step {self._crash_at}")
@@ -156,7 +156,7 @@ class SimulatedDisk:
         """Yield possible disks after a power loss. All their data is durable.
 
         First a disk with only synced data, then one with all data, then one with all names but only synced data, then
-        `count` disks with parts of both.
+        `count` disks with random parts of the unsynced names and data.
         """
         yield self._survivor(chance, names=0.0, data="none")
         yield self._survivor(chance, names=1.0, data="all")

@@ -47,7 +47,7 @@ def open_simulated(disk: SimulatedDisk, url: str, options: StorageOptions) -> Si
 
 
 class SimulatedStorage(StorageBackend):
-    """Files in a directory of a `SimulatedDisk`. Implements `AtomicDirectories`. Any thread."""
+    """Files in a directory of a `SimulatedDisk`. Implements `AtomicDirectories`. Thread-safe."""
 
     # A small request size, so that tests cover reads of several requests.
     capabilities = StorageCapabilities(request_bytes=64 << 10)

@@ -130,7 +130,7 @@ class UploadsTests:
     Subclass it and define `open`, as for `NewObjectTests`.
 
     Attributes:
-        upload_bytes: size of an object of which the service keeps parts before `finish`.
+        upload_bytes: size of an object, large enough that the service keeps parts of it before `finish`.
     """
 
     upload_bytes: int = 24 << 20

@@ -16,7 +16,7 @@ __all__ = ["ThreadCollectives", "ThreadNetwork"]
 
 
 class ThreadNetwork:
-    """The connection between the ranks of a `ThreadJob`. Any thread.
+    """The connection between the ranks of a `ThreadJob`. Thread-safe.
 
     Attributes:
         sent: sender, members and number of bytes of each broadcast, in order.

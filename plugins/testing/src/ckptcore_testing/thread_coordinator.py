@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ThreadJob:
-    """A job of ranks with a `ThreadCoordinator` each. Any thread.
+    """A job of ranks with a `ThreadCoordinator` each. Thread-safe.
 
     Args:
         size: the number of ranks.
@@ -86,7 +86,7 @@ class ThreadJob:
 
 
 class ThreadCoordinator:
-    """One rank of a `ThreadJob`, or of a group of its ranks. Any thread."""
+    """One rank of a `ThreadJob`, or of a group of its ranks. Thread-safe."""
 
     def __init__(self, job: ThreadJob, rank: int, size: int | None = None, deadlines: int = 1) -> None:
         self._job = job

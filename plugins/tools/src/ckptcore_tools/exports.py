@@ -175,7 +175,7 @@ class StepExport:
     Attributes:
         directory: a directory. Each export is written to a subdirectory with the name of its step.
         layout, subtree: see `Export`.
-        every: saved steps whose number is a multiple of it are exported.
+        every: saved steps whose number is a multiple of this are exported.
     """
 
     directory: LocationLike
@@ -265,7 +265,7 @@ class _PlannedExport:
             save_id: the save id of the export.
             agreement: the agreement of the processes for the export.
         """
-        leaves: dict[int, int] = {}  # leaf of the whole tree: first leaf of the subtree with its elements
+        leaves: dict[int, int] = {}  # from a leaf of the whole tree to the first leaf of the subtree with its elements
         for leaf, source in enumerate(self.subtree.sources):
             leaves.setdefault(source, leaf)
 
@@ -351,7 +351,7 @@ def _plan_export(
 def _refuse_overlaps(locations: Sequence[Location]) -> None:
     """Refuse two checkpoints with one location, and an export whose directory contains the save or another export.
 
-    The outer one is written after the inner one, which would not be part of it.
+    The outer checkpoint is written after the inner one, and would not contain it.
     """
     for number, location in enumerate(locations):
         for other in locations[:number]:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class OpenTelemetryObserver:
-    """An observer that exports each event to OpenTelemetry. Any thread.
+    """An observer that exports each event to OpenTelemetry. Thread-safe.
 
     Requires the extra ``ckptcore-tools[opentelemetry]``. The OpenTelemetry SDK of the program decides where spans and
     metrics are sent.

@@ -2,7 +2,7 @@
 
 The fields are those of `SaveStepStatistics` and `RestoreStepStatistics` in
 ``orbax/checkpoint/_src/logging/step_statistics.py`` (orbax-checkpoint 0.12). ``checkpoint_badput_calculator.py`` of
-ml-goodput-measurement 0.2 reads them from log entries. It requires a number for each duration, so none is None.
+ml-goodput-measurement 0.2 reads them from log entries. It requires a number for each duration, so no duration is None.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def log_step_statistics(record: Mapping[str, object]) -> None:
 
 
 class StepStatisticsObserver:
-    """An observer that combines the events of an operation into one record. Any thread.
+    """An observer that combines the events of an operation into one record. Thread-safe.
 
     A save is recorded when it has ended and its call has returned, a load when it has ended. An operation that failed
     while its caller was blocked is not recorded. A save that failed later is recorded, because its caller was blocked

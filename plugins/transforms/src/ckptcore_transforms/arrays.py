@@ -124,7 +124,7 @@ class Cast(EachArray):
 
 @dataclass(frozen=True, slots=True)
 class Scale(EachArray):
-    """Multiply arrays by a number, in float32, or in float64 for float64 arrays.
+    """Multiply arrays by a number, in float32, or in float64 if float32 cannot represent the dtype.
 
     Attributes:
         pattern: selects the arrays.
@@ -250,8 +250,8 @@ class Apply(EachArray):
     Attributes:
         pattern: selects the arrays.
         function: takes and returns a NumPy array. May be called repeatedly and from other threads.
-        result: returns the `AbstractArray` of the result for that of an array; None if shape and
-            dtype do not change.
+        result: maps the `AbstractArray` of an array to the `AbstractArray` of the result; None if
+            shape and dtype do not change.
         undo: the inverse function, or None.
     """
 

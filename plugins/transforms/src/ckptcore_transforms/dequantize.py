@@ -102,7 +102,7 @@ class Dequantize(TreeTransform):
     Scales are removed.
 
     ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for checkpoints of
-    DeepSeek-V3. Matching arrays that are not quantised, of other dtypes than float8 and int8, do
+    DeepSeek-V3. Matching arrays of other dtypes than float8 and int8 are not quantised and do
     not change.
 
     Attributes:
@@ -110,7 +110,7 @@ class Dequantize(TreeTransform):
         scales: template of their scales, with the same fields. Scales are floats, or bytes with
             exponents of two (E8M0).
         block: extents of a block along the last axes; the last block of an axis can be smaller.
-            None: one scale per array, or along each axis one scale or one per index.
+            None: one scale per array, or for each axis either one scale or one scale per index.
         dtype: name of the dtype of the results.
     """
 
@@ -249,7 +249,7 @@ class DequantizeAsConfigured(TreeTransform):
     Supports the methods ``fp8``, ``mxfp8``, ``fbgemm_fp8`` and ``mxfp4``, and
     ``compressed-tensors`` with values in the shape of the weight. The results have the names and
     axes of transformers, which swaps axes in the experts of gpt-oss. Scales of weights, activations
-    and caches are removed. Modules listed as not converted do not change.
+    and caches are removed. Modules that the config excludes do not change.
 
     Attributes:
         dtype: name of the dtype of the results.

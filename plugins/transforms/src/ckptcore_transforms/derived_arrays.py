@@ -84,13 +84,14 @@ class Permuted:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """The weighted sum of arrays, in float32, or in float64 if an input is, rounded to the result's dtype.
+    """The weighted sum of arrays, rounded to the result's dtype.
 
-    A result out of the range of its dtype is an error, instead of overflow.
+    Computed in float32, or in float64 if float32 cannot represent the dtype of an input. A result
+    out of the range of its dtype is an error, instead of overflow.
 
     Attributes:
         inputs: arrays of one shape.
-        weights: by input.
+        weights: one per input.
         dtype: name of the dtype of the result.
     """
 
@@ -127,13 +128,13 @@ class WeightedSum:
 class LowRankMerge:
     """A matrix plus a scaled product of two thin ones, as in merged adapters (LoRA): ``base + scale * up @ down``.
 
-    Computed in float32, or in float64 if an input is. A result out of the range of its dtype is an
-    error.
+    Computed in float32, or in float64 if float32 cannot represent the dtype of an input. A result
+    out of the range of its dtype is an error.
 
     Attributes:
-        base: of n rows and m columns.
-        up: of n rows and r columns; B in LoRA.
-        down: of r rows and m columns; A in LoRA.
+        base: matrix of n rows and m columns.
+        up: matrix of n rows and r columns; B in LoRA.
+        down: matrix of r rows and m columns; A in LoRA.
         scale: alpha / r in LoRA.
     """
 
@@ -261,8 +262,8 @@ def weighted_sum(inputs: Sequence[DerivedArray], weights: Sequence[float], dtype
 
     Args:
         inputs: arrays of one shape.
-        weights: by input.
-        dtype: of the result; None for that of the first input.
+        weights: one per input.
+        dtype: dtype of the result; None for the dtype of the first input.
 
     Raises:
         ValueError: if their shapes differ, if there are none, or if they are not real.

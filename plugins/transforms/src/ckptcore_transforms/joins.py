@@ -21,7 +21,7 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 __all__ = ["Fuse", "Split", "Stack", "Unstack"]
 
 _MAX_DIGITS: Final = 10
-"""Maximum number of digits of a position in a stack, exclusive."""
+"""A position in a stack has fewer digits than this."""
 
 _MAX_PARTS: Final = 1 << 16
 """Maximum number of parts, because a hostile file can declare any extent, and each part is a Python object."""
@@ -32,8 +32,8 @@ class Stack(TreeTransform):
     """Stack arrays of one shape along a new axis: ``Stack("layers.{i}.{rest...}", "layers/{rest}")``.
 
     Attributes:
-        pattern: template of the arrays. The one field that `to` lacks numbers them, from 0 without
-            gaps.
+        pattern: template of the arrays. Exactly one field is missing in `to`: the number of the
+            array, from 0 without gaps.
         to: template of the path of each stack.
         axis: the new axis of the result; -1 is the last.
 
@@ -97,8 +97,8 @@ class Unstack(TreeTransform):
 
     Attributes:
         pattern: template of the arrays.
-        to: template of the paths of the parts. The one field that the pattern lacks numbers them,
-            from 0.
+        to: template of the paths of the parts. Exactly one field is missing in the pattern: the
+            number of the part, from 0.
         axis: the axis to remove; -1 is the last.
     """
 
@@ -153,7 +153,7 @@ class Split(TreeTransform):
         pattern: selects the arrays.
         to: templates of the paths of the parts, in order.
         axis: axis to split; -1 is the last.
-        sizes: of the parts; None for equal sizes.
+        sizes: sizes of the parts; None for equal sizes.
     """
 
     pattern: Pattern
@@ -218,7 +218,7 @@ class Fuse(TreeTransform):
         patterns: templates of the parts, in order, all with the same fields.
         to: template of the path of the result.
         axis: axis of the concatenation; -1 is the last.
-        sizes: of the parts; None for equal sizes.
+        sizes: sizes of the parts; None for equal sizes.
     """
 
     patterns: Sequence[str]

@@ -6,8 +6,8 @@ Unknown leaves of the model itself are an error, in both directions.
 
 Hugging Face's names are those of modules of ``transformers``, with kernels as ``[outputs,
 inputs]``, as in PyTorch. *Scanned* is a tree of Flax NNX with layers run by ``jax.lax.scan``: one
-array for all layers, with layers as first axis, ``kernel`` as ``[inputs, outputs]``, ``embedding``
-and ``scale``.
+array for all layers, with layers as the first axis, ``kernel`` as ``[inputs, outputs]``,
+``embedding`` and ``scale``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAXTEXT: Final = "params/params"
 def bert_to_scanned(prefix: str = "") -> list[Transform]:
     """Return transforms of BERT encoders from Hugging Face to a scanned tree.
 
-    For ``BertModel``, also MiniLM, BGE, E5 and RoBERTa. Results are
+    For ``BertModel``, also MiniLM, BGE, E5 and RoBERTa. Results have paths such as
     ``encoder/layers/attention/query/kernel``, ``encoder/layers/intermediate/kernel`` or
     ``embeddings/word_embeddings/embedding``.
 
@@ -85,8 +85,9 @@ def bert_to_scanned(prefix: str = "") -> list[Transform]:
 def llama_to_scanned(prefix: str = "") -> list[Transform]:
     """Return transforms of Llama and similar models (Mistral, Qwen 2 and 3) from Hugging Face to a scanned tree.
 
-    Results are ``layers/self_attn/q_proj/kernel``, ``layers/mlp/gate_proj/kernel`` or
-    ``embed_tokens/embedding``. ``lm_head`` is missing in models with tied weights.
+    Results have paths such as ``layers/self_attn/q_proj/kernel``,
+    ``layers/mlp/gate_proj/kernel`` or ``embed_tokens/embedding``. ``lm_head`` is missing in models
+    with tied weights.
 
     Args:
         prefix: prefix before ``model`` and ``lm_head``, such as ``"language_model."``. The tree
@@ -117,21 +118,22 @@ def llama_to_maxtext(head_dim: int, rope_type: RopeType, prefix: str = "") -> li
     """Return transforms of Llama 2 and 3 and Mistral from Hugging Face to MaxText, with scanned
     layers and ``param_scan_axis`` 1.
 
-    Results are ``params/params/decoder/layers/self_attention/query/kernel`` or
+    Results have paths such as ``params/params/decoder/layers/self_attention/query/kernel`` or
     ``params/params/token_embedder/embedding``. ``lm_head`` is missing in models with tied weights.
 
-    MaxText stores query kernels divided by the root of `head_dim`, instead of dividing queries at
-    run time. The inverse restores equal bits if the root is a power of two. Otherwise each
-    direction rounds once, as MaxText's ``to_maxtext`` and ``to_huggingface`` do. Source:
+    MaxText stores query kernels divided by the square root of `head_dim`, instead of dividing
+    queries at run time. The inverse restores equal bits if the root is a power of two. Otherwise
+    each direction rounds once, as MaxText's ``to_maxtext`` and ``to_huggingface`` do. Source:
     AI-Hypercomputer/maxtext, ``checkpoint_conversion``.
 
     Args:
         head_dim: number of elements of a head; even. A load fails if a ``config.json`` of the model
             has another value.
-        rope_type: of MaxText's configuration. ``"llama3.1"``, also used if its ``model_name``
-            starts with that, stores rotated pairs of a head's elements next to each other.
-            ``"default"``, for Llama 2 and 3 and Mistral, stores all first elements before all
-            second ones, as Hugging Face does. The wrong type loads but computes wrong results.
+        rope_type: ``rope_type`` of MaxText's configuration. ``"llama3.1"`` stores rotated pairs of
+            a head's elements next to each other. MaxText also uses it if its ``model_name`` starts
+            with ``llama3.1``. ``"default"``, for Llama 2 and 3 and Mistral, stores all first
+            elements before all second ones, as Hugging Face does. With the wrong type the load
+            succeeds, but the model computes wrong results.
         prefix: prefix before ``model`` and ``lm_head``, such as ``"language_model."``. MaxText has
             none.
 
@@ -186,7 +188,7 @@ def qwen_to_maxtext(head_dim: int, prefix: str = "") -> list[Transform]:
 
 
 def _to_maxtext(name: str, head_dim: int, prefix: str, further: list[Transform]) -> list[Transform]:
-    """Return the transforms that all decoders share, and those of one family.
+    """Return the transforms that all decoders share, with `further` for one model family.
 
     Raises:
         TransformError
@@ -244,7 +246,7 @@ def _rotated_pairs(head_dim: int) -> list[Transform]:
 class _ExpectHeads(TreeTransform):
     """Raise an error if the config.json of the model has another head size.
 
-    A wrong size that divides the right one would fit, but give another model.
+    A wrong size that divides the right size would fit the shapes, but result in another model.
 
     Attributes:
         head_dim: number of elements of a head. Not checked without a config.json.
@@ -309,7 +311,7 @@ MAPS: Mapping[str, NamedMap] = {
     "llama-to-maxtext": NamedMap(llama_to_maxtext, ("head_dim", "rope_type")),
     "qwen-to-maxtext": NamedMap(qwen_to_maxtext, ("head_dim",)),
 }
-"""Maps by name. Exchange the two sides of a name for the inverse."""
+"""Maps by name. The name of the inverse has the two sides exchanged: ``scanned-to-bert``."""
 
 _OPTION_HINTS: Final = {
     "head_dim": "the number of elements of a head, as in the model's config.json",
@@ -324,10 +326,10 @@ def find_map(
     """Return the transforms of a map or its inverse.
 
     Args:
-        name: in `MAPS`, or with the sides exchanged, such as ``scanned-to-bert``.
+        name: a name in `MAPS`, or of an inverse, such as ``scanned-to-bert``.
         head_dim: number of elements of a head, for maps that require it, else None.
         prefix: prefix of Hugging Face's names, such as ``"bert."``.
-        rope_type: of MaxText's configuration, for maps that require it, else None; see
+        rope_type: as in MaxText's configuration, for maps that require it, else None; see
             `llama_to_maxtext`.
 
     Raises:

@@ -21,7 +21,7 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 __all__ = ["Average", "MergeLora"]
 
 _NOT_AVERAGED: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
-"""Prefixes of dtypes without a mean."""
+"""Prefixes of the names of dtypes that are not averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class MergeLora(TreeTransform):
         up: template of the adapter's n by r matrices, called B, with the fields of `base`.
         down: template of its r by m matrices, called A.
         scale: alpha / r.
-        adapter: checkpoint with `up` and `down`; None if they are in the same tree, from which they
-            are removed.
+        adapter: checkpoint with `up` and `down`; None if they are in the same tree. They
+            are then removed from it.
     """
 
     base: str
@@ -98,14 +98,14 @@ class MergeLora(TreeTransform):
 class Average(TreeTransform):
     """Average the arrays of several checkpoints with the same tree, in float32, or in float64 for float64 arrays.
 
-    Integers, booleans, keys of random generators and values are taken from the first checkpoint,
+    Integers, booleans, random number generator keys and values are taken from the first checkpoint,
     which is the loaded one. Use this before transforms that change the tree. Complex arrays are
     refused.
 
     Attributes:
         others: locations of the other checkpoints.
-        weights: of all checkpoints, starting with the loaded one; None for equal weights. They are
-            divided by their sum.
+        weights: weights of all checkpoints, starting with the loaded one; None for equal
+            weights. They are divided by their sum.
     """
 
     others: Sequence[LocationLike]

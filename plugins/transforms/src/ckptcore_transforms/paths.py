@@ -27,8 +27,8 @@ _MAX_SHOWN: Final = 200
 class Rename(TreeTransform):
     """Rename leaves: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
 
-    Keys that a field matches completely keep their types. Other keys are text, or existing keys of
-    the container with the same text.
+    A key keeps its type if a field matches it completely. Any other key becomes text, or the
+    existing key of the container with the same text.
 
     Attributes:
         pattern: selects at least one leaf.
@@ -62,7 +62,7 @@ class Rename(TreeTransform):
 
 @dataclass(frozen=True, slots=True)
 class RenameTable(TreeTransform):
-    """Rename single leaves at the same time, so that two can exchange their paths.
+    """Rename individual leaves at the same time, so that two leaves can exchange their paths.
 
     Attributes:
         table: new path by old path, both as text. All old paths must exist.

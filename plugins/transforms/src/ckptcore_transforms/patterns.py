@@ -177,7 +177,7 @@ class Template:
         return fields[field.name]
 
     def spanning_as(self, other: Template) -> str:
-        """Return this template, with fields that can match several keys in `other` marked ``...``."""
+        """Return this template as text. Fields that can match several keys in `other` are marked ``...``."""
         assert isinstance(self.pattern, str)  # regular expressions do not determine paths
         spanning = {part.name for part in other._parts if isinstance(part, _Field) and part.kind == "..."}
 

@@ -59,7 +59,7 @@ class QuantizationConfig:
         """Return True if a module is not quantised: it, an outer module or a suffix of its name is listed.
 
         This is transformers' ``should_convert_module`` without its regular expressions, because a
-        hostile one can run forever.
+        hostile expression can run forever.
         """
         if not self.excluded or len(module) > _MAX_NAME_LENGTH:
             return False

@@ -317,8 +317,9 @@ def _in_float32(values: HostArray) -> HostArray:
 def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the extents of a block, if the shape of the scales determines them; else None.
 
-    It does if there is a single scale, or along each axis one scale or one for each index. Other
-    numbers are ambiguous: two scales for 192 rows can mean blocks of 96 rows, or of 128 and 64.
+    It does if there is a single scale, or if each axis has either one scale or one scale per index.
+    Other numbers of scales are ambiguous: two scales for 192 rows can mean blocks of 96 rows, or of
+    128 and 64.
 
     Args:
         values, scales: shapes. A single scale can have any shape.
@@ -339,8 +340,8 @@ def block_scaled(
         values: the elements, real numbers.
         scales: floats of a dtype whose values float32 represents, one for each block; the last block of an axis can be
             smaller. Or a single scale.
-        block: extents of a block along the last axes, 1 along the others; None for those of
-            `block_of`.
+        block: extents of a block along the last axes, 1 along the others; None for the
+            result of `block_of`.
         dtype: float dtype of the result.
 
     Raises:

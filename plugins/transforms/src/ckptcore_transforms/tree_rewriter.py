@@ -19,9 +19,9 @@ from ckptcore_transforms.patterns import Fields, Template, path_text
 __all__ = ["ArrayLeaf", "Leaf", "NothingMatches", "TreeRewriter", "ValueLeaf"]
 
 _COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
-"""Kinds of arrays that can be computed with.
+"""Kinds of arrays that transforms can compute with.
 
-Others have additional meaning, and can only be moved.
+Arrays of other kinds have additional meaning, and can only be moved.
 """
 
 _MAX_SHOWN: Final = 100
@@ -71,7 +71,7 @@ class NothingMatches(TransformError):  # used only in this package
 
 
 class TreeRewriter:
-    """A tree that transforms change in place. One thread."""
+    """A tree that transforms change in place. Not thread-safe."""
 
     def __init__(self, derived: DerivedTree) -> None:
         """Start with a tree, possibly the result of other transforms."""
@@ -208,7 +208,7 @@ class TreeRewriter:
         self.replace({path: {new: self.leaves[path]} for path, new in moved.items()})
 
     def _move_containers(self, path: TreePath, new: TreePath) -> None:
-        """Keep the kinds of containers at the equal end of two paths."""
+        """Copy the kinds of containers for the keys that both paths end with."""
         for length in range(len(path) + 1):
             if length and (length > len(new) or path[-length] != new[-length]):
                 return

@@ -65,7 +65,7 @@ log_file = {directory}/$name.log
 rgw_frontends = beast endpoint=127.0.0.1:{port}
 rgw_data = {directory}/rgw
 """
-"""Configuration of a cluster without copies, for one machine.
+"""Configuration of a cluster without replication, for one machine.
 
 Messages are not encrypted, because connections in `secure` mode need keys.
 """

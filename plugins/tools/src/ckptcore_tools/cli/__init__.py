@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit the process with an `ExitCode`.
 
     Args:
-        arguments: the arguments after the program's name. None: those of this process.
+        arguments: the arguments after the program's name. None: ``sys.argv[1:]``.
     """
     # A late import: importing another module of this package does not need click.
     from ckptcore_tools.cli.application import application

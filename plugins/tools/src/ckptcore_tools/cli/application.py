@@ -29,7 +29,7 @@ _SYNONYMS: Final[Mapping[str, str]] = {
     "show": "inspect",
     "tree": "inspect",
 }
-"""Commands by names that other programs use for them. They are only suggested, not run."""
+"""Our commands, by the names that other programs use. The error for such a name suggests our command."""
 
 
 def _commands() -> Mapping[str, EntryPoint]:

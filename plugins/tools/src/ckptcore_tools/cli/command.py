@@ -130,7 +130,7 @@ _SHELL_REMEDIES: Final = (
         r"list them with `ckptcore steps \2`",
     ),
 )
-"""Replacements for remedies in Python, which an error of the library suggests, by options and commands."""
+"""Python remedies in error messages of the library, and the shell options and commands that replace them."""
 
 
 def command_context() -> Context:
@@ -217,7 +217,7 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
         return ExitCode.INTERRUPTED
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
-            # The reader of the pipe has exited, as in `| head`. Python flushes stdout once more at exit: into nothing.
+            # The reader of the pipe has exited, as in `| head`. Python flushes stdout again at exit, here to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)

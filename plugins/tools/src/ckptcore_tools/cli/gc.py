@@ -40,7 +40,7 @@ _KEPT_BECAUSE: Mapping[StepState, str] = {
     "unreadable": "cannot be read here",
     "other": "not a checkpoint",
 }
-"""Why `gc` keeps steps that policies do not count."""
+"""The reasons why `gc` keeps steps that policies do not count, by state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float,
     for step in steps.candidates():
         status = statuses.get(step) or StepStatus(step, steps.name(step), "committed")
         if step not in infos:
-            # A claim is a leftover only on object stores: file systems commit by rename and have none in this place.
+            # Only object stores have a claim as root. File systems commit by rename.
             if status.state == "uncommitted" and commit_method(steps.store).claims_by_root:
                 leftovers.append(status.name)
             else:
@@ -146,7 +146,8 @@ def _users_of_bases(steps: StepDirectory, expired: Collection[int], context: Con
 def _claimed_steps(steps: StepDirectory) -> frozenset[int]:
     """Return steps that count as committed but have a claim as root.
 
-    On file systems every directory with a root counts as committed. Such a claim was copied from an object store.
+    On file systems every directory with a root counts as committed. If its root is a claim, the directory was copied
+    from an object store.
     """
     claims = set()
     committed = readable_steps(steps)
@@ -219,7 +220,7 @@ def command(
             print_line(_summary(plan, "nothing to delete"))
             return ExitCode.OK
         if not take_over and commit_method(steps.store).locks().owner() is not None:
-            # Fail before the question if the directory is in use.
+            # If the directory is in use, fail before asking for confirmation.
             commit_method(steps.open_to_write()).locks(directory).own().close()
         print_line(_summary(plan, "to delete"))
         if not _is_confirmed():

@@ -244,7 +244,7 @@ def _print_tree(tree: TreeMetadata, depth: int | None) -> None:
 _MAX_VALUE_CHARACTERS = 60
 _MAX_NOTE_CHARACTERS = 160
 _MAX_NOTE_ELEMENTS = 6
-"""Elements of a list in a note that are shown. Longer lists are shortened: a mesh can have thousands of devices."""
+"""Number of list elements shown per note. Longer lists are shortened: a mesh can have thousands of devices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
     except CorruptCheckpointError as error:
         return Entry(name, "corrupt", error=str(error))
     except StorageError:
-        raise  # the storage failed, which is not a property of this checkpoint
+        raise  # the storage failed, not this checkpoint
     except ckptcore.CheckpointError as error:
         return Entry(name, "unreadable", error=str(error))
     checkpointables: Sequence[str] | Unset = UNSET

@@ -168,7 +168,7 @@ def _style(cell: Cell) -> str:
 
 @contextmanager
 def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar until the body ends. Yields a function of bytes done and total bytes, for any thread."""
+    """Show a progress bar until the body ends. Yield a thread-safe function of bytes done and total bytes."""
     console = Console(file=sys.stderr)
     bar = Progress(
         TextColumn("{task.description}"),

@@ -123,7 +123,7 @@ def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
     try:
         return commit_method(store).locks(display).pinned()
     except StorageError:
-        # Reading the pins also removes the pins of dead processes, which needs write permission.
+        # Reading the pins also removes the pins of processes that have exited, which needs write permission.
         return None
 
 

@@ -91,8 +91,8 @@ def copy(
     interrupted copy resumes when it is called again: complete objects are not sent again. If the destination is the
     same save already, nothing is copied.
 
-    **In another layout.** Only a few arrays are in memory at a time. Of several checkpointables each one is converted,
-    and files are copied. Only this process writes.
+    **In another layout.** Only a few arrays are in memory at a time. If there are several
+    checkpointables, each one is converted, and files are copied. Only this process writes.
 
     **A subtree.** Arrays are read in slices: about 192 MiB are in memory, or ``MemoryOptions.load_bytes``. In a job
     every process calls this with the same arguments. Each process writes whole files, balanced by bytes, and reads only
@@ -113,7 +113,8 @@ def copy(
         overwrite: see `save`.
         verify: ``"passing"``: verify bytes as they are copied. ``"read-back"``: also read the copy and compare it. For
             copies byte for byte.
-        progress: called with bytes done and total bytes, from any thread; with `subtree` those of this process.
+        progress: called with bytes done and total bytes, from any thread. With `subtree`, counts only this
+            process.
         context: options.
 
     Returns:
@@ -190,7 +191,7 @@ def copy_steps(
     Args:
         source, destination: the directories of steps, as paths or URLs.
         steps: the steps to copy. None: all committed steps.
-        names: how steps are named, if not in a usual way.
+        names: the naming of the steps. None: the usual names.
         overwrite, verify: see `copy`. `overwrite` also replaces the metadata of the destination.
         if_in_use: what to do if another job owns the destination; see `Checkpointer`.
         progress: called with a step, its bytes at the destination and its total bytes, from any thread.

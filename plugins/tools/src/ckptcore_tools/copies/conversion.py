@@ -291,7 +291,7 @@ class _StoredFiles:
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         for record in self._opened.objects.values():
-            check_file(self._opened, record)  # a hostile root can state any size
+            check_file(self._opened, record)  # a hostile root can declare any size
             store.write(record.key, [self._segment(record, start) for start in range(0, record.size, _SLICE_BYTES)])
         return state_of_files(empty_directories(self._opened.state))  # decoded and checked: the source can be hostile
 

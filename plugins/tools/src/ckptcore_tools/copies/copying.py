@@ -304,9 +304,10 @@ class _CopyAttempt:
     def _keep_complete(self, store: StorageBackend) -> frozenset[str]:
         """Return the keys of objects that an earlier copy completed, and remove its other objects.
 
-        An object is kept if its size and its bytes are correct. The bytes are read, because a size is not enough: files
-        get their size before their bytes, a source without checksums may have been rewritten, and with outdated
-        listings, or while a save that lost its claim still runs, the object may belong to another save of equal shapes.
+        An object is kept if its size and its bytes are correct. The bytes are read, because an object of the right size
+        can be wrong: files get their size before their bytes, and a source without checksums may have been rewritten.
+        The object may also belong to another save of equal shapes, if listings are outdated or if a save that lost its
+        claim still runs.
         """
         found = [key for key in store.list() if key != ROOT_KEY]
         sizes: dict[str, int] = {}

@@ -31,7 +31,7 @@ _MAX_SLICES_LOG2: Final = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamSizes:
-    """Sizes of what is in memory while a checkpoint is copied, in bytes.
+    """Memory limits of a streamed copy, in bytes.
 
     Attributes:
         slice: size of a read, and of a slice of an array if the array can be divided.
@@ -57,7 +57,7 @@ class StreamSizes:
 def reading_context(context: Context) -> Context:
     """Return an equal Context with its own I/O threads, for reading.
 
-    The threads of the first Context write, and wait for arrays to be read. Reading on the same threads could deadlock.
+    The threads of `context` write, and wait for arrays to be read. Reading on the same threads could deadlock.
     """
     return dataclasses.replace(context)
 
@@ -144,10 +144,10 @@ def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSiz
 
 
 class StreamedSnapshot:
-    """A `ckptcore.protocols.Snapshot` of stored arrays that are read ahead of the writer. Close it. Any thread.
+    """A `ckptcore.protocols.Snapshot` of stored arrays that are read ahead of the writer. Thread-safe.
 
-    A separate thread reads the items in the order of the plan, but first those that the writer waits for. Small arrays
-    are read in batches. The thread starts with the first call of `take`.
+    The caller must close it. A separate thread reads the items in the order of the plan. Items that the writer waits
+    for are read first. Small arrays are read in batches. The thread starts with the first call of `take`.
     """
 
     def __init__(self, plan: WritePlan, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:

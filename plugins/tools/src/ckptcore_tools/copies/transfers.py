@@ -73,7 +73,7 @@ class Transfer:
         self._sizes = sizes
         of_source, of_destination = requests_of(source), requests_of(destination)
         self._parallelism: Final = max(of_source.concurrency, of_destination.concurrency)
-        # Whole blocks, so that one thread has all bytes of a checksum, and whole parts of an upload.
+        # A multiple of the block size, so that one thread has all bytes of a checksum, and of the upload part size.
         whole = math.lcm(sizes.block, of_destination.part_bytes)
         self._slice_bytes: Final = -(-max(sizes.task, of_source.request_bytes) // whole) * whole
         self._buffers: list[memoryview] = []
@@ -87,7 +87,7 @@ class Transfer:
             records: the objects, with their correct sizes. Objects with checksums are verified before they are written.
 
         Returns:
-            The objects with checksums: the given ones, or else those of the copied bytes.
+            The records of the objects, with the given checksums, or else with checksums of the copied bytes.
 
         Raises:
             ChecksumError: if an object at the source is damaged.
@@ -137,7 +137,7 @@ class Transfer:
             self.counts.read_back_bytes += read_back
 
     def read_back(self, records: Sequence[ObjectRecord]) -> dict[str, CheckpointError]:
-        """Read objects at the destination, and compare them with their checksums, or without these with the source.
+        """Read objects at the destination, and compare them with their checksums, or with the source if they have none.
 
         Returns:
             The errors by key of the object. Correct objects have none.
@@ -194,7 +194,7 @@ class Transfer:
 
 
 class _ObjectTransfer:
-    """The transfer of one object. Any thread."""
+    """The transfer of one object. Thread-safe."""
 
     def __init__(self, record: ObjectRecord, source: StorageBackend, destination: StorageBackend, sizes: Sizes) -> None:
         self._record = record

@@ -59,7 +59,7 @@ R = TypeVar("R")
 
 
 class MissingPayloadError(Exception):
-    """A simulated process needs payloads of others that have not run so far. It is run again later."""
+    """A simulated process needs payloads of processes that have not run yet. It is run again later."""
 
 
 class SimulatedJob:
@@ -182,7 +182,7 @@ def _checkpoint_to_json(written: WrittenCheckpoint) -> JSON:
 
 
 def written_from_json(document: Any, trees: Sequence[Sequence[TreeMetadata]]) -> WrittenProcess:
-    """Decode the writes of a process. `trees`: those that all processes write together, by checkpoint and part."""
+    """Decode the writes of a process. `trees`: the trees that all processes write together, by checkpoint and part."""
     return WrittenProcess(
         checkpoints=[
             WrittenCheckpoint(

@@ -25,7 +25,7 @@ class NoElementsError(Exception):
 
 
 class SizeOnlySnapshot:
-    """A `ckptcore.protocols.Snapshot` without elements. Any thread.
+    """A `ckptcore.protocols.Snapshot` without elements. Thread-safe.
 
     Attributes:
         plan: the items to write.
@@ -34,7 +34,7 @@ class SizeOnlySnapshot:
     """
 
     def __init__(self, plan: WritePlan, host_bytes: Sequence[HostBytes]) -> None:
-        """Take the plan, and the host memory of each item."""
+        """Create a snapshot. `host_bytes` is the host memory of each item of the plan."""
         self.plan = plan
         self.taken_peak = 0
         self.viewed_peak = 0
@@ -75,7 +75,7 @@ class SizeOnlySnapshot:
 
 
 class CountingObjects(StorageBackend):
-    """A `ckptcore.protocols.StorageBackend` that counts requests and stores only sizes. Any thread.
+    """A `ckptcore.protocols.StorageBackend` that counts requests and stores only sizes. Thread-safe.
 
     It stores the bytes of roots, because a save reads its claim.
 
@@ -230,7 +230,7 @@ class _NoWriter:
 
 
 class SizeRecorder:
-    """A `ckptcore.protocols.WriteStore` that makes the same requests as the one of a save. Any thread."""
+    """A `ckptcore.protocols.WriteStore` that makes the same requests as that of a save. Thread-safe."""
 
     def __init__(self, storage: StorageBackend, *, checksums: bool) -> None:
         """Write objects to `storage`. `checksums`: True if the save would compute checksums."""
@@ -246,7 +246,7 @@ class SizeRecorder:
 
     @property
     def objects(self) -> tuple[ObjectRecord, ...]:
-        """The objects. Their checksums have the right number, but are zero."""
+        """The objects. Each has the right number of checksums, but all are zero."""
         return tuple(self._records.values())
 
     def put(self, key: str, data: bytes) -> None:

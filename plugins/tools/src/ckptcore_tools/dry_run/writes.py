@@ -130,7 +130,7 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
     unplanned = []
     for part in save.parts:
         source = part.source
-        assert source is not None  # nothing was captured
+        assert source is not None  # only capturing a part drops its source, and a dry run captures nothing
         if isinstance(source, FilesDescription):
             unplanned.append(source.name)
             host_bytes.append(())
