@@ -82,7 +82,7 @@ def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
     assert run.should_save(1)
     launcher.joined = _Incarnation(2)
     assert runtime_of(context).exchange_key("run") == "run#0"
-    with pytest.raises(CheckpointError, match="joined again since; close it, and make a new one"):
+    with pytest.raises(CheckpointError, match="joined again since; close it, and create a new one"):
         run.should_save(1)
     run.close()
     with ckptcore.Checkpointer(tmp_path, context=context) as run:
