@@ -8,9 +8,9 @@ from typing import Final
 
 __all__ = ["NameSuggestions"]
 
-_MOST_NAMES: Final = 20_000
-_MOST_ASKED: Final = 1000
-_LONGEST: Final = 300
+_MAX_NAMES: Final = 20_000
+_MAX_REQUESTS: Final = 1000
+_MAX_LENGTH: Final = 300
 """Maximum length of the names to compare, in characters."""
 
 _COMMON: Final = 64
@@ -33,13 +33,13 @@ class NameSuggestions:
     def __init__(self, names: Sequence[str]) -> None:
         """Search these names."""
         self._names = names
-        self._asked = 0
-        self._having: dict[str, list[int]] | None = None
+        self._requests = 0
+        self._names_by_group: dict[str, list[int]] | None = None
 
     def nearest(self, name: str) -> str | None:
         """Return the most similar name, or None if none is similar."""
-        self._asked += 1
-        if len(name) > _LONGEST or len(self._names) > _MOST_NAMES or self._asked > _MOST_ASKED:
+        self._requests += 1
+        if len(name) > _MAX_LENGTH or len(self._names) > _MAX_NAMES or self._requests > _MAX_REQUESTS:
             return None
         import difflib  # needed only for errors
 
@@ -49,22 +49,22 @@ class NameSuggestions:
     def _likely(self, name: str) -> Sequence[str]:
         """Return the few names that may be similar."""
         if len(self._names) <= _FEW:
-            return [other for other in self._names if len(other) <= _LONGEST]
-        having = self._index()
-        lists = sorted([having[run] for run in _runs(name) if run in having], key=len)
-        telling = [numbers for numbers in lists if len(numbers) <= _COMMON]
-        shared = Counter([number for numbers in telling or lists[:_COMPARED] for number in numbers[:_COMMON]])
+            return [other for other in self._names if len(other) <= _MAX_LENGTH]
+        names_by_group = self._index()
+        lists = sorted([names_by_group[run] for run in _runs(name) if run in names_by_group], key=len)
+        rare = [numbers for numbers in lists if len(numbers) <= _COMMON]
+        shared = Counter([number for numbers in rare or lists[:_COMPARED] for number in numbers[:_COMMON]])
         return [self._names[number] for number, _ in shared.most_common(_COMPARED)]
 
     def _index(self) -> dict[str, list[int]]:
         """Return, by group of three letters, the numbers of the names that contain it."""
-        if self._having is None:
-            self._having = {}
+        if self._names_by_group is None:
+            self._names_by_group = {}
             for number, name in enumerate(self._names):
-                if len(name) <= _LONGEST:
+                if len(name) <= _MAX_LENGTH:
                     for run in _runs(name):
-                        self._having.setdefault(run, []).append(number)
-        return self._having
+                        self._names_by_group.setdefault(run, []).append(number)
+        return self._names_by_group
 
 
 def _runs(name: str) -> set[str]:

@@ -144,7 +144,7 @@ def test_attributes_of_objects_name_ours(tmp_path: Path) -> None:
         with pytest.raises(AttributeError, match=r"'latest_step'; use latest"):
             checkpointer.latest_step()  # type: ignore[attr-defined]  # of Orbax
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
-            checkpointer.nonsense  # type: ignore[attr-defined]  # noqa: B018  # of nobody
+            checkpointer.nonsense  # type: ignore[attr-defined]  # noqa: B018
     with ckptcore.open(tmp_path / "1") as opened:
         assert not hasattr(opened, "get_tensor")
         with pytest.raises(AttributeError, match=r"'OpenCheckpoint' .*; use checkpoint\['name'\]\[\(\)\]"):

@@ -54,7 +54,7 @@ def test_a_group_of_one_process_is_none() -> None:
 
 
 def test_group_without_a_store_raises_an_error_with_a_remedy_in_an_exchange(tmp_path: Path) -> None:
-    """The fake backend stands in for mpi, which most builds of torch lack.
+    """The fake backend replaces mpi, which most builds of torch lack.
 
     Loads of one process need no coordinator.
     """

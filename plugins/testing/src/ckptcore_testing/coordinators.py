@@ -89,7 +89,8 @@ class CoordinatorTests:
 
     def test_the_error_of_the_leader_names_missing_ranks(self, several: int, tmp_path: Path) -> None:
         job = _AbsentFromGather(several - 1, str(tmp_path), self.long_seconds)
-        outcomes = self.run(several, job, timeout_seconds=max(2.0, self.short_seconds))
+        # Long, because the server of the exchange can be another process, which a busy machine delays.
+        outcomes = self.run(several, job, timeout_seconds=max(5.0, self.short_seconds))
         assert outcomes[0] == [several - 1], "CoordinationTimeoutError.missing names the rank"
 
     def test_the_error_of_a_rank_names_a_missing_leader(self, several: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +9,7 @@ from typing import TypeAlias
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import Key, Node, Skeleton, format_path, leaf_count
+from ckptcore.tree.suggestions import NameSuggestions
 
 __all__ = ["Subtree", "SubtreePath", "find_subtree", "path_keys"]
 
@@ -92,8 +92,8 @@ def _missing(part: Skeleton, keys: Sequence[Key], depth: int) -> TreeMismatchErr
     if isinstance(part, Node):
         names = ", ".join(repr(str(key)) for key in part.keys[:20]) + (", ..." if len(part.keys) > 20 else "")
         content = f"{parent} contains {names}" if names else f"{parent} is empty"
-        near = difflib.get_close_matches(str(keys[depth])[:100], [str(key)[:100] for key in part.keys[:1000]], 1)
-        content += f"; did you mean {near[0]!r}?" if near else ""
+        near = NameSuggestions([str(key) for key in part.keys]).nearest(str(keys[depth]))
+        content += f"; did you mean {near!r}?" if near else ""
     else:
         content = f"{parent} is a leaf"
     line = f"{format_path(tuple(keys))} does not exist in the tree: {content}"

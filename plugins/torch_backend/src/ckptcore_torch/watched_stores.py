@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -25,14 +23,14 @@ class WatchedStore:
 
     Attributes:
         abandoned: set when `run_watched` stops waiting for the exchange.
-        request_began: start of the pending request, by `time.monotonic`; infinity if there is none.
+        pending: the function of the pending request, or None.
     """
 
     def __init__(self, store: Any, key: str) -> None:
         self._store = store
         self._key = key
         self.abandoned = threading.Event()
-        self.request_began = math.inf
+        self.pending: Callable[[], object] | None = None
 
     def set(self, name: str, value: bytes) -> None:
         """Set the value of a name, which is a key of the store."""
@@ -61,7 +59,7 @@ class WatchedStore:
     def _request(self, request: Callable[[], T]) -> T:
         if self.abandoned.is_set():
             raise RankFailedError(f"the exchange {self._key!r} was abandoned")
-        self.request_began = time.monotonic()
+        self.pending = request
         try:
             return request()
         except RuntimeError as error:  # base of the errors of a failed server, such as torch.distributed.DistError
@@ -69,7 +67,7 @@ class WatchedStore:
                 f"the store of the job failed in the exchange {self._key!r}: {error}; {_SERVER_HINT}"
             ) from error
         finally:
-            self.request_began = math.inf
+            self.pending = None
 
 
 def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: Callable[[WatchedStore], T]) -> T:
@@ -77,7 +75,8 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
 
     If the server process of ``torch.distributed.TCPStore`` is stopped, ``check``, ``get`` and
     ``add`` wait without a limit (torch 2.13.0). Therefore the exchange runs on another thread,
-    which is abandoned on timeout.
+    which is abandoned on timeout. The time of a request is counted in checks, so that a request
+    does not time out because the whole machine was suspended.
 
     Args:
         store: a `torch.distributed.Store`.
@@ -95,6 +94,7 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
     results: list[T] = []
     errors: list[BaseException] = []
     done = threading.Event()
+    interval = min(_CHECK_SECONDS, timeout_seconds)
 
     def run() -> None:
         try:
@@ -105,12 +105,16 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
             done.set()
 
     threading.Thread(target=run, name="ckptcore-store", daemon=True).start()
+    seen, waited = None, 0.0
     try:
-        while not done.wait(min(_CHECK_SECONDS, timeout_seconds)):
-            if time.monotonic() >= watched.request_began + timeout_seconds:
+        while not done.wait(interval):
+            pending = watched.pending
+            waited = waited + interval if pending is not None and pending is seen else 0.0
+            seen = pending
+            if waited >= timeout_seconds:
                 raise CoordinationTimeoutError(
-                    f"the store of the job did not answer for {timeout_seconds:g} s in the exchange {key!r}; "
-                    f"{_SERVER_HINT}",
+                    f"the store of the job did not answer for {timeout_seconds:g} s "
+                    f"in the exchange {key!r}; {_SERVER_HINT}",
                     [0] if rank else [],
                 )
         if errors:

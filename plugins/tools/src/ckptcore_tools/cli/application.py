@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import click
 
+from ckptcore.tree.suggestions import NameSuggestions
 from ckptcore_tools.cli.command import EXIT_CODE_HELP, ExitCode
 from ckptcore_tools.cli.output import error_line
 
@@ -76,8 +76,7 @@ class _Commands(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             name = args[0]
-            near = difflib.get_close_matches(name, _commands(), 1)
-            suggestion = _SYNONYMS.get(name) or (near[0] if near else None)
+            suggestion = _SYNONYMS.get(name) or NameSuggestions(list(_commands())).nearest(name)
             if suggestion is None or name.startswith("-"):
                 raise
             raise click.UsageError(f"No such command {name!r}. Did you mean {suggestion!r}?", ctx) from error
