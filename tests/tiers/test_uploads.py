@@ -93,7 +93,7 @@ def test_the_job_waits_for_nothing_far_and_what_waits_stays_near(near: str, far:
         assert tiers.uploads.uploading == 1 and tiers.uploads.waiting == (2, 3)
         assert run.latest == 3
         assert steps_in(near) == [1, 2, 3] and steps_in(far) == []
-        with pytest.raises(UploadError, match="there was no time") as raised:
+        with pytest.raises(UploadError, match="the time for uploads is over") as raised:
             tiers.wait_for_uploads(0.01)
         assert raised.value.steps == (1, 2, 3)
         stands.open()

@@ -156,7 +156,7 @@ def test_any_generations_come_back(generations: list[dict[str, Any]], layout: st
 def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
     for state, match in (
-        ({"nothing": PLACEHOLDER}, "nothing: the update has a placeholder, and the base has nothing"),
+        ({"nothing": PLACEHOLDER}, "nothing: the update has a placeholder, but the base has nothing"),
         ({"layers": {"x": np.ones(1)}}, "layers: the update has some children of a container, and the base has a list"),
         ({"layers": [PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, np.ones(1)]}, r"layers: the update has .* without \['3'\]"),
     ):

@@ -178,7 +178,7 @@ def test_what_other_software_adds_is_passed_over() -> None:
 def test_files_outside_of_the_checkpoint_are_refused(path: str) -> None:
     of_torch = _of_torch()
     of_torch.storage_data[theirs.MetadataIndex("scalar", ())] = _place(path, 0, 1)
-    with pytest.raises(CorruptCheckpointError, match="not one below the directory"):
+    with pytest.raises(CorruptCheckpointError, match="invalid file name .*inside the directory"):
         _read(of_torch)
 
 
@@ -205,7 +205,7 @@ def test_chunks_outside_of_their_tensor_are_refused(offsets: tuple[int, ...], si
 def test_tensors_for_which_there_is_no_memory_are_refused() -> None:
     of_torch = _of_torch()
     of_torch.state_dict_metadata["model.w"] = _tensor(torch.bfloat16, (1 << 40, 1 << 40))
-    with pytest.raises(CorruptCheckpointError, match="no memory has addresses"):
+    with pytest.raises(CorruptCheckpointError, match="exceeds the address space"):
         _read(of_torch)
 
 
@@ -292,7 +292,7 @@ def test_one_list_of_chunks_for_many_tensors_is_refused_soon() -> None:
     }
     data = pickle.dumps(theirs.Metadata(entries, None, {}), protocol=4)
     began = time.monotonic()
-    with pytest.raises(CorruptCheckpointError, match="more parts than it has bytes"):
+    with pytest.raises(CorruptCheckpointError, match="more chunks and transforms than it has bytes"):
         read_metadata(data, key=".metadata")
     assert time.monotonic() - began < 5
 

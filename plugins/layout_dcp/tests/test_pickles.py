@@ -213,11 +213,11 @@ def test_values_that_contain_themselves(protocol: int) -> None:
 def test_what_is_made_of_itself_is_refused(protocol: int) -> None:
     call = Call(Global("m", "f"))
     call.arguments = (1j, "a", b"b", call)
-    with pytest.raises(UnsupportedLeafError, match="made of itself"):
+    with pytest.raises(UnsupportedLeafError, match="contains itself"):
         write_pickle(call, protocol=protocol)
     call.arguments = ({call},)
     if protocol == 2:  # in protocol 4 the set enters the memo before its items
-        with pytest.raises(UnsupportedLeafError, match="made of itself"):
+        with pytest.raises(UnsupportedLeafError, match="contains itself"):
             write_pickle(call, protocol=protocol)
 
 
@@ -283,7 +283,7 @@ def test_python_2_texts() -> None:
 
 def test_memo_entries_in_any_order() -> None:
     assert read_pickle(b"(NNN]q\x03Nq\x01h\x03h\x01l.", key="k")[0] == [None, None, None, [], None, [], None]
-    with pytest.raises(CorruptCheckpointError, match="never put"):
+    with pytest.raises(CorruptCheckpointError, match="before it is set"):
         read_pickle(b"(NNN]q\x03h\x01l.", key="k")
 
 

@@ -146,7 +146,7 @@ def test_a_step_that_was_never_finished_is_none(xorl_step: Path) -> None:
     later = xorl_step.parent / "global_step_200"
     shutil.copytree(xorl_step, later)
     (later / "optimizer" / ".metadata").unlink()
-    with pytest.raises(UncommittedCheckpointError, match=r"in optimizer .__0_0.distcp., and no .metadata"):
+    with pytest.raises(UncommittedCheckpointError, match=r"optimizer/__0_0.distcp .*optimizer/.metadata, .*missing"):
         ckptcore.load_checkpointables(later, ["model"])
     with ckptcore.CheckpointReader(xorl_step.parent) as reader:
         assert reader.steps == (100,) and reader.latest == 100
@@ -209,9 +209,9 @@ def test_files_of_ranks_are_one_mapping_if_all_are_there() -> None:
     assert find_rank_files(["a_rank_0.pt", "b_rank_1.pt"]) is None
     assert find_rank_files(["rank_00.pt"]) is None
     assert find_rank_files([]) is None
-    with pytest.raises(CorruptCheckpointError, match="up to 2 .rank_2.pt., and none of rank 1"):
+    with pytest.raises(CorruptCheckpointError, match="file of rank 1 is missing, but rank 2 has one .rank_2.pt."):
         find_rank_files(["rank_0.pt", "rank_2.pt"])
-    with pytest.raises(CorruptCheckpointError, match="none of rank 0"):
+    with pytest.raises(CorruptCheckpointError, match="file of rank 0 is missing"):
         find_rank_files(["rank_999999999.pt"])
 
 

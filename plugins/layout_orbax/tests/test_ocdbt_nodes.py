@@ -240,7 +240,10 @@ def test_what_grows_without_end(stated: bool) -> None:
     body = b"".join([*(compressor.compress(bytes(1 << 20)) for _ in range(300)), compressor.flush()])
     assert len(body) < 60_000
     frame = _frame(body, compression=1)
-    with _little_memory((4 if stated else 160) << 20), pytest.raises(CorruptCheckpointError, match="grow"):
+    with (
+        _little_memory((4 if stated else 160) << 20),
+        pytest.raises(CorruptCheckpointError, match="decompress(es)? to"),
+    ):
         _decode_data(frame)
 
 
@@ -262,7 +265,7 @@ def test_entries_that_grow_without_end() -> None:
     )
     frame = _frame(_zstd(body), compression=1)
     assert len(frame) < 10_000
-    with _little_memory(10 << 20), pytest.raises(CorruptCheckpointError, match="grow to 524288 entries"):
+    with _little_memory(10 << 20), pytest.raises(CorruptCheckpointError, match="state 524288 entries"):
         _decode_data(frame)
 
 

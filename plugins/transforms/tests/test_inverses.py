@@ -86,7 +86,7 @@ _ONE_WAY: list[Transform] = [
 @pytest.mark.parametrize("transform", _ONE_WAY)
 def test_what_cannot_be_undone_says_so(transform: Transform) -> None:
     for one_way in (transform, IfPresent(transform)):
-        with pytest.raises(TransformError, match="cannot be undone"):
+        with pytest.raises(TransformError, match="has no inverse"):
             inverse([one_way])
 
 

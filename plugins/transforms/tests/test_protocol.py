@@ -96,6 +96,6 @@ def test_a_tree_without_its_arrays_is_refused(tmp_path: Path) -> None:
 
 def test_what_has_no_inverse_says_so() -> None:
     with pytest.raises(
-        TransformError, match="negate all arrays: this cannot be undone, because Negate has no method inverse"
+        TransformError, match="negate all arrays: this transform has no inverse, because Negate has no method inverse"
     ):
         transforms.inverse([Negate()])

@@ -57,7 +57,9 @@ def overlay(
     known = dict(containers_and_leaves((), base.skeleton)) if placeholders else {}
     for path in placeholders:
         if path not in known:
-            walk.differences.append(f"{format_path(path)}: the update has a placeholder, and the base has nothing")
+            walk.differences.append(
+                f"{format_path(path)}: the update has a placeholder, but the base has nothing at this path"
+            )
     for path, given in (containers or {}).items():
         found = known.get(path)
         if (

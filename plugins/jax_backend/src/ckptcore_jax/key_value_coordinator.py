@@ -198,7 +198,7 @@ class KeyValueCoordinator:
     def _timed_out(self, key: str, missing: Sequence[int]) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
             f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} within "
-            f"{self._timeout_seconds:g} s: {list(missing)}; check what they were doing",
+            f"{self._timeout_seconds:g} s: {list(missing)}; check their logs",
             missing,
         )
 

@@ -281,7 +281,8 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
         dtype = np.dtype(np.uint32)
     elif not isinstance(dtype, np.dtype):
         raise UnsupportedLeafError(
-            f"an array of the extended dtype {dtype} cannot be stored; save its component arrays"
+            f"an array of the extended dtype {dtype} cannot be stored, because ckptcore does not know how JAX "
+            "represents its elements; save the arrays that it consists of"
         )
     elif dtype.name in UNSUPPORTED_DTYPES:
         raise UnsupportedLeafError(

@@ -65,8 +65,8 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
         found, files = find_dcp_files(inside)
         if files and not found:
             raise UncommittedCheckpointError(
-                f"there are files of torch.distributed.checkpoint in {name} ({files[0]}), and no {_METADATA} says "
-                "what is in them: the save that wrote them never ended. Load another step"
+                f"{name}/{files[0]} is a data file of torch.distributed.checkpoint, but {name}/{_METADATA}, which "
+                "describes it, is missing: the save failed or is still running. Load another step"
             )
         if found:
             checkpoints.append(name)
@@ -103,8 +103,8 @@ def find_rank_files(names: Sequence[str]) -> Sequence[str] | None:
     if len(by_rank) <= last:
         absent = next(rank for rank in range(last) if rank not in by_rank)
         raise CorruptCheckpointError(
-            f"there are files of the ranks up to {last} ({by_rank[last]}), and none of rank {absent}; load single "
-            "files by their own location, or load another step",
+            f"the file of rank {absent} is missing, but rank {last} has one ({by_rank[last]}); load single files by "
+            "their own location, or load another step",
             key=by_rank[last],
         )
     return [by_rank[rank] for rank in sorted(by_rank)]

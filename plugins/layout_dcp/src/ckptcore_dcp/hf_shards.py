@@ -94,7 +94,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
         spec, kind = spec_and_kind(first.dtype, shape)
         if not spec.is_possible:
             raise CorruptCheckpointError(
-                f"the tensor {name!r} is {spec}: it is too large, no memory has addresses for it", key=first.key
+                f"the tensor {name!r} is {spec}, which exceeds the address space", key=first.key
             )
         boxes: dict[Box, _ShardBox] = {}
         for part in parts:

@@ -59,8 +59,8 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     if not found:
         if files:
             raise UncommittedCheckpointError(
-                f"torch.distributed.checkpoint wrote files ({files[0]}), but no {_METADATA} describes them: "
-                "the save that wrote them never ended. Load another step"
+                f"{files[0]} is a data file of torch.distributed.checkpoint, but {_METADATA}, which describes it, is "
+                "missing: the save failed or is still running. Load another step"
             )
         return inspect_shards(store, names)
     parts: list[DcpMetadata] = []
@@ -84,8 +84,8 @@ def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetada
             first = tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape) or name in values:
                 raise CorruptCheckpointError(
-                    f"{key} has {name!r} as {tensor.dtype}{list(tensor.shape)}, and the file of another process "
-                    "differs; each process saved a state of its own: load the files of one rank with torch",
+                    f"{key} lists {name!r} as {tensor.dtype}{list(tensor.shape)}, but the file of another process "
+                    "lists something else: the processes saved different states. Load the files of one rank with torch",
                     key=key,
                 )
             known = chunks.setdefault(name, {})
@@ -94,7 +94,7 @@ def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetada
         for name, value in part.values.items():
             if name in tensors:
                 raise CorruptCheckpointError(
-                    f"{key} lists {name!r} as a value, and the file of another process lists it as a tensor", key=key
+                    f"{key} lists {name!r} as a value, but the file of another process lists it as a tensor", key=key
                 )
             values.setdefault(name, value)
         paths.update(part.paths or {})

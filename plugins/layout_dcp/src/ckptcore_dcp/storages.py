@@ -229,7 +229,7 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
             if compression not in (STORED, DEFLATED):
                 raise ValueError("the compression of a storage is unknown")
             if size > nbytes * MAX_INFLATE_RATIO or (compression == STORED and size != nbytes):
-                raise ValueError("the compressed and decompressed sizes of a storage do not fit")
+                raise ValueError("the compressed and decompressed sizes of a storage are inconsistent")
         found: dict[int, ArrayLocation] = {}
         for leaf, number, offset, strides in columns["arrays"]:
             record = tree.leaves[_natural(leaf)]

@@ -145,7 +145,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
                 return found
             case name:
                 raise _unsupported(path, _REMEDIES.get(name, f"built by torch._utils.{name}, which is not supported"))
-    raise _corrupt(key, path, "tensors are nested without end")
+    raise _corrupt(key, path, "too many nested calls that build a tensor")
 
 
 def check_bounds(tensor: StoredTensor, nbytes: int, *, key: str, path: str) -> None:
@@ -254,7 +254,9 @@ def _storage(value: Persistent, key: str, path: str) -> tuple[str, str, int, int
         raise _corrupt(key, path, "the type of a storage is missing")
     dtype = "uint8" if kind.name == "UntypedStorage" else STORAGES.get(kind.name)
     if dtype is None:
-        raise _unsupported(path, f"in a {kind.name[:40]}, whose elements no array can have: save it as a plain tensor")
+        raise _unsupported(
+            path, f"in a {kind.name[:40]}, whose elements NumPy cannot represent: save it as a plain tensor"
+        )
     offset = 0
     if len(parts) == 6 and parts[5] is not None:
         described = parts[5]
@@ -273,7 +275,7 @@ def _dtype_of(value: Value, key: str, path: str) -> tuple[str, str]:
     if (known := known_dtype(value.name)) is not None:
         spec, kind = spec_and_kind(known, ())
         return spec.dtype, kind
-    raise _unsupported(path, f"of torch.{value.name[:40]}, which no array can have: save a view of it as integers")
+    raise _unsupported(path, f"of torch.{value.name[:40]}, which NumPy cannot represent: save a view of it as integers")
 
 
 def _first_arguments(arguments: tuple[Value, ...], count: int, key: str, path: str) -> tuple[Value, ...]:

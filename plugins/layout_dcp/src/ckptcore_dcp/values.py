@@ -70,7 +70,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
             data = store.get(path, start, min(stop, most))
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
-                f"the file {path!r} is missing: the value {group[0]!r} is not there: {error}; restore it from a "
+                f"{path!r} is missing, which contains the value {group[0]!r}: {error}; restore it from a "
                 "copy, or load another checkpoint",
                 key=path,
             ) from error

@@ -160,7 +160,7 @@ class RayCoordinator:
         return CoordinationTimeoutError(
             f"{len(outcome.ranks)} of {self._size} ranks of the job {self._job!r} did not "
             f"reach the exchange {key!r} within {self._timeout_seconds:g} s: "
-            f"{list(outcome.ranks)}; check what they were doing with "
+            f"{list(outcome.ranks)}; check their logs, and "
             f"find_job({self._job!r}).progress()",
             outcome.ranks,
         )

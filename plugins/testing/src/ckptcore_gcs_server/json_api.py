@@ -18,7 +18,7 @@ from ckptcore_gcs_server.refusals import Refusal, invalid, not_implemented
 __all__ = ["JsonApi", "generation_of", "page_start", "page_token", "properties_of"]
 
 _LONGEST_PAGE: Final = 1000
-_MOST_COMPONENTS: Final = 32
+_MAX_COMPONENTS: Final = 32
 _FIXED_FIELDS: Final = ("cacheControl", "contentDisposition", "contentEncoding", "contentLanguage")
 
 
@@ -117,7 +117,7 @@ class JsonApi:
     def _compose(self, request: Request, bucket: str, name: str) -> Answer:
         body = request.json()
         sources = body.get("sourceObjects") or []
-        if not 1 <= len(sources) <= _MOST_COMPONENTS:
+        if not 1 <= len(sources) <= _MAX_COMPONENTS:
             raise invalid(f"The number of source components provided ({len(sources)}) is not from 1 to 32.")
         pieces: list[StoredObject] = []
         for source in sources:

@@ -14,7 +14,7 @@ from ckptcore_gcs_server.refusals import invalid
 
 __all__ = ["answer_batch"]
 
-_MOST_REQUESTS: Final = 100
+_MAX_REQUESTS: Final = 100
 _BOUNDARY: Final = "batch_of_the_fake"
 
 
@@ -27,8 +27,8 @@ def answer_batch(request: Request, answer_one: Callable[[Request], Answer]) -> A
     parts = list(message.iter_parts()) if message.is_multipart() else []
     if not parts:
         raise invalid("Failed to parse batch request, error: the body has no parts")
-    if len(parts) > _MOST_REQUESTS:
-        raise invalid(f"The batch request has {len(parts)} calls, but at most {_MOST_REQUESTS} are allowed")
+    if len(parts) > _MAX_REQUESTS:
+        raise invalid(f"The batch request has {len(parts)} calls, but at most {_MAX_REQUESTS} are allowed")
     pieces: list[bytes] = []
     for part in parts:
         answer = answer_one(_inner(part))

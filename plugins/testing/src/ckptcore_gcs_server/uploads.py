@@ -16,7 +16,7 @@ from ckptcore_gcs_server.refusals import Refusal, invalid
 __all__ = ["PartUpload", "ResumableSession"]
 
 _SMALLEST_PART: Final = 5 << 20
-_MOST_PARTS: Final = 10_000
+_MAX_PARTS: Final = 10_000
 _QUANTUM: Final = 256 << 10
 
 
@@ -40,8 +40,8 @@ class PartUpload:
 
     def put(self, number: int, data: bytes) -> str:
         """Add or replace a part. Return its entity tag."""
-        if not 1 <= number <= _MOST_PARTS:
-            raise invalid(f"Part number must be an integer between 1 and {_MOST_PARTS}, inclusive")
+        if not 1 <= number <= _MAX_PARTS:
+            raise invalid(f"Part number must be an integer between 1 and {_MAX_PARTS}, inclusive")
         tag = hashlib.md5(data, usedforsecurity=False).hexdigest()
         self.parts[number] = data, tag
         return tag
@@ -100,10 +100,10 @@ class ResumableSession:
         """
         if start > len(self.data):
             raise Refusal(
-                503, "backendError", "ServiceUnavailable", f"bytes {len(self.data)} to {start} have not come yet"
+                503, "backendError", "ServiceUnavailable", f"bytes {len(self.data)} to {start} were not received yet"
             )
         if total is None and len(piece) % _QUANTUM:
-            raise invalid(f"a piece that is not the last has a multiple of {_QUANTUM} bytes, this has {len(piece)}")
+            raise invalid(f"expected a multiple of {_QUANTUM} bytes in each piece except the last, found {len(piece)}")
         self.data += piece[len(self.data) - start :]
         if total is not None and len(self.data) > total:
             raise invalid(f"received {len(self.data)} bytes, but {total} were announced")

@@ -224,7 +224,9 @@ class LeaderSender:
         try:
             self._store.put(_CURRENT, json.dumps({"closed": run}).encode())
         except StorageError as error:
-            logger.warning("cannot tell the other hosts that uploads are done; they wait for a while: %s", error)
+            logger.warning(
+                "cannot notify the other hosts that uploads are done, so they wait until a timeout: %s", error
+            )
 
 
 class HostSender:

@@ -18,7 +18,7 @@ AdapterConfig: TypeAlias = Mapping[str, JSON]
 """Fields of ``adapter_config.json``."""
 
 _LORA: Final = "LORA"
-_MOST_DEPTH: Final = 64
+_MAX_DEPTH: Final = 64
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ def config_json(config: object) -> dict[str, JSON]:
         )
     plain = {name: _to_json(value, f"config[{name!r}]", 0) for name, value in fields.items()}
     if problem := _problem(plain):
-        raise ValueError(f"config: {problem}; PEFT would refuse it. Nothing was written")
+        raise ValueError(f"config: {problem}; PEFT rejects such a config. Nothing was written")
     try:
         json.dumps(plain, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -72,15 +72,15 @@ def stored_config(stored: JSON, location: object) -> dict[str, JSON]:
 
 
 def _to_json(value: object, where: str, depth: int) -> JSON:
-    if depth > _MOST_DEPTH:
-        raise ValueError(f"{where[:200]} is nested deeper than {_MOST_DEPTH} levels. Nothing was written")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{where[:200]} is nested deeper than {_MAX_DEPTH} levels. Nothing was written")
     if isinstance(value, enum.Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{where} is {value}, which JSON lacks. Nothing was written")
+            raise ValueError(f"{where} is {value}, which JSON cannot represent. Nothing was written")
         return value
     if isinstance(value, Mapping):
         if problem := [key for key in value if not isinstance(key, str | int) or isinstance(key, bool)]:
@@ -91,7 +91,7 @@ def _to_json(value: object, where: str, depth: int) -> JSON:
         return sorted(plain, key=str)
     if isinstance(value, list | tuple):
         return [_to_json(child, f"{where}[{number}]", depth + 1) for number, child in enumerate(value)]
-    raise TypeError(f"{where} is a {type(value).__qualname__}, which JSON lacks. Nothing was written")
+    raise TypeError(f"{where} is a {type(value).__qualname__}, which JSON cannot represent. Nothing was written")
 
 
 def _problem(config: Mapping[str, JSON]) -> str | None:

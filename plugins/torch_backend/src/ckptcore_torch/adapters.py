@@ -253,7 +253,7 @@ def _retry_if_replaced(
         if ckptcore.metadata(source, context=context).save_id == found.save_id:
             return loaded
     raise CorruptCheckpointError(
-        f"{location} was replaced {_ATTEMPTS} times during the load; load it while it is saved less often"
+        f"{location} was replaced during each of {_ATTEMPTS} attempts to load it; load it while no job saves to it"
     )
 
 

@@ -70,12 +70,11 @@ class DataLoaderHandler(StateDictHandler):
         reason = _lost_order(value)
         if reason is not None:
             logger.warning(
-                "a resumed run will get other batches than an uninterrupted one: %s of this "
-                "%s. Pass it "
+                "%s: %s, so a resumed run gets other batches than an uninterrupted one. Pass "
                 "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, "
                 "generator=torch.Generator()), with a separate generator",
-                reason,
                 type(value).__qualname__,
+                reason,
             )
         return super().flatten(value)
 
@@ -145,13 +144,13 @@ def _lost_order(loader: Any) -> str | None:
     batches = loader.batch_sampler
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if getattr(type(sampler), "__iter__", None) in _WITHOUT_STATE and not hasattr(sampler, "state_dict"):
-        return f"the sampler, a {type(sampler).__module__}.{type(sampler).__qualname__}, keeps no state,"
+        return f"its sampler, a {type(sampler).__module__}.{type(sampler).__qualname__}, does not save its state"
     drawn = sys.modules.get("torchdata.stateful_dataloader.sampler")
     if drawn is None or not isinstance(sampler, drawn.RandomSampler):
         return None
     if type(batches) is BatchSampler:  # torchdata's own class saves the state of the sampler
         kind = type(batches)
-        return f"the batch sampler, a {kind.__module__}.{kind.__qualname__}, keeps no state of the sampler"
+        return f"its batch sampler, a {kind.__module__}.{kind.__qualname__}, does not save the state of the sampler"
     if loader.generator is sampler.generator:
-        return "the sampler draws from the generator"
+        return "its sampler draws from the generator of the loader"
     return None

@@ -169,8 +169,8 @@ class StoreCoordinator:
             if time.monotonic() >= deadline:
                 raise CoordinationTimeoutError(
                     f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} "
-                    f"within {self._timeout_seconds:g} s: {list(missing)}; check what they "
-                    "were doing",
+                    f"within {self._timeout_seconds:g} s: {list(missing)}; check their "
+                    "logs",
                     list(missing),
                 )
             store.pause(pause)

@@ -337,7 +337,10 @@ def _cast_elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[t
         raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the tensor", [difference])
     shape = stored.spec.shape
     if len(boxes) != 1 or boxes[0][1].shape != shape:
-        raise PluginError(f"a tensor of {stored.spec} was requested as a whole but read in {len(boxes)} boxes")
+        raise PluginError(
+            f"internal error: a whole tensor of {stored.spec} was requested, but {len(boxes)} boxes were read; "
+            "please report this"
+        )
     if abstract.shape != shape:
         difference = f"stored with the shape {shape}, requested as a tensor of the shape {tuple(abstract.shape)}"
         raise TreeMismatchError(f"{difference}; request a tensor of the stored shape", [difference])

@@ -190,4 +190,4 @@ class Default(TreeTransform):
 
     def inverse(self) -> Transform:
         """Raise an error, because a stored leaf cannot be distinguished from an added one."""
-        raise not_invertible(self, "because a stored leaf looks like an added one")
+        raise not_invertible(self, "because added leaves cannot be distinguished from stored ones")

@@ -87,10 +87,10 @@ def inverse(transforms: Transforms) -> list[Transform]:
 def _inverse(transform: Transform) -> Transform:
     if not hasattr(transform, "inverse"):
         raise not_invertible(transform, f"because {type(transform).__name__} has no method inverse")
-    made: Transform = transform.inverse()
-    return made
+    inverted: Transform = transform.inverse()
+    return inverted
 
 
 def not_invertible(transform: Transform, reason: str) -> TransformError:
     """Return the error for a transform that is not invertible."""
-    return TransformError(f"{transform.describe()}: this cannot be undone, {reason}")
+    return TransformError(f"{transform.describe()}: this transform has no inverse, {reason}")

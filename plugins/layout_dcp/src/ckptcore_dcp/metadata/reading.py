@@ -67,7 +67,7 @@ class MetadataDecoder:
         values: dict[str, DcpValue] = {}
         for name, entry in self.mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
             if type(name) is not str:
-                self.fail(f"the name of an entry is {brief(name)}")
+                self.fail(f"the name of an entry is {brief(name)}; expected a string")
             if self.is_instance(entry, "BytesStorageMetadata"):
                 item_range = item_ranges.get((name, None))
                 if item_range is None:
@@ -105,7 +105,7 @@ class MetadataDecoder:
                 name, offset = at.get("fqn"), at.get("offset")
                 offset = None if offset is None else self.size(offset)
             if type(name) is not str:
-                self.fail(f"storage_data has {brief(name)} where a name is expected")
+                self.fail(f"a name in storage_data is {brief(name)}; expected a string")
             if info.__class__ is CompactObject and info[0] == "_StorageInfo":
                 _, path, start, length = info
                 transforms = None
@@ -114,7 +114,7 @@ class MetadataDecoder:
                 path, start, length = state.get("relative_path"), state.get("offset"), state.get("length")
                 transforms = state.get("transform_descriptors")
             if type(path) is not str:
-                self.fail(f"the file name of {name!r} is {brief(path)}")
+                self.fail(f"the file name of {name!r} is {brief(path)}; expected a string")
             yield (
                 name,
                 offset,
@@ -139,9 +139,9 @@ class MetadataDecoder:
         shape = self.size(size)
         spec, _ = spec_and_kind(dtype, shape)
         if not spec.is_possible:
-            self.fail(f"the tensor {name!r} is {spec}: it is too large, no memory has addresses for it")
+            self.fail(f"the tensor {name!r} is {spec}, which exceeds the address space")
         if type(listed) is not list:
-            self.fail(f"the chunks of {name!r} are {brief(listed)}")
+            self.fail(f"the chunks of {name!r} are {brief(listed)}; expected a list")
         self.count_parts(len(listed))
         return dtype, requires_grad, shape, listed
 
@@ -178,7 +178,7 @@ class MetadataDecoder:
     def properties(self, name: str, found: Value) -> tuple[str, bool]:
         """Return dtype and requires_grad of a tensor."""
         if not self.is_instance(found, "TensorProperties"):
-            self.fail(f"the properties of {name!r} are {brief(found)}")
+            self.fail(f"the properties of {name!r} are {brief(found)}; expected TensorProperties")
         state = found.state  # type: ignore[union-attr]  # a Call, see `is_instance`
         match state:
             case (dtype, _, bool() as requires_grad, *_):
@@ -186,13 +186,13 @@ class MetadataDecoder:
             case {"dtype": dtype, **rest}:
                 requires_grad = rest.get("requires_grad") is True
             case _:
-                self.fail(f"the properties of {name!r} are {brief(state)}")
+                self.fail(f"the state of the properties of {name!r} is {brief(state)}; expected a tuple or a dict")
         if not isinstance(dtype, Global) or dtype.module != "torch":
-            self.fail(f"the dtype of {name!r} is {brief(dtype)}")
+            self.fail(f"the dtype of {name!r} is {brief(dtype)}; expected a torch.dtype")
         known = known_dtype(dtype.name)
         if known is None:
             raise UnsupportedLeafError(
-                f"the tensor {name!r} has the dtype torch.{dtype.name[:40]}, which no array of NumPy has; "
+                f"the tensor {name!r} has the dtype torch.{dtype.name[:40]}, which NumPy cannot represent; "
                 "load it with torch, and save it as another dtype"
             )
         return known, requires_grad
@@ -229,7 +229,7 @@ class MetadataDecoder:
         parts = path.split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and not any(letter in path for letter in "\\\0")
         if not plain or path[1:2] == ":" or not path.isprintable():
-            self.fail(f"the file {path[:200]!r} is not one below the directory of the checkpoint")
+            self.fail(f"invalid file name {path[:200]!r}: expected a path inside the directory of the checkpoint")
         return path
 
     def size(self, found: Value) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ class MetadataDecoder:
             self.fail(f"expected a torch.Size, found {brief(found)}")
         for number in numbers:
             if number.__class__ is not int or not 0 <= number < _MAX_COUNT:
-                self.fail(f"a torch.Size has {brief(number)} elements along an axis")
+                self.fail(f"an extent of a torch.Size is {brief(number)}; expected a number of elements")
         return tuple(numbers)
 
     def count(self, found: Value, what: str) -> int:
@@ -254,7 +254,7 @@ class MetadataDecoder:
     def texts(self, found: Value) -> tuple[str, ...]:
         """Return the names of transforms."""
         if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, see above
-            self.fail(f"the transforms of an item are {brief(found)}")
+            self.fail(f"the transforms of an item are {brief(found)}; expected a list of names")
         self.count_parts(len(found))  # type: ignore[arg-type]  # as above
         return tuple(found)  # type: ignore[arg-type]  # texts, checked above
 
@@ -288,7 +288,7 @@ class MetadataDecoder:
         """Count chunks and transforms. Fail if the file lists more of them than it has bytes."""
         self.remaining -= count
         if self.remaining < 0:
-            self.fail("it lists more parts than it has bytes")
+            self.fail("it lists more chunks and transforms than it has bytes")
 
     def fail(self, reason: str) -> NoReturn:
         """Raise an error for this file.

@@ -236,7 +236,7 @@ class _Encoder:
         size = len(self._memo)
         if self._open.get(id(value)) == size:
             raise UnsupportedLeafError(
-                f"a {brief(value)} is made of itself, which no pickle can represent; remove the cycle"
+                f"a {brief(value)} contains itself, which a pickle cannot represent; remove the cycle"
             )
         self._open[id(value)] = size
 

@@ -71,7 +71,7 @@ class KeyCheck:
                     count += len(each)
                     if count > _MAX_KEY_PARTS:
                         raise malformed(
-                            self._key, position, f"a key of a dict or set is made of more than {_MAX_KEY_PARTS} values"
+                            self._key, position, f"a key of a dict or set consists of more than {_MAX_KEY_PARTS} values"
                         )
                     inner.extend(each)
                 elif kind is Persistent:
@@ -81,6 +81,6 @@ class KeyCheck:
                     raise malformed(self._key, position, f"a {brief(each)} cannot be a key of a dict or set")
                 if count > _MAX_KEY_PARTS:
                     raise malformed(
-                        self._key, position, f"a key of a dict or set is made of more than {_MAX_KEY_PARTS} values"
+                        self._key, position, f"a key of a dict or set consists of more than {_MAX_KEY_PARTS} values"
                     )
             level = inner

@@ -106,13 +106,13 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
             if code == 0x68:  # h: BINGET
                 item = memo[data[position]]
                 if item is unset:
-                    raise malformed(key, position, "a memo entry is used and was never put")
+                    raise malformed(key, position, "a memo entry is used before it is set")
                 position += 1
                 stack.append(item)
             elif code == 0x6A:  # j: LONG_BINGET
                 item = memo[uint4(data, position)[0]]
                 if item is unset:
-                    raise malformed(key, position, "a memo entry is used and was never put")
+                    raise malformed(key, position, "a memo entry is used before it is set")
                 position += 4
                 stack.append(item)
             elif code < 0x60:
@@ -214,7 +214,11 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                     state = stack.pop()
                     target = stack[-1]
                     if target.__class__ is not Call or target.state is not None:
-                        raise malformed(key, position, f"a state for a {brief(target)}, which takes none or has one")
+                        raise malformed(
+                            key,
+                            position,
+                            f"a state for a {brief(target)}, which cannot have a state or already has one",
+                        )
                     target.state = state
                 elif code == 0x71:  # q: BINPUT
                     _put(memo, data[position], stack[-1], position - begin, key)
@@ -263,7 +267,7 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                     text, position = line(data, position, key)
                     item = memo[_index(text, key, position)]
                     if item is unset:
-                        raise malformed(key, position, "a memo entry is used and was never put")
+                        raise malformed(key, position, "a memo entry is used before it is set")
                     stack.append(item)
                 elif code == 0x70:  # p: PUT
                     text, position = line(data, position, key)
@@ -373,7 +377,7 @@ def _put(memo: list[Any], index: int, value: Any, read: int, key: str) -> None:
         memo.extend([UNSET] * (index - len(memo)))
         memo.append(value)
     else:
-        raise malformed(key, read, f"memo entry {index} is put after {read} bytes")
+        raise malformed(key, read, f"memo entry {index} is set after only {read} bytes")
 
 
 def _index(text: bytes, key: str, position: int) -> int:
@@ -407,5 +411,5 @@ def _new_with_keywords(function: Any, arguments: Any, keywords: Any, key: str, p
     if type(function) is not Global or type(arguments) is not tuple or type(keywords) is not dict:
         raise malformed(key, position, f"a new {brief(function)} with {brief(arguments)} and {brief(keywords)}")
     if not all(type(name) is str for name in keywords):
-        raise malformed(key, position, f"a new {brief(function)} with keywords that are not all texts")
+        raise malformed(key, position, f"a new {brief(function)} with keywords that are not strings")
     return Call(function, arguments, keywords=keywords, new=True)

@@ -239,7 +239,7 @@ def _read_numbered(store: ReadStore, base: str, manifest: Manifest) -> Version:
             )
         return numbered.newest
     raise CorruptCheckpointError(
-        f"the OCDBT manifest {base}{_MANIFEST} refers to numbered manifests and none is there, expected "
+        f"the OCDBT manifest {base}{_MANIFEST} refers to numbered manifests, but none exists: expected "
         f"{base}manifest.<16 hex digits>; restore the checkpoint from a copy, or load another one",
         key=base + _MANIFEST,
     )

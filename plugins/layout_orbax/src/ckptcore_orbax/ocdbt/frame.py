@@ -98,7 +98,9 @@ def _decompress(data: memoryview, byte_range: ByteRange) -> bytes:
     try:
         stated = zstandard.frame_content_size(data)
         if stated > most:
-            raise byte_range.damage_error(f"its {len(data)} bytes would grow to {stated}, expected at most {most}")
+            raise byte_range.damage_error(
+                f"its {len(data)} bytes would decompress to {stated}, expected at most {most}"
+            )
         # tensorstore streams larger nodes, whose frames do not state their size.
         decompressor = zstandard.ZstdDecompressor().decompressobj()
         pieces = []
@@ -109,12 +111,12 @@ def _decompress(data: memoryview, byte_range: ByteRange) -> bytes:
             piece = decompressor.decompress(data[start : start + _SLICE])
             total += len(piece)
             if total > most:
-                raise byte_range.damage_error(f"its {len(data)} bytes grow to more than {most}")
+                raise byte_range.damage_error(f"its {len(data)} bytes decompress to more than {most}")
             pieces.append(piece)
     except zstandard.ZstdError as error:
         raise byte_range.damage_error(f"it cannot be decompressed: {error}") from error
     if not decompressor.eof or decompressor.unused_data:
         raise byte_range.damage_error("the compressed data does not end where the frame ends")
     if stated >= 0 and total != stated:
-        raise byte_range.damage_error(f"it grows to {total} bytes, but states {stated}")
+        raise byte_range.damage_error(f"it decompresses to {total} bytes, but states {stated}")
     return b"".join(pieces)

@@ -180,7 +180,7 @@ def decode_node(data: bytes, reference: NodeReference, byte_range: ByteRange) ->
     if count == 0:
         raise byte_range.damage_error("it has no entries")
     if count > (most := max(_ALWAYS_ALLOWED_ENTRIES, _MAX_ENTRIES * len(data))):
-        raise byte_range.damage_error(f"its {len(data)} bytes grow to {count} entries, expected at most {most}")
+        raise byte_range.damage_error(f"its {len(data)} bytes state {count} entries, expected at most {most}")
     node: Node
     if height:
         node = _decode_interior(cursor, files, count, height, len(body))
@@ -263,7 +263,7 @@ def _decode_lengths(cursor: Cursor, count: int, body_bytes: int) -> tuple[npt.ND
     if (longest := int(lengths.max())) > MAX_KEY_BYTES:
         raise byte_range.damage_error(f"a key has {longest} bytes, expected at most {MAX_KEY_BYTES}")
     if (shared[1:] > lengths[:-1]).any():
-        raise byte_range.damage_error("a key shares more with the previous key than that key has")
+        raise byte_range.damage_error("the shared prefix of a key is longer than the previous key")
     most = max(_ALWAYS_ALLOWED_KEYS, _MAX_GROWTH * body_bytes)
     if (total := int(lengths.sum())) > most:
         raise byte_range.damage_error(f"its keys have {total} bytes, expected at most {most}")

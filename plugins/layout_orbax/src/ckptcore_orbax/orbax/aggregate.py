@@ -136,5 +136,5 @@ def _join_chunks(value: Mapping[str, Any], key: str) -> TreeLeaf:
     try:
         whole = joined.reshape(extents)  # type: ignore[arg-type]  # ints, checked above
     except ValueError as error:  # NumPy does not support this shape, even though it has no elements
-        raise unexpected(key, "a shape that arrays have", extents) from error
+        raise unexpected(key, "a valid shape", extents) from error
     return TreeLeaf("", "np.ndarray", embedded=whole, spec=ArraySpec(whole.shape, whole.dtype.name))

@@ -85,7 +85,7 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
     if composite is not None and composite.default_tree is None:
         names = list(composite.members)
         raise CompositeCheckpointError(
-            f"the checkpoint has several items ({', '.join(names)}), and none is its only tree: use "
+            f"the checkpoint has several items ({', '.join(names)}), and not exactly one tree: use "
             "load_checkpointables, or load one by its own location",
             names,
         )

@@ -91,7 +91,9 @@ def parse_shape(value: JSON) -> tuple[int, ...]:
     if len(shape) > _MAX_AXES:
         raise UnsupportedLeafError(f"it has {len(shape)} axes; at most {_MAX_AXES} are supported")
     if any(not 0 <= extent < _MAX_EXTENT for extent in shape):
-        raise CorruptCheckpointError(f"its shape is {str(shape)[:80]}, which no array has")
+        raise CorruptCheckpointError(
+            f"its shape is {str(shape)[:80]}; expected extents of at least 0 and less than 2**62"
+        )
     return shape
 
 
@@ -114,9 +116,9 @@ def check_sizes(spec: ArraySpec, chunk: tuple[int, ...]) -> None:
         CorruptCheckpointError: one of them does not.
     """
     if not spec.is_possible:
-        raise CorruptCheckpointError(f"it states {spec}, which is more than memory has addresses for")
+        raise CorruptCheckpointError(f"its shape and dtype, {spec}, exceed the address space")
     if prod(chunk) * spec.numpy_dtype.itemsize > sys.maxsize // 2:
-        raise CorruptCheckpointError(f"it states chunks of {chunk}, which is more than memory has addresses for")
+        raise CorruptCheckpointError(f"a chunk of {chunk} elements exceeds the address space")
 
 
 def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:

@@ -37,9 +37,9 @@ class _UseCounter:
     def expect_usable(self) -> None:
         if os.getpid() != self._process:  # before any lock, which another thread of the parent may have held
             raise CheckpointError(
-                f"arrays are compressed here, but process {os.getpid()} was forked from process {self._process} "
-                "after that had used TensorStore, whose threads do not exist in the child; start processes with "
-                "'spawn' or 'forkserver', or load and save compressed arrays only after forking"
+                f"cannot load or save compressed arrays: process {os.getpid()} was forked from process "
+                f"{self._process}, which had used TensorStore, whose threads do not exist in the child; start "
+                "processes with 'spawn' or 'forkserver', or load and save compressed arrays only after forking"
             )
         if self._ending and threading.current_thread().daemon:
             raise CheckpointError(

@@ -49,12 +49,12 @@ def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compres
 
     Raises:
         UnsupportedLeafError: zarr 2 does not have the dtype.
-        ValueError: the chunk shape does not form a grid.
+        ValueError: the chunk shape is invalid for the array.
     """
     if spec.dtype not in STORED_DTYPES[2]:
         raise UnsupportedLeafError(f"zarr 2 has no dtype {spec.dtype}; use the result of `stored_spec`")
     if len(spec.shape) != len(chunk) or not all(size > 0 for size in chunk):
-        raise ValueError(f"chunk shape {chunk} makes no grid for array {spec}: expected at least 1 per axis")
+        raise ValueError(f"chunk shape {chunk} is invalid for array {spec}: expected one size per axis, at least 1")
     document: dict[str, JSON] = {
         "chunks": list(chunk),
         "compressor": None if compression is None else _compressor(compression),

@@ -68,7 +68,7 @@ def zarr3_array(
 
     Raises:
         UnsupportedLeafError: zarr 3 does not have the dtype.
-        ValueError: the chunk shapes do not form a grid.
+        ValueError: the chunk shapes are invalid for the array.
     """
     if spec.dtype not in STORED_DTYPES[3]:
         raise UnsupportedLeafError(f"zarr 3 has no dtype {spec.dtype}; use the result of `stored_spec`")
@@ -76,8 +76,8 @@ def zarr3_array(
         0 < part <= size and size % part == 0 for size, part in zip(chunk, inner, strict=True)
     ):
         raise ValueError(
-            f"chunk shape {chunk} with inner chunk shape {inner} makes no grid for array {spec}: expected one number "
-            "of at least 1 per axis, and chunks that are multiples of inner chunks"
+            f"chunk shape {chunk} with inner chunk shape {inner} is invalid for array {spec}: expected one size per "
+            "axis, at least 1, and chunk sizes that are multiples of the inner chunk sizes"
         )
     itemsize = spec.numpy_dtype.itemsize
     sharded = inner != chunk

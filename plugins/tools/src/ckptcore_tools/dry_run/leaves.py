@@ -110,4 +110,4 @@ class _SimulatedLeaves(_RunningLeaves):
 
 
 def _refuse() -> NoReturn:
-    raise PluginError("a dry run was asked to read elements: this is a bug in ckptcore, please report it")
+    raise PluginError("a dry run tried to read elements: this is a bug in ckptcore, please report it")
