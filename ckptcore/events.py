@@ -301,8 +301,8 @@ def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
     save_ids = {event.save_id for event in events} - {None}
     if len(operations) != 1 or len(save_ids) > 1:
         raise ValueError(
-            f"a timeline has the events of one operation; these are of {sorted(operations, key=repr)} and of the saves "
-            f"{sorted(save_ids, key=repr)}"
+            "a timeline describes one operation, but these events belong to the operations "
+            f"{sorted(operations, key=repr)} and the saves {sorted(save_ids, key=repr)}"
         )
     if len(events) > MAX_EVENTS:
         longest = sorted(range(len(events)), key=lambda number: -events[number].seconds)[:MAX_EVENTS]

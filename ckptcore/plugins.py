@@ -188,14 +188,14 @@ class Plugins:
     def unsupported_reason(self, value: object) -> str:
         """Return why a value in a tree has no handler and what to do, as a relative clause for an error message."""
         if self.dispatch_named(value).files is not None:
-            return "which writes files of its own; save it under a name of its own with save_checkpointables"
+            return "which writes its own files; save it under a separate name with save_checkpointables"
         if hint := install_hint(value_type=type(value)):
             return f"which no installed plugin handles: install support for it with {hint}"
         for getter, setter in _STATE_METHODS:
             if callable(getattr(value, getter, None)) and not isinstance(value, type):
                 if not callable(getattr(value, setter, None)):
                     return f"which has {getter} but not {setter}: add {setter} to its class, or save its {getter}()"
-                return f"whose {getter} and {setter} need other arguments than {getter}() and {setter}(state)"
+                return f"whose {getter} and {setter} cannot be called as {getter}() and {setter}(state)"
         if isinstance(value, set | frozenset):
             return "which no installed plugin handles: convert it to a sorted list"
         if hasattr(value, "__qualname__"):  # a function, method or class
@@ -305,7 +305,9 @@ class Plugins:
             remedy = did_you_mean(scheme, sorted({*openers, *known}))
             if hint := install_hint(scheme=scheme if scheme in known else "https"):
                 # The plugin of https:// opens further schemes, which no table lists.
-                remedy = f"; install it with {hint}" if scheme in known else f"{remedy}; {hint} adds what fsspec opens"
+                remedy = (
+                    f"; install it with {hint}" if scheme in known else f"{remedy}; {hint} adds the schemes of fsspec"
+                )
             raise UnknownPluginError(
                 f"no installed plugin opens {scheme}:// locations. Installed: "
                 f"{', '.join(f'{name}://' for name in sorted(openers))}{self._failures()}{remedy}"
@@ -320,7 +322,7 @@ class Plugins:
         """
         found = _answers(self._manager.hook.ckpt_coordinator, {})
         several = [(name, coordinator) for name, coordinator in found if coordinator.size > 1]
-        job = _only(several, "this process is part of several jobs", "JobOptions(coordinator=...)")
+        job = _only(several, "a job", "JobOptions(coordinator=...)")
         return cast(Coordinator, found[0][1] if job is None else job)
 
     def executor(self) -> Executor[Any, Any] | None:
@@ -330,8 +332,7 @@ class Plugins:
             PluginConflictError: two plugins report workers.
         """
         found = _answers(self._manager.hook.ckpt_executor, {})
-        subject = "this process is the controller of the workers of several plugins"
-        return cast(Executor[Any, Any] | None, _only(found, subject, "JobOptions(executor=...)"))
+        return cast(Executor[Any, Any] | None, _only(found, "workers", "JobOptions(executor=...)"))
 
     def collectives(self) -> Collectives | None:
         """Return the collectives of the job of this process, or None if no plugin has any.
@@ -340,9 +341,7 @@ class Plugins:
             PluginConflictError: several plugins have collectives.
         """
         found = _answers(self._manager.hook.ckpt_collectives, {})
-        return cast(
-            Collectives | None, _only(found, "this process is part of several jobs", "JobOptions(collectives=...)")
-        )
+        return cast(Collectives | None, _only(found, "collectives", "JobOptions(collectives=...)"))
 
     def describe(self) -> Sequence[PluginInfo]:
         """Describe the plugins, sorted by name. A plugin of a Context has an empty distribution."""
@@ -400,7 +399,7 @@ def _answers(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, An
     return answers
 
 
-def _only(found: Sequence[tuple[str, object]], subject: str, option: str) -> object:
+def _only(found: Sequence[tuple[str, object]], what: str, option: str) -> object:
     """Return the only result of a hook, or None if there is none.
 
     Raises:
@@ -408,7 +407,9 @@ def _only(found: Sequence[tuple[str, object]], subject: str, option: str) -> obj
     """
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise PluginConflictError(f"{subject}: of {names}; choose one with Context(job={option})")
+        raise PluginConflictError(
+            f"the plugins {names} report {what} for this process; choose one with Context(job={option})"
+        )
     return found[0][1] if found else None
 
 

@@ -446,7 +446,9 @@ class LocalWriter:
         """
         nbytes = len(data)
         if offset < 0 or (self._size is not None and offset + nbytes > self._size):
-            raise ValueError(f"cannot write bytes {offset} to {offset + nbytes} of {self._path}: it has {self._size}")
+            raise ValueError(
+                f"cannot write bytes {offset} to {offset + nbytes} of {self._path}: its size is {self._size} bytes"
+            )
         thread = threading.get_ident()
         try:
             with self._lock:

@@ -161,7 +161,7 @@ class _Store:
         with self.lock:
             if writer not in self._writers:
                 raise StorageError(
-                    f"cannot complete {writer.key!r}: the unfinished object was aborted, like one of a failed save. "
+                    f"cannot complete {writer.key!r}: it was removed as an unfinished object of a failed save. "
                     "Save again"
                 )
             self._replace(writer.key, data, condition)
@@ -256,7 +256,7 @@ class _MemoryWriter:
         """
         stop = offset + len(data)
         if offset < 0 or (self._size is not None and stop > self._size):
-            raise ValueError(f"cannot write bytes {offset} to {stop} of {self.key!r}: it has {self._size}")
+            raise ValueError(f"cannot write bytes {offset} to {stop} of {self.key!r}: its size is {self._size} bytes")
         if (whole := self._data) is None:
             raise ValueError(f"{self.key!r} is complete or was aborted; nothing more can be written")
         if self._size is not None:

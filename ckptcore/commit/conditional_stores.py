@@ -331,7 +331,8 @@ class _WholeWriter:
             whole = self._open()
             if offset < 0 or offset + len(data) > len(whole):
                 raise ValueError(
-                    f"cannot write bytes {offset} to {offset + len(data)} of {self._key}: it has {len(whole)}"
+                    f"cannot write bytes {offset} to {offset + len(data)} of {self._key}: its size is {len(whole)} "
+                    "bytes"
                 )
             whole[offset : offset + len(data)] = data
             self._written += len(data)

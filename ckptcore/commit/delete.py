@@ -105,10 +105,10 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
         raise
     names = referring_to(location.name, save_id, bases)
     if names:
-        which = "that" if len(names) == 1 else "those"
+        which = "it" if len(names) == 1 else "them"
         raise CheckpointReferredError(
-            f"{location.display} stores arrays of {', '.join(names[:20])}, in the same directory: delete {which} "
-            "first. A copy by ckptcore.copy needs no base. Nothing was deleted"
+            f"{location.display} cannot be deleted, because {', '.join(names[:20])} in the same directory refer to its "
+            f"arrays: delete {which} first. A copy by ckptcore.copy needs no base. Nothing was deleted"
         )
 
 

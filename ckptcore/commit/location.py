@@ -301,7 +301,7 @@ def _address(location: AnyLocation) -> tuple[str, str]:
             "the location is the first argument, and the state the second"
         ) from error
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidLocationError(f"{text!r} is no location; give a path or a URL such as 'memory://name/step_1'")
+        raise InvalidLocationError(f"{text!r} is not a location; give a path or a URL such as 'memory://name/step_1'")
     matched = _URL.fullmatch(text)
     if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
         raise InvalidLocationError(
@@ -317,5 +317,7 @@ def _address(location: AnyLocation) -> tuple[str, str]:
 def _local_path(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
-        raise InvalidLocationError(f"{url!r} is no local file; write file:///path, with ? and # as %3F and %23")
+        raise InvalidLocationError(
+            f"{url!r} is not the URL of a local file; write file:///path, with ? and # as %3F and %23"
+        )
     return urllib.parse.unquote(parts.path)

@@ -272,8 +272,8 @@ class Locks(ABC):
         while self._locked("deleting", name):
             if self._clock.now() >= deadline:
                 raise CheckpointNotFoundError(
-                    f"the step {name} in {self._display} has been in deletion for {wait_seconds:.0f} seconds; "
-                    "use another step"
+                    f"the step {name} in {self._display} is being deleted (waited {wait_seconds:.0f} seconds); use "
+                    "another step"
                 )
             self._clock.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)

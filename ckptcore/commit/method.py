@@ -270,8 +270,8 @@ def expect_no_checkpoint(location: Location, partial: PartialSave | None = None)
 def checkpoint_exists(location: Location) -> CheckpointExistsError:
     """Return the error for a partial save at the location of a checkpoint."""
     return CheckpointExistsError(
-        f"{location.display} holds a checkpoint, and a partial save replaces none: save to another location, or delete "
-        "the checkpoint with ckptcore.delete first. Nothing was changed"
+        f"{location.display} holds a checkpoint, which a partial save cannot replace: save to another location, or "
+        "delete the checkpoint with ckptcore.delete first. Nothing was changed"
     )
 
 

@@ -356,14 +356,15 @@ def _sealed(data: bytes) -> bytes:
     tail = _CHECKSUM.fullmatch(data[-_CHECKSUM_TAIL_BYTES:])
     if tail is None:
         raise CorruptCheckpointError(
-            f"{ROOT_KEY} is truncated or damaged: it has {len(data)} bytes and does not end in its checksum; {_REPAIR}",
+            f"{ROOT_KEY} is truncated or damaged: it has {len(data)} bytes and does not end with a checksum; {_REPAIR}",
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
     body = data[:-_CHECKSUM_TAIL_BYTES]
     expected = f"{_SEAL}:{tail[1].decode('ascii')}"
     if _checksum(body) != expected:
         raise CorruptCheckpointError(
-            f"{ROOT_KEY} is damaged: its checksum is {_checksum(body)} and was {expected}; {_REPAIR}",
+            f"{ROOT_KEY} is damaged: the recorded checksum is {expected}, but the bytes have {_checksum(body)}; "
+            f"{_REPAIR}",
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
     return body
@@ -388,8 +389,9 @@ def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
         )  # fmt: skip
     if _checksum(data) != checksum:
         raise CorruptCheckpointError(
-            f"{key} is damaged: its checksum is {_checksum(data)} and was {checksum}", key=key, start=0, stop=size
-        )
+            f"{key} is damaged: the recorded checksum is {checksum}, but the bytes have {_checksum(data)}; {_REPAIR}",
+            key=key, start=0, stop=size,
+        )  # fmt: skip
     table: JSON = _parse(data, key)
     return table
 
@@ -454,8 +456,8 @@ def _decode_members(members: Any) -> dict[str, Member]:
     for name, (kind, processes) in members.items():
         if kind not in ("tree", "files"):
             raise UnsupportedVersionError(
-                f"{name!r} in the checkpoint is of the kind {str(kind)[:80]!r}, which this ckptcore does not know; "
-                "upgrade ckptcore"
+                f"{name!r} in the checkpoint has the kind {str(kind)[:80]!r}, which this version of ckptcore does not "
+                "support; upgrade ckptcore"
             )
         if processes is not None and (type(processes) is not int or not 1 <= processes <= _MAX_PROCESSES):
             raise _damaged(f"invalid number of processes {str(processes)[:80]!r} of {name!r}")

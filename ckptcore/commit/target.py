@@ -125,8 +125,8 @@ def find_existing(
         existing = "checkpoint"  # a composite that lost its root, or a checkpoint of other software
     else:
         raise CheckpointExistsError(
-            f"{location.display} holds files that are no checkpoint ({', '.join(names[:5])}), and they are not "
-            "replaced; save to another location, or remove them"
+            f"{location.display} contains files that do not belong to a checkpoint ({', '.join(names[:5])}), and "
+            "a save does not replace them; save to another location, or remove them"
         )
     if existing == "checkpoint" and not overwrite:
         raise CheckpointExistsError(

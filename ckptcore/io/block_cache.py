@@ -266,7 +266,7 @@ class BlockCache:
     def _expect(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self._size:
             raise CorruptCheckpointError(
-                f"{self._key!r} does not hold what the checkpoint says: expected bytes {start} to {stop}, found "
+                f"{self._key!r} does not match the checkpoint: expected bytes {start} to {stop}, found "
                 f"{self._size} bytes. The object was cut off, or the metadata is damaged: restore it from a copy, or "
                 "load another checkpoint",
                 key=self._key,

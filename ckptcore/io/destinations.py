@@ -196,7 +196,7 @@ def destinations_of(shape: ObjectShape, read: ChunkRead, base: int = 0) -> Itera
     if offset < 0 or itemsize <= 0 or end > shape.size or (chunk_shape and min(chunk_shape) < 0):
         checksum = "" if read.checksum is None else " and its checksum"
         raise CorruptCheckpointError(
-            f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an array of "
+            f"{read.key!r} does not match the checkpoint: expected bytes {offset} to {end} for an array of "
             f"shape {list(chunk_shape)}{checksum}, found {shape.size} bytes. The object was cut off, or the metadata "
             "is damaged: restore it from a copy, or load another checkpoint",
             key=read.key,

@@ -200,8 +200,8 @@ class Agreement:
         """Check that the leader's answer is for this operation. Later exchanges use keys unique to the operation."""
         if answer["tokens"][self.rank - answer["first"]] != token:
             raise RankFailedError(
-                f"rank {self.rank} received a stale answer in the exchange {key!r}: it belongs to an operation that "
-                "failed, or in which a process took part that was restarted alone. All ranks must begin the same "
+                f"rank {self.rank} received a stale message in the exchange {key!r}: it belongs to an operation that "
+                "failed, or to one that a process joined before it was restarted alone. All ranks must begin the same "
                 "operations: restart all processes of the job, or give them a Context with a new coordinator"
             )
         self._is_verified = True

@@ -127,7 +127,7 @@ def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
-        f"{place} on {_host()} does not show files that rank 0 created in {leader_place} (waited "
+        f"{place}: {_host()} cannot see the files that rank 0 created in {leader_place} (waited "
         f"{_PATIENCE_SECONDS:g} s). All processes of a job must share one directory: use a file system that all hosts "
         "mount, or the URL of an object store. Or save in each process alone, into separate directories, with a "
         "Context whose coordinator has one rank"

@@ -174,6 +174,6 @@ def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tu
         if is_box and record.spec == ArraySpec(box.shape, of.spec.dtype):
             return leaf, _BoxCopy(box, source, number)
     raise CorruptCheckpointError(
-        f"its array {number} claims to be a copy of {str(stated)[:80]}, which is not a box of this tree: the copy is "
+        f"its array {number} is recorded as a copy of {str(stated)[:80]}, which is not a box of this tree; the copy is "
         "ignored"
     )

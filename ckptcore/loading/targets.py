@@ -391,12 +391,15 @@ def _stored(checkpoint: Checkpoint, number: int) -> LeafRecord | int:
 def _refusal(checkpoint: Checkpoint, first: int, second: int, shared: str) -> TreeMismatchError:
     one, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
     if first == second:
-        reason, line = f"{one} has {shared} in the target", f"{one}: has {shared} in the target"
+        reason, line = f"{one} of the target has {shared}: it cannot be filled", f"{one}: has {shared} in the target"
     else:
-        reason = f"{one} and {other} are {shared} in the target and two in {checkpoint.location.display}"
+        reason = (
+            f"{one} and {other} are {shared} in the target, but separate in {checkpoint.location.display}: they cannot "
+            "both be filled"
+        )
         line = f"{other}: {shared} with {one} in the target, not in the checkpoint"
     return TreeMismatchError(
-        f"{reason}: both cannot be filled. Use load(), or a target without shared memory. Nothing was changed",
+        f"{reason}. Use load(), or a target without shared memory. Nothing was changed",
         [line],
     )
 

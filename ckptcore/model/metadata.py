@@ -200,23 +200,25 @@ def _decode(encoded: JSON) -> TreeMetadata:
     extras = _expect(table["extras"], dict)
     count = _natural(table["count"])
     if len(dtype_column) != len(shape_column) or count != len(dtype_column) + len(values):
-        raise CorruptCheckpointError("the saved tree cannot be read: its columns are of different lengths")
+        raise CorruptCheckpointError("the saved tree cannot be read: its columns have different lengths")
     note_table: list[Mapping[str, JSON]] = [_expect(notes, dict) for notes in _expect(table.get("notes", []), list)]
     note_column = _expect(table["note"], list) if note_table else [None] * len(shape_column)
     if len(note_column) != len(shape_column):
-        raise CorruptCheckpointError("the saved tree cannot be read: its columns are of different lengths")
+        raise CorruptCheckpointError("the saved tree cannot be read: its columns have different lengths")
     skeleton = skeleton_from_json(table["skeleton"], count)
     if leaf_count(skeleton) != count:
-        raise CorruptCheckpointError("the saved tree cannot be read: its leaves and its leaf table differ")
+        raise CorruptCheckpointError(
+            "the saved tree cannot be read: its skeleton and its leaf table have different numbers of leaves"
+        )
     leaves: list[LeafRecord | None] = [None] * count
     for number, kind, value in values:
         number = _natural(number)
         if leaves[number] is not None:
-            raise CorruptCheckpointError("the saved tree cannot be read: it has a value twice")
+            raise CorruptCheckpointError("the saved tree cannot be read: a leaf has two values")
         leaves[number] = ValueRecord(_expect(kind, str), value)
     _check_shapes(shape_column)
     if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
-        raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has another value")
+        raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has other values")
     free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]
     arrays = _array_records(note_column, dtype_column, shape_column, note_table, dtype_names)
     if not values:
@@ -305,7 +307,9 @@ def _record_with_extra(spec: ArraySpec, notes: Mapping[str, JSON], extra: Mappin
     if cuts_json is not None:
         cuts = tuple([tuple([_natural(cut) for cut in _expect(axis, list)]) for axis in _expect(cuts_json, list)])
         if len(cuts) != len(spec.shape):
-            raise CorruptCheckpointError("the saved tree cannot be read: the cuts of an array have other axes than it")
+            raise CorruptCheckpointError(
+                "the saved tree cannot be read: the cuts and the shape of an array differ in axes"
+            )
     return ArrayRecord(spec, _expect(extra.get("kind", PLAIN_ARRAY), str), cuts, notes)
 
 

@@ -235,7 +235,7 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
         _take_leaves(1, left)
         return LEAF
     if depth > MAX_DEPTH:
-        raise CorruptCheckpointError(f"the saved tree is deeper than {MAX_DEPTH} containers; that is not a checkpoint")
+        raise CorruptCheckpointError(f"the saved tree cannot be read: it is deeper than {MAX_DEPTH} containers")
     if not isinstance(encoded, list) or not 3 <= len(encoded) <= 4:
         raise _bad_skeleton(encoded)
     kind, keys_json, children_json, *rest = encoded
@@ -265,7 +265,7 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
             raise _bad_skeleton(keys_json)
         keys = tuple(keys_json if {*map(type, keys_json)} == {str} else map(_key_from_json, keys_json))
         if len(set(keys)) != len(keys):
-            raise _bad_skeleton("a container that has one key twice")
+            raise _bad_skeleton("a container with a duplicate key")
     return Node(kind, keys, children, note)
 
 

@@ -99,14 +99,14 @@ class ChunkTable:
             if cut is not None:
                 self._cut = _CutArrays(tree, cut)
                 if self._whole and not self._whole.keys().isdisjoint(self._cut.leaves()):
-                    raise ValueError("a leaf is in two places")
+                    raise ValueError("a leaf has both a whole array and slices")
         except (TypeError, KeyError, IndexError, ValueError, OverflowError, AttributeError) as error:
             raise CorruptCheckpointError(
-                f"the layout cannot read where arrays are: {error!r} where a table of chunks should be"
+                f"the table of chunks is damaged: {error!r}; restore the checkpoint from a copy, or load another one"
             ) from error
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """See `ChunkIndex.boxes`. Refuses arrays that are not stored whole."""
+        """See `ChunkIndex.boxes`. Refuses incomplete arrays."""
         place = self._whole.get(leaf) or self._whole_array(leaf)
         if place is None:
             if (reason := self.uncovered(leaf)) is not None:
@@ -174,8 +174,8 @@ class ChunkTable:
     def not_whole(self, leaf: int, reason: str) -> CheckpointError:
         """Return the error for an array that its chunks do not cover."""
         return CorruptCheckpointError(
-            f"{format_path(self._tree.paths[leaf])} ({_spec(self._tree, leaf)}) is not stored whole: {reason}; restore "
-            "the checkpoint from a copy, or load another one"
+            f"{format_path(self._tree.paths[leaf])} ({_spec(self._tree, leaf)}) is incomplete: the stored boxes do not "
+            f"cover it exactly: {reason}; restore the checkpoint from a copy, or load another one"
         )
 
 
@@ -185,7 +185,7 @@ class _CutArrays:
     def __init__(self, tree: TreeMetadata, columns: Any) -> None:
         self._files: Sequence[str] = columns["files"]
         if not isinstance(self._files, list | tuple) or {*map(type, self._files)} - {str}:
-            raise TypeError("file names are expected")
+            raise TypeError("expected file names")
         leaf = natural_column(columns["leaf"], len(tree.leaves))
         count = len(leaf)
         natural_column(columns["file"], len(self._files), count)
@@ -195,7 +195,7 @@ class _CutArrays:
         )
         widths = 2 * axes[leaf] if count else np.zeros(0, int)
         if (widths < 0).any():
-            raise TypeError("a leaf is no array")
+            raise TypeError("a leaf is not an array")
         self._box = natural_column(columns["box"], _MOST, int(widths.sum()))
         self._begins: HostArray = np.cumsum(widths) - widths
         # Rows by leaf. A stable sort keeps the order of the state within a leaf.
@@ -260,9 +260,9 @@ def natural_column(found: Any, below: int, count: int | None = None) -> HostArra
             range.
     """
     if not isinstance(found, list | tuple) or not {int}.issuperset(map(type, found)):
-        raise TypeError("a column of whole numbers is expected")
+        raise TypeError("expected a column of whole numbers")
     if count is not None and len(found) != count:
-        raise ValueError("columns of different lengths")
+        raise ValueError("the columns have different lengths")
     numbers: HostArray = np.array(found, np.int64)
     if len(numbers) and not (0 <= numbers.min() and numbers.max() < below):
         raise IndexError(f"expected numbers from 0 to {below - 1}, found {numbers.min()} to {numbers.max()}")
@@ -277,19 +277,19 @@ def _whole_columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Seq
     """
     files, leaves, numbers, offsets = (columns[name] for name in ("files", "leaf", "file", "offset"))
     if {*map(type, leaves), *map(type, numbers), *map(type, offsets)} - {int}:
-        raise TypeError("a number is expected")
+        raise TypeError("expected whole numbers")
     if leaves and not (0 <= min(leaves) and max(leaves) < len(tree.leaves)):
-        raise IndexError(f"leaves {min(leaves)} to {max(leaves)} of {len(tree.leaves)}")
+        raise IndexError(f"expected leaves below {len(tree.leaves)}, found {min(leaves)} to {max(leaves)}")
     if min(numbers, default=0) < 0 or min(offsets, default=0) < 0:
-        raise IndexError("a file or an offset below 0")
+        raise IndexError("a file number or an offset is below 0")
     keys = {number: files[number] for number in set(numbers)}
     if {*map(type, keys.values())} - {str}:
-        raise TypeError("a file name is expected")
+        raise TypeError("expected file names")
     return leaves, [*map(keys.__getitem__, numbers)], offsets
 
 
 def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
     record = tree.leaves[leaf]
     if not isinstance(record, ArrayRecord):
-        raise TypeError(f"leaf {leaf} is no array")
+        raise TypeError(f"leaf {leaf} is not an array")
     return record.spec

@@ -305,17 +305,17 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     filled = [box for box in boxes if all(map(operator.lt, box.start, box.stop))]
     for box in filled:
         if len(box.start) != len(spec.shape) or not whole.contains(box):
-            return f"{_span(box)} is outside of it"
+            return f"the box {_span(box)} is outside of the array"
     total = sum(box.size for box in filled)
     expected = math.prod(spec.shape)
     if total < expected:
-        return f"{expected - total} of its {expected} elements are in no box"
+        return f"{expected - total} of {expected} elements are in no box"
     active: list[Box] = []
     for box in sorted(filled, key=lambda box: box.start):
         active = [other for other in active if not other.stop or other.stop[0] > box.start[0]]
         for other in active:
             if other.intersect(box) is not None:
-                return f"{_span(box)} and {_span(other)} overlap"
+                return f"the boxes {_span(box)} and {_span(other)} overlap"
         active.append(box)
     return None
 
@@ -349,8 +349,8 @@ def _expect_whole(tree: TreeMetadata, leaf: int, record: ArrayRecord, boxes: Seq
     reason = uncovered(record.spec, boxes)
     if reason is not None:
         raise CorruptCheckpointError(
-            f"{format_path(tree.paths[leaf])} ({record.spec}) was not written whole: {reason}; "
-            "the save is not committed. The leaf handler's shards do not add up to the array it describes"
+            f"{format_path(tree.paths[leaf])} ({record.spec}) is incomplete: the written boxes do not cover it "
+            f"exactly: {reason}; the save is not committed. The shards of its leaf handler do not match its description"
         )
 
 

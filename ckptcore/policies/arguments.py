@@ -41,7 +41,7 @@ def seconds(owner: object, name: str, value: object, at_least: float | None = No
         number = math.nan
     if not math.isfinite(number) or (number <= 0 if at_least is None else number < at_least):
         bound = "above 0" if at_least is None else f"of at least {at_least:g}"
-        hint = "; of a timedelta take total_seconds()" if hasattr(value, "total_seconds") else ""
+        hint = "; for a timedelta, pass its total_seconds()" if hasattr(value, "total_seconds") else ""
         raise ValueError(f"{_argument(owner, name, value)}: give a finite number of seconds {bound}{hint}")
     return number
 

@@ -144,8 +144,8 @@ class EpochInterval:
         """
         if context.epoch is None:
             raise ValueError(
-                f"EpochInterval(epochs={self.epochs}) was asked about step {context.step} without its epoch; "
-                "pass epoch= to save and to should_save"
+                f"EpochInterval(epochs={self.epochs}): step {context.step} has no epoch; pass epoch= to save and to "
+                "should_save"
             )
         return context.epoch % self.epochs == 0 and context.epoch != context.last_epoch
 

@@ -295,8 +295,8 @@ class LeafHandler(Protocol):
         if process is None:
             return self.shards(leaf, rank, size)
         raise UnsupportedLeafError(
-            f"{type(self).__name__} does not know what another process holds of a {type(leaf).__name__}; call plan "
-            "in the processes of the job"
+            f"{type(self).__name__} cannot tell which shards of a {type(leaf).__name__} another process holds; call "
+            "plan in the processes of the job"
         )
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:

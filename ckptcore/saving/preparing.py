@@ -210,8 +210,8 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, A
         if others:
             found = f": {payloads[others[0]][same]!r} and {payloads[0][same]!r}" if same == "strategy" else ""
             raise CheckpointError(
-                f"the ranks {others} save other {kind} than rank 0{found}. Save the same ones on every rank; the trees "
-                "may differ. Nothing was written"
+                f"the ranks {others} and rank 0 save different {kind}{found}. Save the same ones on every rank; only "
+                "the trees may differ. Nothing was written"
             )
     for name, description in _common_trees(descriptions).items():
         groups = _groups(name, payloads)
@@ -228,8 +228,8 @@ def _refuse_unheld_arrays(description: TreeDescription) -> None:
         paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.holders.remote_leaves)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
         raise UnsupportedLeafError(
-            f"{', '.join(paths[:20])}{more}: no rank of this job holds any of it. Save from the processes that own "
-            "its devices or belong to its mesh, or leave it out. Nothing was written"
+            f"{', '.join(paths[:20])}{more}: no process of this job holds any shard. Save from the processes that "
+            "own the devices or belong to the mesh, or remove it from the state. Nothing was written"
         )
 
 

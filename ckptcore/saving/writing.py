@@ -243,7 +243,10 @@ class PlainCommit:
             return
         if self._claim is not None:
             logger.warning(
-                "%s is saved, but perhaps not all ranks know: %s: %s", location.display, type(error).__name__, error
+                "%s is saved, but other ranks may not have received the result: %s: %s",
+                location.display,
+                type(error).__name__,
+                error,
             )
         else:
             _expect_committed(location, self._save.info.save_id, error)
@@ -262,12 +265,13 @@ def _expect_committed(location: Location, save_id: str, error: Exception) -> Non
         root = read_root(location.store)
     except CheckpointError as unreadable:
         raise CommitUnknownError(
-            f"the save to {location.display} may be committed: {error}, and its root cannot be read: {unreadable}. "
-            "Read the checkpoint again before you save"
+            f"{location.display}: the save may be committed: {error}. Its root cannot be read: {unreadable}. Read the "
+            "checkpoint again before you save"
         ) from error
     if root is None or isinstance(root, Claim) or root.save_id != save_id:
         raise CommitUnknownError(
-            f"the save to {location.display} is not committed, or not yet: {error}. Read it again before you save"
+            f"{location.display}: the save failed, or is not committed yet: {error}. Read the checkpoint again before "
+            "you save"
         ) from error
 
 

@@ -352,8 +352,8 @@ class StepDeleter:
         try:
             if names := self._referrers(step):
                 raise CheckpointReferredError(
-                    f"step {step} in {self._steps.display} stores arrays of {', '.join(names[:20])}: delete those "
-                    "first, or replace them by copies (ckptcore.copy), which need no base"
+                    f"step {step} in {self._steps.display} cannot be deleted, because {', '.join(names[:20])} refer to "
+                    "its arrays: delete them first, or replace them with copies (ckptcore.copy), which need no base"
                 )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")

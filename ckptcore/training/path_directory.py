@@ -260,7 +260,7 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
             f"{_KEY} cannot be read: {error}; write it again, or remove it", key=_KEY
         ) from error
     if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{_KEY} is no JSON object; write it again, or remove it", key=_KEY)
+        raise CorruptCheckpointError(f"{_KEY} is not a JSON object; write it again, or remove it", key=_KEY)
     return found
 
 

@@ -15,10 +15,10 @@ __all__ = ["merge_trees"]
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _RULES: Final = {
-    "rank": "Ranks may have different keys, and a leaf must be equal on every rank that has it. Save state that "
-    "differs between processes as a separate name, in PerProcess(...), and different things under different keys",
-    "session": "Sessions may have different keys of mappings, and no others; a leaf must be equal in every session "
-    "that has it",
+    "rank": "Ranks may have different keys, but a leaf must be equal on every rank that has it. Save state that "
+    "differs between ranks as a separate name, in PerProcess(...), and different objects under different keys",
+    "session": "Sessions may differ only in the keys of mappings, and a leaf must be equal in every session that has "
+    "it",
 }
 
 _SHOWN: Final = 20
@@ -119,7 +119,7 @@ class _TreeMerge:
             shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
             more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
             raise TreeMismatchError(
-                f"the {self.savers}s save different trees, and they cannot be united:{shown}{more}\n"
+                f"the {self.savers}s save different trees, which cannot be merged:{shown}{more}\n"
                 f"{_RULES[self.savers]}. Nothing was written",
                 lines,
             )

@@ -77,11 +77,11 @@ def test_an_object_in_a_tree_that_fails(place: str) -> None:
 @pytest.mark.parametrize("save", [ckptcore.save, ckptcore.save_checkpointables])
 def test_an_object_that_writes_files_has_no_place_in_a_tree(save: Any, place: str) -> None:
     with pytest.raises(
-        UnsupportedLeafError, match=r"it is a .*Files, .*under a name of its own with save_checkpointables"
+        UnsupportedLeafError, match=r"it is a .*Files, .*under a separate name with save_checkpointables"
     ):
         save(place + "/c", {"train": {"it": Files({"a": b"1"})}})
 
 
 def test_an_object_that_writes_files_is_no_tree(place: str) -> None:
-    with pytest.raises(UnsupportedLeafError, match=r"under a name of its own with save_checkpointables"):
+    with pytest.raises(UnsupportedLeafError, match=r"under a separate name with save_checkpointables"):
         ckptcore.save(place + "/c", Files({"a": b"1"}))

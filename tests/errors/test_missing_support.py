@@ -120,7 +120,7 @@ class _NeedsArguments:
         (int, "builtins.type, which no installed plugin handles: code is not saved, remove it"),
         (object(), "convert it to arrays, numbers, text or containers, give its class state_dict and load_state_dict"),
         (_OnlyGives(), "which has state_dict but not load_state_dict: add load_state_dict to its class"),
-        (_NeedsArguments(), "whose get_state and set_state need other arguments"),
+        (_NeedsArguments(), "whose get_state and set_state cannot be called as get_state()"),
     ],
     ids=["set", "function", "class", "object", "state_dict", "get_state"],
 )
@@ -148,7 +148,7 @@ def test_a_misspelled_scheme_names_the_one_that_was_meant(
 ) -> None:
     with pytest.raises(UnknownPluginError, match=rf"did you mean '{meant}'\?") as caught:
         ckptcore.load(f"{scheme}://bucket/state", context=core_alone)
-    assert "`pip install 'ckptcore[fsspec]'` adds what fsspec opens" in str(caught.value)
+    assert "`pip install 'ckptcore[fsspec]'` adds the schemes of fsspec" in str(caught.value)
 
 
 def test_a_misspelled_leaf_below_a_container_names_the_one_that_was_meant() -> None:

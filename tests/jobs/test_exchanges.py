@@ -175,7 +175,7 @@ def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
         def broadcast(self, key: str, payload: bytes | None) -> bytes:
             return job.coordinator(1).broadcast(key, payload)
 
-    with pytest.raises(RankFailedError, match="stale answer"), Agreement(Again(), "save").stage("describe"):
+    with pytest.raises(RankFailedError, match="stale message"), Agreement(Again(), "save").stage("describe"):
         pass
 
 

@@ -253,7 +253,7 @@ def test_an_answer_to_an_earlier_operation_is_none_in_a_block() -> None:
             pass
 
     with (
-        pytest.raises(RankFailedError, match="stale answer"),
+        pytest.raises(RankFailedError, match="stale message"),
         Agreement(Again(job.coordinator(5)), "save", block_ranks=2).stage("describe"),
     ):
         pass

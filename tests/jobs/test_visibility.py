@@ -80,7 +80,7 @@ def test_a_save_that_not_all_see_writes_no_array(begin: str, apart: list[int], t
     for rank, error in enumerate(found):
         assert isinstance(error, NotSharedError if rank in blind else RankFailedError), error
         path = directory_of(tmp_path, blind[0], apart=apart)
-        assert f"{path}/step on host {os.uname().nodename} does not show files that rank 0" in str(
+        assert f"{path}/step: host {os.uname().nodename} cannot see the files that rank 0" in str(
             found[0]
         ) or apart == [0]
     assert not files(tmp_path)

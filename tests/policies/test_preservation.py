@@ -144,7 +144,7 @@ def test_other_bad_arguments_are_named() -> None:
     for zero in (EveryNSteps, EveryNStepsClosest, EveryNSeconds):
         with pytest.raises(ValueError, match=rf"^{zero.__name__}\(.*=0\)"):
             zero(0)
-    with pytest.raises(ValueError, match="of a timedelta take total_seconds"):
+    with pytest.raises(ValueError, match="for a timedelta, pass its total_seconds"):
         LatestDuration(datetime.timedelta(hours=24))  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ValueError, match=r"CustomSteps\(steps=\[\]\): give at least one"):
         CustomSteps([])

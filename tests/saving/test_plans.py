@@ -193,7 +193,7 @@ def test_a_gap_between_processes_is_found_before_the_save() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         in_job(2, plan)
     leader, follower = sorted(caught.value.exceptions, key=lambda error: isinstance(error, RankFailedError))
-    assert isinstance(leader, CorruptCheckpointError) and "was not written whole" in str(leader)
+    assert isinstance(leader, CorruptCheckpointError) and "the written boxes do not cover it exactly" in str(leader)
     assert isinstance(follower, RankFailedError)
 
 

@@ -86,7 +86,7 @@ def test_parts_are_filled_in_place(tmp_path: Path) -> None:
 def test_an_array_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
     def job(coordinator: Coordinator) -> None:
         part = ShardedArray.part(np.ones((3, 6), np.float32), (3 * coordinator.rank, 0), (10, 6))
-        with pytest.raises((CorruptCheckpointError, RankFailedError), match="not written whole: 24 of its 60 elements"):
+        with pytest.raises((CorruptCheckpointError, RankFailedError), match="not cover it exactly: 24 of 60 elements"):
             ckptcore.save(tmp_path / "c", {"w": part}, context=job_context(coordinator))
 
     ThreadJob(2, timeout_seconds=60).run(job)

@@ -239,7 +239,7 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(write: Callable[[Path
     location = tmp_path / "x"
     write(location)
     before = {path: path.read_bytes() for path in location.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointExistsError, match="they are not replaced"):
+    with pytest.raises(CheckpointExistsError, match="a save does not replace them"):
         ckptcore.save(location, {"n": 2}, overwrite=True)
     assert {path: path.read_bytes() for path in location.rglob("*") if path.is_file()} == before
 

@@ -231,7 +231,7 @@ def test_what_others_refer_to_is_not_deleted(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
     ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"))
     ckptcore.save(f"{run}/3", {"step": 3}, strategy=ckptcore.Update(f"{run}/2"))
-    with pytest.raises(CheckpointReferredError, match="/1 stores arrays of 2, 3"):
+    with pytest.raises(CheckpointReferredError, match="/1 cannot be deleted, because 2, 3 .* refer to its arrays"):
         ckptcore.delete(f"{run}/1")
     ckptcore.delete(f"{run}/2")  # what it referred to is referred to where it is
     with pytest.raises(CheckpointReferredError):

@@ -300,7 +300,7 @@ class _NoChannels:
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
         """Raise: there is no group."""
-        raise PluginError(f"broadcast to group {group}, of none")
+        raise PluginError(f"cannot broadcast to group {group}: this process is in no group")
 
     def close(self) -> None:
         """Do nothing."""

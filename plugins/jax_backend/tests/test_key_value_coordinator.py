@@ -189,7 +189,7 @@ class _OtherLauncher:
 
 def test_a_process_that_is_part_of_two_jobs_has_to_choose(in_job: Callable[[int], None]) -> None:
     in_job(2)
-    with pytest.raises(PluginConflictError, match=r"several jobs: of .*jax.*JobOptions\(coordinator="):
+    with pytest.raises(PluginConflictError, match=r"the plugins .*jax.* report a job .*JobOptions\(coordinator="):
         runtime_of(Context(plugins=PluginOptions(extra=(_OtherLauncher(),)))).job()
     mine = KeyValueCoordinator.of_job()
     assert (
