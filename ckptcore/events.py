@@ -282,10 +282,10 @@ MAX_EVENTS: Final = 10_000
 _OPERATIONS: Final[tuple[Operation, ...]] = ("save", "load", "delete", "upload")
 _NAME: Final = r"[a-z][a-z_]{0,39}"
 _SAVE_ID: Final = r"[0-9a-f]{16}"
-_MOST_MICROSECONDS: Final = 1 << 52
+_MAX_MICROSECONDS: Final = 1 << 52
 """Maximum time or duration, in the year 2112. All smaller numbers are exact floats and valid for `datetime`."""
 
-_MOST: Final = (1 << 63) - 1
+_MAX_INTEGER: Final = (1 << 63) - 1
 
 
 def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
@@ -337,9 +337,9 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
     operation = found.get("operation")
     if operation not in _OPERATIONS:
         _refuse("operation", operation, f"one of {', '.join(_OPERATIONS)}")
-    step = None if found.get("step") is None else _whole("step", found["step"], -_MOST, _MOST)
+    step = None if found.get("step") is None else _whole("step", found["step"], -_MAX_INTEGER, _MAX_INTEGER)
     save_id = None if found.get("save_id") is None else _text("save_id", found["save_id"], _SAVE_ID)
-    first = _whole("began", found.get("began"), 0, _MOST_MICROSECONDS)
+    first = _whole("began", found.get("began"), 0, _MAX_MICROSECONDS)
     names = ("phase", "rank", "offset", "duration", "nbytes", "error")
     columns = [found.get(name) for name in names]
     for name, column in zip(names, columns, strict=True):
@@ -357,9 +357,9 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
                 location=location,
                 step=step,
                 rank=_whole("rank", rank, 0, 1 << 31),
-                began=(first + _whole("offset", offset, 0, _MOST_MICROSECONDS - first)) / 1e6,
-                seconds=_whole("duration", duration, 0, _MOST_MICROSECONDS) / 1e6,
-                nbytes=None if nbytes is None else _whole("nbytes", nbytes, 0, _MOST),
+                began=(first + _whole("offset", offset, 0, _MAX_MICROSECONDS - first)) / 1e6,
+                seconds=_whole("duration", duration, 0, _MAX_MICROSECONDS) / 1e6,
+                nbytes=None if nbytes is None else _whole("nbytes", nbytes, 0, _MAX_INTEGER),
                 error=None if error is None else _error(error),
                 save_id=save_id,
             )

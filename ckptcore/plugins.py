@@ -121,11 +121,11 @@ class Plugins:
         self._manager = manager
         self._handlers = dict(handlers or {})
         self._dispatch: dict[type, Dispatch] = {}
-        self._offers: dict[str, Mapping[str, tuple[str, Callable[..., object]]]] = {}
+        self._named_objects: dict[str, Mapping[str, tuple[str, Callable[..., object]]]] = {}
         self._wrap_leaf = wrap_leaf
         self.failed = tuple(failed)
 
-    def having(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
+    def with_plugins(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
         """Return these plugins and additional ones, with handlers by type that take precedence over all plugins."""
         if not plugins and not handlers:
             return self
@@ -220,7 +220,7 @@ class Plugins:
         candidates: list[tuple[int, str, Dispatch]] = []
         for hook, kind in hooks.items():
             arguments = {"leaf_type": value_type, "value_type": value_type, "example": example}
-            for name, handler in _answers(getattr(self._manager.hook, hook), arguments):
+            for name, handler in _call_hook(getattr(self._manager.hook, hook), arguments):
                 if kind in _PROTOCOLS:
                     expect_inherits(type(handler), _PROTOCOLS[kind])
                 candidates.append((handler.priority, name, Dispatch(**{kind: handler})))
@@ -296,7 +296,7 @@ class Plugins:
         openers = self._named("ckpt_storages", "URL scheme")
         if scheme in openers:
             return cast(StorageOpener, openers[scheme][1])
-        found = _answers(self._manager.hook.ckpt_storage_for, {"scheme": scheme})
+        found = _call_hook(self._manager.hook.ckpt_storage_for, {"scheme": scheme})
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise PluginConflictError(f"the plugins {names} both open {scheme}:// locations; uninstall one of them")
@@ -320,7 +320,7 @@ class Plugins:
         Raises:
             PluginConflictError: plugins other than the built-in one report two jobs.
         """
-        found = _answers(self._manager.hook.ckpt_coordinator, {})
+        found = _call_hook(self._manager.hook.ckpt_coordinator, {})
         several = [(name, coordinator) for name, coordinator in found if coordinator.size > 1]
         job = _only(several, "a job", "JobOptions(coordinator=...)")
         return cast(Coordinator, found[0][1] if job is None else job)
@@ -331,7 +331,7 @@ class Plugins:
         Raises:
             PluginConflictError: two plugins report workers.
         """
-        found = _answers(self._manager.hook.ckpt_executor, {})
+        found = _call_hook(self._manager.hook.ckpt_executor, {})
         return cast(Executor[Any, Any] | None, _only(found, "workers", "JobOptions(executor=...)"))
 
     def collectives(self) -> Collectives | None:
@@ -340,7 +340,7 @@ class Plugins:
         Raises:
             PluginConflictError: several plugins have collectives.
         """
-        found = _answers(self._manager.hook.ckpt_collectives, {})
+        found = _call_hook(self._manager.hook.ckpt_collectives, {})
         return cast(Collectives | None, _only(found, "collectives", "JobOptions(collectives=...)"))
 
     def describe(self) -> Sequence[PluginInfo]:
@@ -369,19 +369,19 @@ class Plugins:
 
     def _named(self, hook_name: str, what: str) -> Mapping[str, tuple[str, Callable[..., object]]]:
         """Return the objects that plugins return by name, each with the name of its plugin. Cached."""
-        known = self._offers.get(hook_name)
+        known = self._named_objects.get(hook_name)
         if known is not None:
             return known
-        offers: dict[str, tuple[str, Callable[..., object]]] = {}
-        for plugin_name, mapping in _answers(getattr(self._manager.hook, hook_name), {}):
-            for name, offered in mapping.items():
-                if name in offers:
+        objects: dict[str, tuple[str, Callable[..., object]]] = {}
+        for plugin_name, mapping in _call_hook(getattr(self._manager.hook, hook_name), {}):
+            for name, named in mapping.items():
+                if name in objects:
                     raise PluginConflictError(
-                        f"the plugins {offers[name][0]} and {plugin_name} both have the {what} {name!r}; uninstall one"
+                        f"the plugins {objects[name][0]} and {plugin_name} both have the {what} {name!r}; uninstall one"
                     )
-                offers[name] = (plugin_name, offered)
-        self._offers[hook_name] = offers
-        return offers
+                objects[name] = (plugin_name, named)
+        self._named_objects[hook_name] = objects
+        return objects
 
     def _failures(self) -> str:
         if not self.failed:
@@ -389,14 +389,14 @@ class Plugins:
         return "; these failed to load: " + "; ".join(f"{plugin.name} ({plugin.reason})" for plugin in self.failed)
 
 
-def _answers(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, Any]]:
+def _call_hook(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, Any]]:
     """Call a hook of all plugins. Return their results except None, with the names of the plugins."""
-    answers = []
+    results = []
     for implementation in caller.get_hookimpls():
-        answer = implementation.function(*[arguments[name] for name in implementation.argnames])
-        if answer is not None:
-            answers.append((implementation.plugin_name, answer))
-    return answers
+        result = implementation.function(*[arguments[name] for name in implementation.argnames])
+        if result is not None:
+            results.append((implementation.plugin_name, result))
+    return results
 
 
 def _only(found: Sequence[tuple[str, object]], what: str, option: str) -> object:

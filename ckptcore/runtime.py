@@ -53,7 +53,7 @@ class Runtime:
         return (
             self._registry
             if self._registry is not None
-            else installed_plugins().having(self._plugins.extra, self._plugins.handlers)
+            else installed_plugins().with_plugins(self._plugins.extra, self._plugins.handlers)
         )
 
     @cached_property

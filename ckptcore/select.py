@@ -26,7 +26,7 @@ Predicate: TypeAlias = Callable[[str, object], bool]
 
 _EXPERT: Final = "{expert}"
 
-_MOST_CHARACTERS: Final = 300
+_MAX_CHARACTERS: Final = 300
 """Limit of a path in an error message, in characters. Paths of untrusted checkpoints can be long."""
 
 
@@ -200,7 +200,7 @@ class _Patterns(Selection):
         fits: dict[str, bool] = {}
         chosen = []
         for number, path in enumerate(table.paths):
-            for text in _forms_above(path):
+            for text in _pattern_texts(path):
                 if (fit := fits.get(text)) is None:
                     fit = fits[text] = any(pattern.fullmatch(text) for pattern in self.patterns)
                 if fit:
@@ -244,7 +244,7 @@ class _Experts(Selection):
         return frozenset(chosen)
 
     def _expert(self, path: TreePath) -> int | None:
-        for text in _forms_above(path):
+        for text in _pattern_texts(path):
             if (match := self.compiled.fullmatch(text)) is not None:
                 return int(match[1])
         return None
@@ -270,7 +270,7 @@ def _texts_above(path: TreePath) -> Iterator[str]:
         yield text
 
 
-def _forms_above(path: TreePath) -> Iterator[str]:
+def _pattern_texts(path: TreePath) -> Iterator[str]:
     """Yield the texts to match with patterns. A ``/`` inside a key is first a separator, then an ordinary character."""
     yield from _texts_above(path)
     if any("/" in str(key) for key in path):
@@ -311,7 +311,7 @@ def _missing_names(absent: Sequence[str], below: Mapping[str, object]) -> TreeMi
 
 def _shown(text: str) -> str:
     """Return a path for an error message, in quotes if it has characters that a terminal cannot print."""
-    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
     return shown if shown.isprintable() else repr(shown)
 
 

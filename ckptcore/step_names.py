@@ -11,10 +11,10 @@ __all__ = ["StepNameFormat", "StepNames"]
 
 _DIGITS: Final = "0123456789"
 
-_MOST_STEP: Final = 2**63 - 1
+_MAX_STEP: Final = 2**63 - 1
 """Frameworks store steps as signed 64-bit integers."""
 
-_MOST_WIDTH: Final = 64
+_MAX_WIDTH: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class StepNameFormat:
                 "with '.' nor ends in a digit, such as 'step_'"
             )
         if width is not None and (
-            isinstance(width, bool) or not isinstance(width, int) or not 0 <= width <= _MOST_WIDTH
+            isinstance(width, bool) or not isinstance(width, int) or not 0 <= width <= _MAX_WIDTH
         ):
             raise ValueError(
-                f"StepNameFormat(width={width!r}): give a number of digits from 0 to {_MOST_WIDTH}, or None to read any"
+                f"StepNameFormat(width={width!r}): give a number of digits from 0 to {_MAX_WIDTH}, or None to read any"
             )
 
     @classmethod
@@ -77,8 +77,8 @@ class StepNameFormat:
             number = -1 if isinstance(step, bool) else operator.index(step)
         except TypeError:
             number = -1
-        if not 0 <= number <= _MOST_STEP:
-            raise ValueError(f"step {step!r}: a step is a whole number from 0 to {_MOST_STEP}")
+        if not 0 <= number <= _MAX_STEP:
+            raise ValueError(f"step {step!r}: a step is a whole number from 0 to {_MAX_STEP}")
         return f"{self.prefix}{number:0{self.width or 0}d}"
 
     def parse(self, name: str) -> int | None:
@@ -186,9 +186,9 @@ def _split(name: str) -> tuple[str, str]:
 def _number(digits: str, width: int | None) -> int | None:
     """Return the number of some digits; None if their count does not fit the width, or the number is too large."""
     significant = digits.lstrip("0") or digits[-1:]
-    if not significant or len(significant) > len(str(_MOST_STEP)):  # int() refuses text of thousands of digits
+    if not significant or len(significant) > len(str(_MAX_STEP)):  # int() refuses text of thousands of digits
         return None
     if width is not None and len(digits) != max(width, len(significant)):
         return None
     number = int(significant)
-    return number if number <= _MOST_STEP else None
+    return number if number <= _MAX_STEP else None

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _LAST_TURNS: Final = 10
 """Iterations of the event loop in which tasks may end that do not wait for anything."""
 
-_MOST_LISTED_TASKS: Final = 5
+_MAX_LISTED_TASKS: Final = 5
 
 
 class AwaitableDirectory:
@@ -136,10 +136,10 @@ class _Loop:
             PluginError: tasks are still running; they are canceled.
         """
         if left := _run_outside_loop(self._stop):
-            more = f" and {len(left) - _MOST_LISTED_TASKS} more" if len(left) > _MOST_LISTED_TASKS else ""
+            more = f" and {len(left) - _MAX_LISTED_TASKS} more" if len(left) > _MAX_LISTED_TASKS else ""
             raise PluginError(
                 "tasks were still running when the object said that it was done: "
-                f"{', '.join(left[:_MOST_LISTED_TASKS])}{more}; their results would be lost, so they were canceled. "
+                f"{', '.join(left[:_MAX_LISTED_TASKS])}{more}; their results would be lost, so they were canceled. "
                 "Await them, or return from the first phase a coroutine that awaits them"
             )
 

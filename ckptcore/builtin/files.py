@@ -39,10 +39,10 @@ __all__ = [
 
 _EMPTY: Final = "empty_directories"
 
-_MOST_PARTS: Final = 1 << 17
+_MAX_PARTS: Final = 1 << 17
 """Most directories on the paths of all empty directories. A small hostile root could otherwise create many of them."""
 
-_MOST_DEEP: Final = 200
+_MAX_DEPTH: Final = 200
 
 
 class FilesLayout(Layout):
@@ -113,10 +113,10 @@ def empty_directories(state: JSON) -> Sequence[str]:
 
 def _problem(empty: Sequence[str]) -> str | None:
     depths = [key.count("/") + 1 for key in empty]
-    if max(depths, default=0) > _MOST_DEEP:
-        return f"one of them is {max(depths)} directories deep, where {_MOST_DEEP} are allowed"
-    if sum(depths) > _MOST_PARTS:
-        return f"their paths have {sum(depths)} directories, where {_MOST_PARTS} are allowed"
+    if max(depths, default=0) > _MAX_DEPTH:
+        return f"one of them is {max(depths)} directories deep, where {_MAX_DEPTH} are allowed"
+    if sum(depths) > _MAX_PARTS:
+        return f"their paths have {sum(depths)} directories, where {_MAX_PARTS} are allowed"
     return None
 
 

@@ -25,7 +25,7 @@ _INLINE_BYTES: Final = 1 << 14
 
 _SCALAR: Final = "numpy.scalar"
 
-_MOST_SCALAR_BYTES: Final = 1 << 12
+_MAX_SCALAR_BYTES: Final = 1 << 12
 """Longest text scalar whose abstract leaf is a scalar, in bytes. A checkpoint may state any length. A longer scalar is
 requested as an array without axes, which allocates no elements before the read."""
 
@@ -235,7 +235,7 @@ def leaf_handler(leaf_type: type) -> LeafHandler | None:
 def abstract_of_stored(record: ArrayRecord) -> object:
     """Return the abstract leaf for a stored array: a text or scalar type of this module, otherwise an array."""
     spec = record.spec
-    if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MOST_SCALAR_BYTES:
+    if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MAX_SCALAR_BYTES:
         if spec.numpy_dtype.kind == "U":
             # Spaces, because NumPy drops trailing NULs, and derives the dtype from the rest.
             return np.str_(" " * (spec.nbytes // 4))

@@ -266,7 +266,7 @@ def sync_directory(descriptor: int) -> None:
 # O_PATH needs no permission to list the directory. Systems without O_PATH need that permission.
 _OPEN_ROOT: Final = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_DIRECTORY: Final = _OPEN_ROOT | os.O_NOFOLLOW
-_MOST_LINKS: Final = 40  # the limit of Linux for one path
+_MAX_LINKS: Final = 40  # the limit of Linux for one path
 
 _IS_LINK: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """Errors of an open with O_NOFOLLOW at a link. ENOTDIR also means a file in place of a directory."""
@@ -366,7 +366,7 @@ class _PathWalk:
                 self._names.append(name)
                 continue
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), below)
             link = posixpath.join(self._boundary, *self._names, name)
             if not pending and (blob := self._hub_blob(target)) is not None:

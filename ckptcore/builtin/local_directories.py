@@ -84,7 +84,7 @@ def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Most directories that are remembered as durable. Beyond this, some are synced twice.
-_MOST_REMEMBERED = 4096
+_MAX_REMEMBERED = 4096
 _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_SECONDS = 0.001
 
@@ -206,7 +206,7 @@ class LocalDirectories:
                 return
             self.sync_names(above, required=directory != self.root or directory in self._created)
             with self._lock:
-                if len(self._durable) >= _MOST_REMEMBERED:
+                if len(self._durable) >= _MAX_REMEMBERED:
                     self._durable.clear()
                 self._durable.add(identity)
             directory = above

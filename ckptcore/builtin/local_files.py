@@ -35,8 +35,8 @@ __all__ = [
 _OPEN_FILE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver
 _OPEN_FILES: Final = 64
-_MOST_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
-_MOST_BYTES: Final = 1 << 30  # of one system call, below the limit of Linux, 2 GiB
+_MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
+_MAX_BYTES: Final = 1 << 30  # of one system call, below the limit of Linux, 2 GiB
 
 
 class LocalFile:
@@ -91,7 +91,7 @@ class LocalFile:
         pieces = []
         try:
             while start < end:
-                piece = os.pread(self._descriptor, min(end - start, _MOST_BYTES), start)
+                piece = os.pread(self._descriptor, min(end - start, _MAX_BYTES), start)
                 if not piece:
                     break
                 pieces.append(piece)
@@ -162,7 +162,7 @@ class LocalFile:
     def _read_at_once(self, offset: int, buffer: memoryview) -> bool:
         """Fill one buffer by one system call, the common case. Return False if that is not possible."""
         nbytes = len(buffer)
-        if nbytes > _MOST_BYTES or (self.cold is not None and self.cold.is_cold(offset, nbytes)):
+        if nbytes > _MAX_BYTES or (self.cold is not None and self.cold.is_cold(offset, nbytes)):
             return False
         return os.preadv(self._descriptor, (buffer,), offset) == nbytes
 
@@ -183,11 +183,11 @@ def _no_file(path: str) -> ObjectNotFoundError:
 
 def _for_one_call(buffers: list[memoryview]) -> list[memoryview]:
     """Return as many of the first buffers as one system call takes."""
-    if len(buffers) == 1 and len(buffers[0]) <= _MOST_BYTES:
+    if len(buffers) == 1 and len(buffers[0]) <= _MAX_BYTES:
         return buffers
     chosen: list[memoryview] = []
-    room = _MOST_BYTES
-    for buffer in buffers[:_MOST_BUFFERS]:
+    room = _MAX_BYTES
+    for buffer in buffers[:_MAX_BUFFERS]:
         chosen.append(buffer[:room])
         room -= len(chosen[-1])
         if room == 0:

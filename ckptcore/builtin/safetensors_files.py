@@ -297,8 +297,8 @@ def _entry(name: str, described: Any, key: str, start: int) -> _TensorEntry:
     return _TensorEntry(name, record, key, start + first)
 
 
-_MOST_JSON_BYTES: Final = 1 << 24
-_MOST_JSON_DEPTH: Final = 64
+_MAX_JSON_BYTES: Final = 1 << 24
+_MAX_JSON_DEPTH: Final = 64
 
 
 Constants: TypeAlias = Literal["refused", "kept"]
@@ -313,15 +313,15 @@ def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refu
         CorruptCheckpointError: the file contains anything else.
     """
     nbytes = store.size(key)
-    if nbytes > _MOST_JSON_BYTES:
+    if nbytes > _MAX_JSON_BYTES:
         raise CorruptCheckpointError(
-            f"{key} has {nbytes} bytes, at most {_MOST_JSON_BYTES} are expected. Name a file of tensors to load it "
+            f"{key} has {nbytes} bytes, at most {_MAX_JSON_BYTES} are expected. Name a file of tensors to load it "
             "alone",
             key=key,
         )
     config: dict[str, JSON] = _parse_json_object(store.get(key), key, constants=constants)
     level: list[JSON] = [config]
-    for _ in range(_MOST_JSON_DEPTH):
+    for _ in range(_MAX_JSON_DEPTH):
         level = [
             child
             for value in level
@@ -330,7 +330,7 @@ def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refu
         ]
         if not level:
             return config
-    raise CorruptCheckpointError(f"the JSON in {key} is nested deeper than {_MOST_JSON_DEPTH} levels", key=key)
+    raise CorruptCheckpointError(f"the JSON in {key} is nested deeper than {_MAX_JSON_DEPTH} levels", key=key)
 
 
 def _parse_json_object(data: bytes, key: str, *, constants: Constants = "refused") -> dict[str, Any]:

@@ -189,7 +189,7 @@ def write_slices(
     """
     plan = snapshot.plan
     files = _files(plan, items, max_file_bytes)
-    users = _Users(snapshot, files)
+    slice_segments = _SliceSegments(snapshot, files)
     columns = ChunkColumns()
 
     def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
@@ -210,7 +210,7 @@ def write_slices(
                 header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + spec.nbytes]}
                 begins[name] = {"saved_offsets": [*part.box.start, *[0] * (len(shape) - len(part.box.start))]}
                 positions.append(position)
-                segments.append(users.segment(part))
+                segments.append(slice_segments.segment(part))
                 position += spec.nbytes
             about = file_metadata(plan.tree, names, [plan.items[part.item].leaf for part in slices], metadata)
             about[SHARDING] = json.dumps(begins, separators=(",", ":"))
@@ -276,7 +276,7 @@ def _slices(plan: WritePlan, number: int) -> list[_Slice]:
     return [_Slice(number, (position,), item.boxes[position]) for position in filled]
 
 
-class _Users:
+class _SliceSegments:
     """Segments of slices. Releases an item after the last of its slices. Thread-safe."""
 
     def __init__(self, snapshot: Snapshot, files: Sequence[Sequence[_Slice]]) -> None:

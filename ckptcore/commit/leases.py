@@ -134,8 +134,8 @@ LONGEST_LEASE_SECONDS: Final = 3600.0
 """The longest lease. Limits how long a hostile record can make a process wait."""
 
 _FORMAT: Final = "ckptcore hold"
-_MOST_BYTES: Final = 4096
-_MOST_CHARACTERS: Final = 256
+_MAX_BYTES: Final = 4096
+_MAX_CHARACTERS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _new_id() -> str:
 
 def decode_holder(data: bytes) -> Holder | None:
     """Parse a record, which may be hostile; None if it is invalid."""
-    if len(data) > _MOST_BYTES:
+    if len(data) > _MAX_BYTES:
         return None
     try:
         document = json.loads(data)
@@ -211,7 +211,7 @@ def decode_holder(data: bytes) -> Holder | None:
 
 def _is_text(value: object) -> bool:
     # Error messages contain these texts, so they must not contain terminal escape sequences.
-    return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
+    return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and value.isprintable()
 
 
 def _is_lease(value: object) -> bool:
@@ -279,10 +279,10 @@ def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
     return True
 
 
-_PATIENCE: Final = 1.25
+_EXPIRY_FACTOR: Final = 1.25
 """A lease has expired once it was seen unchanged for this multiple of its lease time."""
 
-_MOST_AT_ONCE: Final = 0.5
+_MAX_OBSERVED_FACTOR: Final = 0.5
 """Maximum multiple of the lease time that one observation adds. If this process was suspended, the holder may have been
 suspended, too."""
 
@@ -304,9 +304,9 @@ class LeaseObserver:
         now = self._clock.now()
         with self._lock:
             tag, last, unchanged = self._seen.get(seen.key, ("", now, 0.0))
-            unchanged = unchanged + min(now - last, _MOST_AT_ONCE * lease_seconds) if tag == seen.tag else 0.0
+            unchanged = unchanged + min(now - last, _MAX_OBSERVED_FACTOR * lease_seconds) if tag == seen.tag else 0.0
             self._seen[seen.key] = seen.tag, now, unchanged
-            return unchanged >= _PATIENCE * lease_seconds
+            return unchanged >= _EXPIRY_FACTOR * lease_seconds
 
     def forget_others(self, directory: str, keys: Collection[str]) -> None:
         """Forget the leases in a directory (with a final ``/``) that are not in `keys`."""

@@ -75,10 +75,10 @@ _INLINE_BYTES: Final = 1 << 18
 """A table up to this size is stored in the root. A larger table is a part: a separate object."""
 
 _MAX_PART_BYTES: Final = 1 << 32
-_SEAL: Final = "xxh3_64"
+_CHECKSUM_NAME: Final = "xxh3_64"
 """The algorithm of the checksum of a root and of its parts."""
-_CHECKSUM: Final = re.compile(rf',"checksum":"{_SEAL}:([0-9a-f]{{16}})"\}}\n'.encode())
-_CHECKSUM_TAIL_BYTES: Final = len(f',"checksum":"{_SEAL}:0123456789abcdef"}}\n')
+_CHECKSUM: Final = re.compile(rf',"checksum":"{_CHECKSUM_NAME}:([0-9a-f]{{16}})"\}}\n'.encode())
+_CHECKSUM_TAIL_BYTES: Final = len(f',"checksum":"{_CHECKSUM_NAME}:0123456789abcdef"}}\n')
 _MAX_PROCESSES: Final = 1 << 24
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -128,7 +128,7 @@ def _has_state(data: bytes, state: str) -> bool:
     if head is None or head.state != state:
         return False
     try:
-        _sealed(data)
+        _verified_body(data)
     except CorruptCheckpointError:
         return False
     return True
@@ -139,12 +139,12 @@ def _has_state(data: bytes, state: str) -> bool:
 
 def encode_claim(claimed: Claim) -> bytes:
     """Return the bytes of the root of a claim."""
-    return _seal({**_head("claimed", claimed.save_id), "created": claimed.created})
+    return _encode_root({**_head("claimed", claimed.save_id), "created": claimed.created})
 
 
 def encode_partial(partial: PartialSave) -> bytes:
     """Return the bytes of a session table."""
-    return _seal({**_head("partial", partial.save_id), "created": partial.created, "layout": partial.layout,
+    return _encode_root({**_head("partial", partial.save_id), "created": partial.created, "layout": partial.layout,
                   "agreed": partial.agreed, "ranks": partial.ranks, "owner": partial.owner, "token": partial.token,
                   "sessions": list(partial.sessions)})  # fmt: skip
 
@@ -193,7 +193,7 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
         document["progress"] = dict(root.progress)
     if root.timeline is not None:
         document["timeline"] = root.timeline
-    return _seal(document), parts
+    return _encode_root(document), parts
 
 
 def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
@@ -211,7 +211,7 @@ def _head(state: str, save_id: str, role: Role = "checkpoint") -> dict[str, JSON
     return {"format": _FORMAT, "version": FORMAT_VERSION, "state": state, "role": role, "save_id": save_id}
 
 
-def _seal(document: Mapping[str, JSON]) -> bytes:
+def _encode_root(document: Mapping[str, JSON]) -> bytes:
     """Return JSON whose last field is a checksum of all bytes before that field."""
     body = _dump(document)[:-1]
     return body + f',"checksum":"{_checksum(body)}"}}\n'.encode("ascii")
@@ -223,7 +223,7 @@ def _dump(document: JSON) -> bytes:
 
 
 def _checksum(data: bytes) -> str:
-    return f"{_SEAL}:{xxhash.xxh3_64_hexdigest(data)}"
+    return f"{_CHECKSUM_NAME}:{xxhash.xxh3_64_hexdigest(data)}"
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def bases_of_root(data: bytes) -> tuple[Base, ...]:
     if b'"bases"' not in data:
         return ()  # fast path: a deletion reads the roots of all checkpoints in the directory
     with _errors_as_damage():
-        return _decode_bases(_unseal(data))
+        return _decode_bases(_decode_root(data))
 
 
 @contextmanager
@@ -327,7 +327,7 @@ def _damaged(reason: str, key: str = ROOT_KEY) -> CorruptCheckpointError:
 
 def _open(data: bytes) -> tuple[dict[str, Any], RootHead]:
     """Return the fields and the head of a root. Verifies its checksum and its version."""
-    document = _unseal(data)
+    document = _decode_root(data)
     if document.get("format") != _FORMAT:
         raise _damaged("it was not written by ckptcore")
     version = document["version"]
@@ -344,14 +344,14 @@ def _open(data: bytes) -> tuple[dict[str, Any], RootHead]:
     return document, head
 
 
-def _unseal(data: bytes) -> dict[str, Any]:
-    document = _parse(_sealed(data) + b"}", ROOT_KEY)
+def _decode_root(data: bytes) -> dict[str, Any]:
+    document = _parse(_verified_body(data) + b"}", ROOT_KEY)
     if not isinstance(document, dict):
         raise _damaged("it is not a JSON object")
     return document
 
 
-def _sealed(data: bytes) -> bytes:
+def _verified_body(data: bytes) -> bytes:
     """Return the bytes before the checksum, after verifying it."""
     tail = _CHECKSUM.fullmatch(data[-_CHECKSUM_TAIL_BYTES:])
     if tail is None:
@@ -360,7 +360,7 @@ def _sealed(data: bytes) -> bytes:
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
     body = data[:-_CHECKSUM_TAIL_BYTES]
-    expected = f"{_SEAL}:{tail[1].decode('ascii')}"
+    expected = f"{_CHECKSUM_NAME}:{tail[1].decode('ascii')}"
     if _checksum(body) != expected:
         raise CorruptCheckpointError(
             f"{ROOT_KEY} is damaged: the recorded checksum is {expected}, but the bytes have {_checksum(body)}; "

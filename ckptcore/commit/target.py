@@ -61,7 +61,7 @@ IsForeign: TypeAlias = "Callable[[Location], bool]"
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
 """The content of a location: nothing, the claim of a save, or a checkpoint."""
 
-_MOST_MEMBERS: Final = 1000
+_MAX_MEMBERS: Final = 1000
 """Maximum number of subdirectories whose roots are read. Composites have few members."""
 
 _SHOWN: Final = 5
@@ -146,7 +146,7 @@ def partial_exists(location: Location) -> CheckpointExistsError:
 
 def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
     """Return True if the names in a directory without a root include members of a composite."""
-    for entry in names[:_MOST_MEMBERS]:
+    for entry in names[:_MAX_MEMBERS]:
         if not entry.endswith("/") or entry.startswith("."):
             continue
         try:

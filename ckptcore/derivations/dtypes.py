@@ -42,7 +42,7 @@ _ELEMENTS: Final = 1 << 18
 _PARTS: Final = {"complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128": "float64"}
 """The dtype of the real and the imaginary parts of complex dtypes."""
 
-_RANKS: Final = ("bool", "int", "float", "complex")
+_NUMBER_KINDS: Final = ("bool", "int", "float", "complex")
 """Kinds of numbers. Each kind includes the earlier kinds, apart from precision."""
 
 
@@ -117,7 +117,7 @@ def accepts_kind_of(dtype: str, other: str) -> bool:
     sort, of_other = _sort(dtype), _sort(other)
     if sort is None or of_other is None:
         return False
-    return _RANKS.index(sort) >= _RANKS.index(of_other) and sort != "bool"
+    return _NUMBER_KINDS.index(sort) >= _NUMBER_KINDS.index(of_other) and sort != "bool"
 
 
 def int_range(dtype: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from ckptcore.protocols import DerivedArray, Part
 
 __all__ = ["Reshaped", "reshape"]
 
-_MOST_PARTS: Final = 1024
+_MAX_PARTS: Final = 1024
 """Limit of input boxes for one box; beyond it, their bounding box is read instead."""
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -138,7 +138,7 @@ class Reshaped:
 
     def _pieces(self, box: Box) -> list[list[_ContiguousPart]] | None:
         """Return the input boxes for each group of axes; None if there are too many."""
-        groups, most = [], _MOST_PARTS
+        groups, most = [], _MAX_PARTS
         for group, of_box in self._of_groups(box):
             pieces = list(itertools.islice(_pieces(group, of_box), most + 1))
             if len(pieces) > most:

@@ -43,7 +43,7 @@ _Target: TypeAlias = tuple[int, Box, HostArray]
 """The number of an item, its box and its buffer."""
 
 
-class _Wanted(NamedTuple):
+class _RequestedChunk(NamedTuple):
     """A chunk, and the targets that need elements of it."""
 
     chunk: Chunk
@@ -95,8 +95,8 @@ def read_boxes(
     """
     native, specs = native_reader(index), index.stored_specs
     by_index: list[_Target] = []
-    exact: dict[tuple[int, int], _Wanted] = {}
-    others: dict[int, dict[int, _Wanted]] = {}
+    exact: dict[tuple[int, int], _RequestedChunk] = {}
+    others: dict[int, dict[int, _RequestedChunk]] = {}
     for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
         box = item.box
         if (spec := specs.get(item.leaf)) is not None:
@@ -119,15 +119,15 @@ def read_boxes(
                 continue
             if chunk.is_exact:
                 key = chunk.leaf, chunk.number
-                wanted = exact.get(key)
-                if wanted is None:
-                    wanted = exact[key] = _Wanted(chunk, [])
+                requested = exact.get(key)
+                if requested is None:
+                    requested = exact[key] = _RequestedChunk(chunk, [])
             else:
                 of_leaf = others.setdefault(chunk.leaf, {})
-                wanted = of_leaf.get(chunk.number)
-                if wanted is None:
-                    wanted = of_leaf[chunk.number] = _Wanted(chunk, [])
-            wanted.targets.append(target)
+                requested = of_leaf.get(chunk.number)
+                if requested is None:
+                    requested = of_leaf[chunk.number] = _RequestedChunk(chunk, [])
+            requested.targets.append(target)
         if missing:
             raise CorruptCheckpointError(
                 f"leaf {item.leaf}: {missing} of the {size} elements of a box are in no chunk. Restore the checkpoint "
@@ -137,7 +137,7 @@ def read_boxes(
         part = [ReadItem(items[number].leaf, box) for number, box, _ in by_index]
         for position in native.read(part, [buffer for _, _, buffer in by_index], store):
             yield by_index[position][0]
-    reads = [_chunk_read(wanted, wanted.chunk.key, wanted.chunk.offset, None) for wanted in exact.values()]
+    reads = [_chunk_read(requested, requested.chunk.key, requested.chunk.offset, None) for requested in exact.values()]
     if others:
         yield from _Located(index, store, reads).results(others)
     else:
@@ -164,15 +164,15 @@ def _as_stored(box: Box, buffer: HostArray, spec: ArraySpec) -> tuple[Box, HostA
     return box, buffer.reshape(-1).view(spec.numpy_dtype).reshape(shape)
 
 
-def _chunk_read(wanted: _Wanted, key: str, offset: int, checksum: Checksum | None) -> ChunkRead:
-    targets = tuple(wanted.targets)
-    return ChunkRead(key, offset, wanted.chunk.box, targets[0][2].itemsize, targets, checksum)
+def _chunk_read(requested: _RequestedChunk, key: str, offset: int, checksum: Checksum | None) -> ChunkRead:
+    targets = tuple(requested.targets)
+    return ChunkRead(key, offset, requested.chunk.box, targets[0][2].itemsize, targets, checksum)
 
 
 class _Encoded(NamedTuple):
     """The bytes of an encoded chunk; `inline` if they are stored with its key."""
 
-    wanted: _Wanted
+    requested: _RequestedChunk
     key: str
     start: int
     stop: int | None
@@ -182,7 +182,7 @@ class _Encoded(NamedTuple):
 class _Decoding(NamedTuple):
     """A chunk that is being decoded, and the bytes of its elements."""
 
-    wanted: _Wanted
+    requested: _RequestedChunk
     nbytes: int
     elements: Pending[HostArray]
 
@@ -198,12 +198,12 @@ class _Located:
         self._copied: dict[int, None] = {}
         self._left: dict[int, int] = {}
 
-    def results(self, wanted: Mapping[int, Mapping[int, _Wanted]]) -> Iterator[int]:
+    def results(self, requested: Mapping[int, Mapping[int, _RequestedChunk]]) -> Iterator[int]:
         """Yield the number of each target once all of its chunks are complete, including exact chunks."""
-        for of_leaf in wanted.values():
+        for of_leaf in requested.values():
             self._locate(list(of_leaf.values()))
         for one in self._encoded:
-            for number, _, _ in one.wanted.targets:
+            for number, _, _ in one.requested.targets:
                 self._left[number] = self._left.get(number, 0) + 1
         if self._copied:
             in_reads = {number for read in self._reads for number, _, _ in read.targets}
@@ -214,7 +214,7 @@ class _Located:
         if self._encoded:
             yield from self._decode(self._encoded)
 
-    def _locate(self, chunks: Sequence[_Wanted]) -> None:
+    def _locate(self, chunks: Sequence[_RequestedChunk]) -> None:
         """Locate the chunks of one array. Copies inline chunks and fill values, and collects the others."""
         places = self._index.locate([one.chunk for one in chunks], self._store)
         encoded, inline, fills, checksums = places.encoded, places.inline, places.fills, places.checksums
@@ -243,9 +243,9 @@ class _Located:
         decoded_bytes = 0
         try:
             for one, data in _fetched(encoded, self._store):
-                targets = one.wanted.targets
-                nbytes = max(one.wanted.chunk.box.size, 1) * targets[0][2].itemsize
-                started.append(_Decoding(one.wanted, nbytes, self._index.decode(one.wanted.chunk, data)))
+                targets = one.requested.targets
+                nbytes = max(one.requested.chunk.box.size, 1) * targets[0][2].itemsize
+                started.append(_Decoding(one.requested, nbytes, self._index.decode(one.requested.chunk, data)))
                 decoded_bytes += nbytes
                 while decoded_bytes > _DECODED_BYTES and len(started) > _LEAST_STARTED:
                     decoded_bytes -= started[0].nbytes
@@ -259,9 +259,9 @@ class _Located:
 
     def _take(self, started: deque[_Decoding]) -> Iterator[int]:
         oldest = started[0]
-        _copy(oldest.wanted, oldest.elements.result())
+        _copy(oldest.requested, oldest.elements.result())
         started.popleft()  # only now: `_decode` waits for all started chunks, also after an interrupt
-        for number, _, _ in oldest.wanted.targets:
+        for number, _, _ in oldest.requested.targets:
             self._left[number] -= 1
             if not self._left[number]:
                 yield number
@@ -274,11 +274,11 @@ def _settle(elements: Pending[HostArray]) -> None:
         pass
 
 
-def _copy(wanted: _Wanted, elements: HostArray) -> None:
+def _copy(requested: _RequestedChunk, elements: HostArray) -> None:
     """Copy elements of a chunk to its targets. A chunk that extends beyond the array may have fewer elements."""
-    origin = wanted.chunk.box.start
+    origin = requested.chunk.box.start
     valid = Box(origin, tuple(map(int.__add__, origin, elements.shape)))
-    for _, box, buffer in wanted.targets:
+    for _, box, buffer in requested.targets:
         if (common := box.intersect(valid)) is not None:
             # The ellipsis keeps arrays without axes from becoming scalars.
             to: tuple[Any, ...] = (*common.within(box), ...)
@@ -286,33 +286,33 @@ def _copy(wanted: _Wanted, elements: HostArray) -> None:
             copy_elements(buffer[to], elements[of])
 
 
-def _fill(wanted: _Wanted, value: HostArray) -> None:
-    for _, box, buffer in wanted.targets:
-        if (common := box.intersect(wanted.chunk.box)) is not None:
+def _fill(requested: _RequestedChunk, value: HostArray) -> None:
+    for _, box, buffer in requested.targets:
+        if (common := box.intersect(requested.chunk.box)) is not None:
             buffer[common.within(box)] = value
 
 
-def _elements(wanted: _Wanted, data: bytes, start: int, checksum: Checksum | None) -> HostArray:
+def _elements(requested: _RequestedChunk, data: bytes, start: int, checksum: Checksum | None) -> HostArray:
     """Return the elements of a raw inline chunk.
 
     Raises:
         CorruptCheckpointError: the number of bytes is wrong.
         ChecksumError
     """
-    box, dtype = wanted.chunk.box, wanted.targets[0][2].dtype
+    box, dtype = requested.chunk.box, requested.targets[0][2].dtype
     nbytes = box.size * dtype.itemsize
     elements = memoryview(data)[start : start + nbytes]
     if len(elements) != nbytes:
         raise CorruptCheckpointError(
-            f"a chunk of leaf {wanted.chunk.leaf} has {len(elements)} bytes, where {nbytes} are expected; restore the "
-            "checkpoint from a copy, or load another one"
+            f"a chunk of leaf {requested.chunk.leaf} has {len(elements)} bytes, where {nbytes} are expected; restore "
+            "the checkpoint from a copy, or load another one"
         )
     if checksum is not None:
         end = start + nbytes
         if checksum.encode(checksum.of(elements)) != data[end : end + checksum.nbytes]:
             raise ChecksumError(
-                f"a chunk of leaf {wanted.chunk.leaf} is damaged: its {checksum.name} differs. Restore the checkpoint "
-                "from a copy, or load another one"
+                f"a chunk of leaf {requested.chunk.leaf} is damaged: its {checksum.name} differs. Restore the "
+                "checkpoint from a copy, or load another one"
             )
     return np.frombuffer(elements, little_dtype(dtype)).reshape(box.shape)
 
@@ -320,7 +320,7 @@ def _elements(wanted: _Wanted, data: bytes, start: int, checksum: Checksum | Non
 def _fetched(encoded: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_Encoded, bytes]]:
     """Fetch encoded chunks. One request fetches several if they are close to each other."""
     group: list[_Encoded] = []
-    for one in sorted(encoded, key=lambda one: (one.wanted.chunk.leaf, one.key, one.start)):
+    for one in sorted(encoded, key=lambda one: (one.requested.chunk.leaf, one.key, one.start)):
         if group and not _follows(group, one):
             yield from _fetched_together(group, store)
             group = []

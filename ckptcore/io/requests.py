@@ -29,25 +29,25 @@ __all__ = [
     "reset_in_children",
 ]
 
-_MOST_THREADS: Final = 8
+_MAX_THREADS: Final = 8
 _IDLE_SECONDS: Final = 10.0
 """Idle time after which threads for remote storages end."""
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-_MOST_AT_ONCE: Final = 64
+_MAX_CONCURRENCY: Final = 64
 """Most requests at once: each one takes a thread and memory."""
 
-_MOST_PART_BYTES: Final = 64 << 20
+_MAX_PART_BYTES: Final = 64 << 20
 """Most bytes of a part: each thread that writes has one in memory."""
 
 
 def requests_of(storage: StorageBackend) -> StorageCapabilities:
     """Return the requests that suit a storage, within limits."""
     stated = storage.capabilities
-    concurrency = max(1, min(stated.concurrency, _MOST_AT_ONCE))
-    part_bytes = max(1, min(stated.part_bytes, _MOST_PART_BYTES))
+    concurrency = max(1, min(stated.concurrency, _MAX_CONCURRENCY))
+    part_bytes = max(1, min(stated.part_bytes, _MAX_PART_BYTES))
     if (concurrency, part_bytes) == (stated.concurrency, stated.part_bytes):
         return stated
     return stated._replace(concurrency=concurrency, part_bytes=part_bytes)
@@ -168,7 +168,7 @@ class IOThreads:
         """Use `count` threads; by default one for each processor, from 2 to 8, and more for remote storages."""
         if count is not None and count < 1:
             raise ValueError(f"expected at least one thread, found {count}")
-        self.count: Final = count if count is not None else min(_MOST_THREADS, max(2, os.cpu_count() or 2))
+        self.count: Final = count if count is not None else min(_MAX_THREADS, max(2, os.cpu_count() or 2))
         self._most: Final = count
         self.reset_after_fork()
         reset_in_children(self)

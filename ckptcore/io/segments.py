@@ -113,13 +113,13 @@ class ObjectSegments:
         task = WriteTask(position)
         limit = min((position // self._task_bytes + 1) * self._task_bytes, self._size)
         while (position := self._position) < limit:
-            run = self._run_here()
+            run = self._current_run()
             stop = min(run.stop, limit)
             task.add(run, position, stop)
             self._position = stop
         return task
 
-    def _run_here(self) -> _Run:
+    def _current_run(self) -> _Run:
         """Return the run that contains the byte at the position. Opens runs when they are needed."""
         run = self._run
         if run is None or run.stop == self._position:

@@ -29,7 +29,7 @@ __all__ = [
     "sees_claim",
 ]
 
-_PATIENCE_SECONDS: Final = 10.0
+_TIMEOUT_SECONDS: Final = 10.0
 """Time limit to find the object of the leader: network file systems cache missing names for seconds."""
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
@@ -116,7 +116,7 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
 
 
 def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     pause = _FIRST_PAUSE_SECONDS
     while True:
         with suppress(ObjectNotFoundError):
@@ -128,7 +128,7 @@ def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
         f"{place}: {_host()} cannot see the files that rank 0 created in {leader_place} (waited "
-        f"{_PATIENCE_SECONDS:g} s). All processes of a job must share one directory: use a file system that all hosts "
+        f"{_TIMEOUT_SECONDS:g} s). All processes of a job must share one directory: use a file system that all hosts "
         "mount, or the URL of an object store. Or save in each process alone, into separate directories, with a "
         "Context whose coordinator has one rank"
     )

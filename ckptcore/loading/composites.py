@@ -20,7 +20,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
-from ckptcore.loading.load import AS_IT_IS, LoadAs, LoadRequest, choose_strategy
+from ckptcore.loading.load import DEFAULT_REQUEST, LoadAs, LoadRequest, choose_strategy
 from ckptcore.loading.opening import ConsistentRead, format_names, is_deleted, open_member, open_names, present_members
 from ckptcore.loading.targets import (
     check_target,
@@ -264,7 +264,7 @@ def _existing_names(
 
 def _unwrap(asked: object) -> tuple[object, LoadRequest]:
     """Return an abstract tree or object without its nested wrappers, and the options of the wrappers."""
-    how = AS_IT_IS
+    how = DEFAULT_REQUEST
     while True:
         if isinstance(asked, PerProcess):
             asked = asked.value
@@ -311,7 +311,7 @@ def _request(
         TypeError: `like` is an object that must be restored in place, and `in_place` is False.
     """
     is_files = member.kind == "files"
-    if is_files and how != AS_IT_IS:
+    if is_files and how != DEFAULT_REQUEST:
         raise TreeMismatchError(
             f"{name!r} is stored as files of an object, not as a tree: request it without LoadAs, which is only for "
             "trees",

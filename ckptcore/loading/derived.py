@@ -32,10 +32,10 @@ _LEAST_RUN_BYTES: Final = 16 << 20
 """Minimum size of a contiguous read for a piece of an array: shorter reads would waste time, because the
 blocks at both ends are read twice."""
 
-_MOST_BAND_BYTES: Final = 8 << 20
+_MAX_BAND_BYTES: Final = 8 << 20
 """Limit of the size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
 
-_MOST_REREAD: Final = 1.02
+_MAX_REREAD: Final = 1.02
 """Limit of the ratio of the bytes read in pieces to the bytes read at once."""
 
 
@@ -122,10 +122,10 @@ class Derived:
             step = max(1, extent * nbytes // spec.nbytes)
             start = min(extent // 2, extent - step)
             band = whole.band(axis, start, start + step)
-            if band.size * spec.numpy_dtype.itemsize > _MOST_BAND_BYTES:
+            if band.size * spec.numpy_dtype.itemsize > _MAX_BAND_BYTES:
                 continue
             fill = _Fill.of(derivation, [BoxOutput(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
-            if fill.read_bytes * extent / step <= stored * _MOST_REREAD and not self._runs(fill)[None]:
+            if fill.read_bytes * extent / step <= stored * _MAX_REREAD and not self._runs(fill)[None]:
                 return axis, step
         return None
 
@@ -190,7 +190,7 @@ class Derived:
                 continue
             bands = [_in_band(filled, band) for band in around.bands(axis, step)]
             pieces = [_Fill.of(derivation, band) for band in bands]
-            if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MOST_REREAD and all(
+            if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MAX_REREAD and all(
                 map(self._reads_runs, pieces)
             ):
                 empty = [place for place in places if not place.box.size]

@@ -45,7 +45,7 @@ _SEQUENCES: Final = ("list", "tuple")
 _ALLOW_MORE: Final = ("narrowing", "placeholder")
 """Choices that include the other choices of the same option."""
 
-_WAYS: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
+_PROPOSED_SHAPES: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
 """Changes that may turn one shape into another, in the order in which they are proposed."""
 
 
@@ -249,7 +249,7 @@ def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matchin
 
 def _remedy(requested: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
     """Return the option that allows a shape."""
-    for shapes in _WAYS:
+    for shapes in _PROPOSED_SHAPES:
         changes = _shape_changes(requested, stored, replace(matching, shapes=shapes))
         if changes is not None:
             return Remedy("shapes", frozenset(changes))

@@ -43,7 +43,7 @@ __all__ = [
 
 _STEPS_SHOWN: Final = 10
 
-_MOST_NAMES: Final = 1000
+_MAX_NAMES: Final = 1000
 """Limit of names that are checked for files that are checkpoints by themselves."""
 
 
@@ -239,7 +239,7 @@ def _has_single_files(layout: Layout, store: ObjectReader) -> bool:
     Such a directory is the user's: it may have other files, such as a tokenizer or a configuration.
     """
     names = store.list_names("")
-    if len(names) > _MOST_NAMES:
+    if len(names) > _MAX_NAMES:
         return True  # checkpoints of other software have few names
     for name in [name for name in names if not name.endswith("/") and not name.startswith(".")]:
         try:

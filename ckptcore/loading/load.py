@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptcore.select import Selection
 
 __all__ = [
-    "AS_IT_IS",
+    "DEFAULT_REQUEST",
     "Load",
     "LoadAs",
     "LoadRequest",
@@ -68,7 +68,7 @@ class LoadRequest:
             raise TypeError(f"report={self.report!r}: expected a ckptcore.results.LoadReport, which the load fills")
 
 
-AS_IT_IS: Final = LoadRequest()
+DEFAULT_REQUEST: Final = LoadRequest()
 """Options of a load of all leaves that allows no differences."""
 
 

@@ -38,7 +38,7 @@ _BATCHES: Final = 2
 _ITEM_BYTES: Final = 512 << 20
 """Chunks up to this size that can only be read whole are not cut: a part costs as much as the whole chunk."""
 
-_MOST_CUTS: Final = 1 << 20
+_MAX_CUTS: Final = 1 << 20
 """Limit of parts of a box with unknown locations. Real arrays need fewer; a hostile root may state any shape."""
 
 
@@ -124,10 +124,10 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
         for piece in _pieces(opened, leaf, most_bytes):
-            if piece.chunk is None and piece.nbytes > most_bytes * _MOST_CUTS:
+            if piece.chunk is None and piece.nbytes > most_bytes * _MAX_CUTS:
                 raise CorruptCheckpointError(
                     f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is recorded as "
-                    f"{_spec_of(opened, leaf)}, more than {_MOST_CUTS} parts of {most_bytes} bytes: its metadata is "
+                    f"{_spec_of(opened, leaf)}, more than {_MAX_CUTS} parts of {most_bytes} bytes: its metadata is "
                     "damaged. Load another checkpoint"
                 )
             is_whole = piece.chunk is not None and not piece.chunk.is_plain

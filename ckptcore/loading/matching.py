@@ -93,7 +93,7 @@ def match_leaves(
     """
     paths = list(flat.paths())
     is_same = flat.skeleton == tree.skeleton and None not in flat.handlers
-    found = list(range(len(paths))) if is_same else _find(paths, tree, _FORMS_OF_OTHERS if by_name else _FORMS)
+    found = list(range(len(paths))) if is_same else _find(paths, tree, _FOREIGN_FORMS if by_name else _FORMS)
     handlers = list(flat.handlers)
     if chosen is not None:
         handlers = [
@@ -200,7 +200,7 @@ _Forms: TypeAlias = tuple[Callable[[TreePath], TreePath], Callable[[TreePath], T
 
 _FORMS: Final[Sequence[_Forms]] = ((_plain, _plain),)
 
-_FORMS_OF_OTHERS: Final[Sequence[_Forms]] = ((_plain, _plain), (_text, _text), (_dotted, _text))
+_FOREIGN_FORMS: Final[Sequence[_Forms]] = ((_plain, _plain), (_text, _text), (_dotted, _text))
 """Forms for checkpoints of other software, tried in order."""
 
 
@@ -380,7 +380,7 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
 _NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": bool, "int": int, "float": float}
 """The kinds of values that are numbers, and their types."""
 
-_TRIED: Final = (("int", "int"), ("int", "float"), ("float", "float"))
+_VALUE_CASTS: Final = (("int", "int"), ("int", "float"), ("float", "float"))
 """Pairs: the kind of a stored number, and a kind of array elements that can represent it if the value fits."""
 
 _VALUES: Final = HostValueHandler()
@@ -410,7 +410,7 @@ def _scalar_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     if isinstance(stored, ValueRecord) and isinstance(requested, ArrayRecord):
         if _array_of(stored, requested.spec) is not None:
             return None
-        if (stored.kind, _sort(requested.spec)) in _TRIED:
+        if (stored.kind, _sort(requested.spec)) in _VALUE_CASTS:
             reason = f"cannot represent the stored {stored.kind} exactly: {_shown(stored)}"
             return f"value: {requested.spec} is requested, and {reason}"
         return f"kind: array {requested.spec} is requested, {stored.kind} is stored"

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _FILE: Final = "file://"
 
-_MOST_HELD: Final = 150
+_MAX_HELD: Final = 150
 """Limit of open objects. Each has a file descriptor, or two if it is mapped. Many systems limit a process to 1024."""
 
 
@@ -135,7 +135,7 @@ class OpenState:
         with self._lock:
             if key in self._held:
                 return self._held[key]
-            if len(self._held) >= _MOST_HELD:
+            if len(self._held) >= _MAX_HELD:
                 return None
         held = self.guard(lambda opened: opened.store.open_cached(key))
         with self._lock:

@@ -33,7 +33,7 @@ __all__ = [
     "read_tree",
 ]
 
-_MOST_GROWTH: Final = 1 << 16
+_MAX_GROWTH: Final = 1 << 16
 """Limit of the ratio of array bytes to object bytes. zstd compresses zeros by a factor of 30,000."""
 
 
@@ -343,7 +343,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     held = sum([record.size for record in opened.store.objects.values()])
     for leaf in sorted(wanted):
         record = opened.tree.leaves[leaf]
-        if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * held:
+        if isinstance(record, ArrayRecord) and record.spec.nbytes > _MAX_GROWTH * held:
             raise CorruptCheckpointError(
                 f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is recorded as {record.spec}, "
                 f"{record.spec.nbytes} bytes, but all objects together have {held} bytes: the root is damaged. Load "

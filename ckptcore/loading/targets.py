@@ -18,7 +18,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
-from ckptcore.loading.load import AS_IT_IS, Load, LoadRequest
+from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest
 from ckptcore.loading.matching import Matched, match_leaves
 from ckptcore.loading.reading import TreeRead, default_handlers
 from ckptcore.loading.stored_trees import (
@@ -40,7 +40,7 @@ __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target
 
 
 def load_value(
-    source: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
+    source: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = DEFAULT_REQUEST
 ) -> object:
     """Load a new value with the structure of an abstract tree. None: load NumPy arrays in the saved structure."""
     target = _StoredValue() if abstract is None else _NewValue(abstract)
@@ -49,11 +49,11 @@ def load_value(
 
 def load_nothing(source: Source, context: Context, recording: Recording) -> None:
     """Take part in a collective load without requesting any data."""
-    Load(source, _NoValue(), context, recording, AS_IT_IS).run()
+    Load(source, _NoValue(), context, recording, DEFAULT_REQUEST).run()
 
 
 def load_into_target(
-    source: Source, target: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
+    source: Source, target: object, context: Context, recording: Recording, request: LoadRequest = DEFAULT_REQUEST
 ) -> object:
     """Load a checkpoint into `target`, and fill its arrays in place. Returns the target.
 
@@ -93,7 +93,7 @@ def load_files_into(
     """
     files = _RestoredFiles(name, target, handler)
     try:
-        return Load(source, files, context, recording, AS_IT_IS).run()
+        return Load(source, files, context, recording, DEFAULT_REQUEST).run()
     except Exception as error:
         if not files.has_begun or isinstance(error, TargetUndefinedError):
             raise

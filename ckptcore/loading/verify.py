@@ -38,7 +38,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 
-__all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
+__all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_expected_sizes", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with the number of bytes checked so far, and the total of all objects."""
@@ -109,7 +109,7 @@ def verify_checkpoint(location: AnyLocation, context: Context, progress: Progres
         return VerifyReport((_problem(error),), 1, 0, ())
 
 
-def has_its_sizes(location: AnyLocation, context: Context) -> bool:
+def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
     """Return True if every object of a checkpoint exists with its recorded size. Reads roots and no array.
 
     Raises:

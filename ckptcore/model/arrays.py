@@ -29,7 +29,7 @@ __all__ = [
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
 
-_MOST_WORK: Final = 1 << 16
+_MAX_WORK: Final = 1 << 16
 """Limit of steps and of listed elements in an exact comparison. Beyond it, memory counts as shared."""
 
 _NUMPY_NAMES: Final = (
@@ -285,7 +285,7 @@ class StridedMemory(NamedTuple):
         if max(own.start, others.start) >= min(own.stop, others.stop):
             return False
         try:
-            bound: Any = _MOST_WORK  # NumPy's stubs allow only two values
+            bound: Any = _MAX_WORK  # NumPy's stubs allow only two values
             return np.shares_memory(_addresses(self), _addresses(other), max_work=bound)
         except np.exceptions.TooHardError:
             return True
@@ -308,7 +308,7 @@ class StridedMemory(NamedTuple):
         """Compare the offsets of all elements if the strides alone are not sufficient."""
         if any(stride < self.itemsize for stride, _ in axes):
             return True
-        if math.prod([length for _, length in axes]) > _MOST_WORK:
+        if math.prod([length for _, length in axes]) > _MAX_WORK:
             return True
         offsets = np.zeros(1, np.int64)
         for stride, length in axes:

@@ -16,7 +16,7 @@ from ckptcore.planning.partition import covers_exactly, uncovered
 
 __all__ = ["ChunkColumns", "ChunkTable", "natural_column"]
 
-_MOST: Final = 1 << 62
+_MAX_OFFSET: Final = 1 << 62
 
 
 class ChunkColumns:
@@ -87,7 +87,7 @@ class ChunkTable:
         self._tree = tree
         self._checksum = checksum
         self._whole: dict[int, tuple[str, int]] = {}
-        self._cut: _CutArrays | None = None
+        self._sliced: _SlicedArrays | None = None
         self._reasons: dict[int, str | None] = {}
         try:
             columns: Any = state  # a hostile state raises an error that is caught below
@@ -97,8 +97,8 @@ class ChunkTable:
                 self._whole = dict(zip(leaves, zip(keys, offsets, strict=True), strict=True))
                 cut = columns.get("slices")
             if cut is not None:
-                self._cut = _CutArrays(tree, cut)
-                if self._whole and not self._whole.keys().isdisjoint(self._cut.leaves()):
+                self._sliced = _SlicedArrays(tree, cut)
+                if self._whole and not self._whole.keys().isdisjoint(self._sliced.leaves()):
                     raise ValueError("a leaf has both a whole array and slices")
         except (TypeError, KeyError, IndexError, ValueError, OverflowError, AttributeError) as error:
             raise CorruptCheckpointError(
@@ -118,13 +118,13 @@ class ChunkTable:
 
     def _whole_array(self, leaf: int) -> tuple[str, int] | None:
         """Return the key and offset of an array that is a single chunk, and cache them; None if it is not."""
-        place = None if self._cut is None else self._cut.whole_array(leaf, _spec(self._tree, leaf).shape)
+        place = None if self._sliced is None else self._sliced.whole_array(leaf, _spec(self._tree, leaf).shape)
         if place is not None:
             self._whole[leaf] = place
         return place
 
     def _chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
-        return [] if self._cut is None else self._cut.chunks(leaf, spec, within, self._checksum is None)
+        return [] if self._sliced is None else self._sliced.chunks(leaf, spec, within, self._checksum is None)
 
     def locate(self, chunks: Sequence[Chunk], store: object) -> ChunkPlaces:
         """See `ChunkIndex.locate`. The table has all locations, so nothing is read."""
@@ -168,7 +168,7 @@ class ChunkTable:
         """Return the reason why the chunks of a leaf do not cover its array, or None if they do. Cached."""
         if leaf not in self._reasons:
             spec = _spec(self._tree, leaf)
-            self._reasons[leaf] = uncovered(spec, ()) if self._cut is None else self._cut.uncovered(leaf, spec)
+            self._reasons[leaf] = uncovered(spec, ()) if self._sliced is None else self._sliced.uncovered(leaf, spec)
         return self._reasons[leaf]
 
     def not_whole(self, leaf: int, reason: str) -> CheckpointError:
@@ -179,7 +179,7 @@ class ChunkTable:
         )
 
 
-class _CutArrays:
+class _SlicedArrays:
     """Columns of arrays that are stored in several boxes, each with explicit bounds."""
 
     def __init__(self, tree: TreeMetadata, columns: Any) -> None:
@@ -189,14 +189,14 @@ class _CutArrays:
         leaf = natural_column(columns["leaf"], len(tree.leaves))
         count = len(leaf)
         natural_column(columns["file"], len(self._files), count)
-        natural_column(columns["offset"], _MOST, count)
+        natural_column(columns["offset"], _MAX_OFFSET, count)
         axes = np.array(
             [len(record.spec.shape) if isinstance(record, ArrayRecord) else -1 for record in tree.leaves], int
         )
         widths = 2 * axes[leaf] if count else np.zeros(0, int)
         if (widths < 0).any():
             raise TypeError("a leaf is not an array")
-        self._box = natural_column(columns["box"], _MOST, int(widths.sum()))
+        self._box = natural_column(columns["box"], _MAX_OFFSET, int(widths.sum()))
         self._begins: HostArray = np.cumsum(widths) - widths
         # Rows by leaf. A stable sort keeps the order of the state within a leaf.
         self._order: HostArray = np.argsort(leaf, kind="stable")

@@ -29,7 +29,7 @@ __all__ = [
     "uncovered",
 ]
 
-_MOST_RANGES: Final = 1 << 16
+_MAX_RANGES: Final = 1 << 16
 """Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
 _LEAST_PARTS: Final = 3
 """Minimum number of parts that a band is cut into. A reader with one checksum for a band verifies it if at least half
@@ -51,7 +51,7 @@ def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int,
     """
     if not spec.shape or spec.nbytes <= most_bytes:
         return [Box.whole(spec.shape)]
-    most_bytes = max(most_bytes, -(-spec.nbytes // _MOST_RANGES))
+    most_bytes = max(most_bytes, -(-spec.nbytes // _MAX_RANGES))
     rows, rest = spec.shape[0], spec.shape[1:]
     itemsize = spec.numpy_dtype.itemsize
     row_bytes = math.prod(rest) * itemsize
@@ -200,7 +200,7 @@ def subtract(box: Box, other: Box) -> list[Box]:
     return parts
 
 
-_MOST_ELEMENTS: Final = 1 << 62
+_MAX_ELEMENTS: Final = 1 << 62
 """Limit of elements: larger counts could overflow 64 bits."""
 
 _SPARE_CELLS: Final = 1 << 12
@@ -218,7 +218,7 @@ def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) ->
     filled = (stops > starts).all(axis=1)
     starts, stops = starts[filled], stops[filled]
     elements = math.prod(shape)
-    if not elements or not len(starts) or elements > _MOST_ELEMENTS:
+    if not elements or not len(starts) or elements > _MAX_ELEMENTS:
         return not elements and not len(starts)
     if (starts < 0).any() or (stops > np.array(shape, np.int64)).any():
         return False

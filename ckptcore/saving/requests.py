@@ -39,7 +39,7 @@ __all__ = [
 NOTHING_COMMITTED: Final = "nothing was committed"
 """The consequence of an error before the commit, on any rank, for messages."""
 
-_MOST_PROGRESS: Final = 2**63 - 1
+_MAX_PROGRESS: Final = 2**63 - 1
 
 _EMPTY: Final[Mapping[str, Any]] = {}
 
@@ -348,7 +348,7 @@ def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
         if value is None:
             continue
         number = as_integer(name, value, hint=". Nothing was written")
-        if abs(number) > _MOST_PROGRESS:
+        if abs(number) > _MAX_PROGRESS:
             raise ValueError(f"{name}= must fit into 64 bits, as a signed integer. Nothing was written")
         checked[name] = number
     return checked

@@ -31,7 +31,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.verify import has_its_sizes
+from ckptcore.loading.verify import has_expected_sizes
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -47,7 +47,7 @@ __all__ = [
 
 logger = logging.getLogger("ckptcore.training")
 
-_MOST_ERRORS: Final = 100
+_MAX_ERRORS: Final = 100
 """Maximum number of stored errors. Every error is logged."""
 
 
@@ -81,7 +81,7 @@ class DeletionQueue:
                 return
             failed = [future for future in self._futures if future.done() and future.exception() is not None]
             running = [future for future in self._futures if not future.done()]
-            self._futures = [*failed[:_MOST_ERRORS], *running, self._threads.submit(partial(self._do, work))]
+            self._futures = [*failed[:_MAX_ERRORS], *running, self._threads.submit(partial(self._do, work))]
 
     def take_errors(self) -> Sequence[BaseException]:
         """Wait for the deletions that were queued before this call. Return each error once.
@@ -113,7 +113,7 @@ class DeletionQueue:
             raise
 
 
-_NOT_ALLOWED: Final = frozenset({errno.EACCES, errno.EPERM})
+_PERMISSION_ERRNOS: Final = frozenset({errno.EACCES, errno.EPERM})
 
 
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
@@ -202,7 +202,7 @@ class StepDeleter:
         owned: Lock,
         context: Context,
         *,
-        looks_whole: Callable[[AnyLocation, Context], bool] = has_its_sizes,
+        looks_complete: Callable[[AnyLocation, Context], bool] = has_expected_sizes,
     ) -> None:
         """Create the deleter of a directory.
 
@@ -211,10 +211,10 @@ class StepDeleter:
             store: the storage, opened at the directory for writing.
             owned: the lock of the owner; checked before each deletion.
             context: options.
-            looks_whole: returns True if the files of a step seem complete.
+            looks_complete: returns True if the files of a step seem complete.
         """
         self._steps = steps
-        self._looks_whole = looks_whole
+        self._looks_complete = looks_complete
         self._store = store
         self._commits = commit_method(store)
         self._owned = owned
@@ -426,7 +426,7 @@ class StepDeleter:
                         pass  # `bases_in` may still read the bases
                 return bases_in(store, name)
             except StorageError as error:
-                if not isinstance(error, PermissionError) and error.errno not in _NOT_ALLOWED:
+                if not isinstance(error, PermissionError) and error.errno not in _PERMISSION_ERRNOS:
                     raise
                 logger.warning("%s in %s cannot be read, and may refer to a step: %s", name, self._steps.display, error)
                 return ()
@@ -468,7 +468,7 @@ class StepDeleter:
             if summary is None:
                 return False  # other software wrote it, so the sizes are unknown
             if summary.save_id not in self._whole:
-                if not self._looks_whole(self._steps.place(step), self._context):
+                if not self._looks_complete(self._steps.place(step), self._context):
                     logger.warning(
                         "step %d in %s is damaged: a file is missing or truncated", step, self._steps.display
                     )

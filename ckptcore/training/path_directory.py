@@ -16,7 +16,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
-from ckptcore.loading.verify import has_its_sizes
+from ckptcore.loading.verify import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
@@ -80,7 +80,7 @@ class OwnedDirectory:
         context: Context,
         *,
         if_in_use: IfInUse,
-        looks_whole: Callable[[AnyLocation, Context], bool] = has_its_sizes,
+        looks_complete: Callable[[AnyLocation, Context], bool] = has_expected_sizes,
     ) -> None:
         """Own the directory.
 
@@ -89,7 +89,7 @@ class OwnedDirectory:
             policy: chooses the steps to keep.
             context: options.
             if_in_use: as for `Checkpointer`.
-            looks_whole: returns True if the files of a step seem complete.
+            looks_complete: returns True if the files of a step seem complete.
 
         Raises:
             DirectoryInUseError: another job owns it.
@@ -100,7 +100,7 @@ class OwnedDirectory:
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
         self.lock: Lock = commit_method(self.store).locks(steps.display).own(if_in_use)
-        self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_whole=looks_whole)
+        self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_complete=looks_complete)
 
     def infos(self) -> Sequence[StepInfo]:
         """Return the steps that the policy decides about."""

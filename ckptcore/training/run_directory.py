@@ -132,13 +132,13 @@ class StepTarget:
 
     Attributes:
         place: the directory of the step.
-        is_worthless: True if an existing step is damaged or incomplete. Replacing it need not be atomic.
+        is_unusable: True if an existing step is damaged or incomplete. Replacing it need not be atomic.
         before_commit: called by each process that commits, right before the commit. Its error stops the save.
         strategy: the strategy of the save.
     """
 
     place: SubPath
-    is_worthless: bool = False
+    is_unusable: bool = False
     before_commit: Callable[[], None] | None = None
     strategy: SaveStrategy[SaveDraft, Save] = field(default_factory=PlainSave)
 

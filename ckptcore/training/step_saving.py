@@ -235,7 +235,7 @@ class StepSaver:
         return SaveRequest(
             destination=SaveDestination(
                 target.place,
-                "non-atomic" if target.is_worthless else request.overwrite,
+                "non-atomic" if target.is_unusable else request.overwrite,
                 name=f"{self._directory}/{name}",  # hosts may have different paths of one directory
             ),
             values=request.values,

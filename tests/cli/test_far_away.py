@@ -38,7 +38,7 @@ class _Plugin:
 def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarStorage]:
     """A storage far away, as ``far://``."""
     storage = FarStorage(latency=0.01)
-    having = installed_plugins().having([_Plugin(storage)], {})
+    having = installed_plugins().with_plugins([_Plugin(storage)], {})
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: having)
     default_context.cache_clear()
     yield storage

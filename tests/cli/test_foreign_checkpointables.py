@@ -31,7 +31,7 @@ CREATED = "2026-01-02T03:04:05+00:00"
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The commands know installed plugins only: for these tests the layout is one."""
-    having = plugins.installed_plugins().having([ShelfPlugin()], {})
+    having = plugins.installed_plugins().with_plugins([ShelfPlugin()], {})
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: having)
     default_context.cache_clear()
     yield

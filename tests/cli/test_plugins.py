@@ -66,7 +66,7 @@ def test_says_why_one_failed_to_load(tmp_path: Path) -> None:
 def test_says_which_layout_cannot_be_used(run_json: RunJson, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptcore import plugins
 
-    installed = plugins.installed_plugins().having([Incomplete()], {})
+    installed = plugins.installed_plugins().with_plugins([Incomplete()], {})
     monkeypatch.setattr(plugins, "installed_plugins", lambda: installed)
     code, document = run_json(PluginsDocument, "plugins")
     assert code == 1

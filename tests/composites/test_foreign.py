@@ -29,7 +29,7 @@ from ckptcore.errors import (
     UnknownCheckpointableError,
 )
 from ckptcore.hookspecs import hookimpl
-from ckptcore.loading.verify import has_its_sizes
+from ckptcore.loading.verify import has_expected_sizes
 from ckptcore.model import JSON, HostArray, ReadItem, TreeMetadata
 from ckptcore.protocols import ChunkIndex, LayoutFactory, ReadStore
 from tests.composites.objects import Files, Linear
@@ -243,11 +243,11 @@ def test_what_is_listed_and_not_there_was_deleted(shelf: Path, context: ckptcore
         ckptcore.load_checkpointables(shelf, ["gone"], context=context)
     assert ckptcore.metadata(shelf, context=context).checkpointables.deleted == ("gone",)
     assert ckptcore.verify(shelf, context=context).deleted == ("gone",)
-    assert not has_its_sizes(shelf, context)
+    assert not has_expected_sizes(shelf, context)
 
 
 def test_sizes_of_what_is_there(shelf: Path, context: ckptcore.Context) -> None:
-    assert has_its_sizes(shelf, context)
+    assert has_expected_sizes(shelf, context)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc", "", ".", "..", "params/deep", "a\0b", "\ud800"])

@@ -13,7 +13,7 @@ from ckptcore_testing import CrashAt, FailAt, FaultPlan, SimulatedCrash, ThreadJ
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, PluginError, StorageError
-from ckptcore.loading.verify import has_its_sizes
+from ckptcore.loading.verify import has_expected_sizes
 from ckptcore.model import HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import CheckpointInfo, Coordinator, StorageOptions, WriteStore
@@ -81,7 +81,7 @@ def test_damage_to_a_mark_is_found(tmp_path: Path, context: ckptcore.Context) ->
     assert [problem.key for problem in ckptcore.verify(tmp_path / "c", context=context).problems] == [MARK]
     assert ckptcore.load(tmp_path / "c", context=context)["bias"].tolist() == [0, 1, 2, 3]
     (tmp_path / "c" / MARK).unlink()
-    assert not has_its_sizes(tmp_path / "c", context)
+    assert not has_expected_sizes(tmp_path / "c", context)
 
 
 def test_several_are_marked_once_beside_their_directories(place: str, context: ckptcore.Context) -> None:
@@ -98,7 +98,7 @@ def test_several_are_marked_once_beside_their_directories(place: str, context: c
     assert list(mark(place + "/c")["members"]) == ["params", "ema", "data", "words"]
     loaded = ckptcore.load_checkpointables(place + "/c", context=context)
     assert list(loaded) == list(members) and loaded["words"] == {"a": b"b"} and loaded["data"]["position"] == 3
-    assert ckptcore.verify(place + "/c", context=context).ok and has_its_sizes(place + "/c", context)
+    assert ckptcore.verify(place + "/c", context=context).ok and has_expected_sizes(place + "/c", context)
 
 
 def test_metrics_of_a_step_are_told(tmp_path: Path, context: ckptcore.Context) -> None:

@@ -98,7 +98,7 @@ def test_programs_run(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if not starts_ray(page)], ids=page_name)
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ckptcore.job.visibility._PATIENCE_SECONDS", 0.2)  # for a process that sees another directory
+    monkeypatch.setattr("ckptcore.job.visibility._TIMEOUT_SECONDS", 0.2)  # for a process that sees another directory
     blocks = code_blocks(page.read_text(encoding="utf-8"))
     module = page_module(page, "blocks")
     for block in blocks:

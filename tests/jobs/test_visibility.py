@@ -38,7 +38,7 @@ class Mounted(os.PathLike[str]):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visibility, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 0.2)
 
 
 def outcomes(work: Callable[[Coordinator], Any]) -> Sequence[Any]:
@@ -171,7 +171,7 @@ def test_a_checkpointer_agrees_by_the_name_that_the_user_gave(tmp_path: Path, mo
 
 def test_what_is_seen_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a client of a network file system, which remembers for a while that nothing was there."""
-    monkeypatch.setattr(visibility, "_PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 30.0)
     looked: list[int] = []
     sees = visibility.sees_claim
 

@@ -450,7 +450,7 @@ def test_a_storage_that_holds_nothing_open_gives_the_same(
 
 
 def test_a_checkpoint_of_many_files_holds_few_of_them_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore.loading.open_state._MOST_HELD", 5)
+    monkeypatch.setattr("ckptcore.loading.open_state._MAX_HELD", 5)
     state = {f"a{number}": np.full((4, 2), number) for number in range(80)}
     ckptcore.save(tmp_path / "c", state, layout="zarr3", context=FAST)
     for context in (FAST, TRUSTING):

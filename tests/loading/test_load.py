@@ -350,11 +350,11 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
-    from ckptcore.commit.root_json import FORMAT_VERSION, _seal
+    from ckptcore.commit.root_json import FORMAT_VERSION, _encode_root
 
     ckptcore.save(tmp_path / "c", {})
     document: dict[str, JSON] = {"format": "ckptcore", "version": FORMAT_VERSION + 1, "state": "committed"}
-    (tmp_path / "c" / "checkpoint.json").write_bytes(_seal(document))
+    (tmp_path / "c" / "checkpoint.json").write_bytes(_encode_root(document))
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         ckptcore.load(tmp_path / "c")
 

@@ -11,7 +11,7 @@ import numpy as np
 import ckptcore
 from ckptcore.errors import CheckpointError, TargetUndefinedError
 from ckptcore.loading.describe import describe_checkpoint
-from ckptcore.loading.verify import has_its_sizes
+from ckptcore.loading.verify import has_expected_sizes
 from ckptcore.model import AbstractArray
 from ckptcore.results import CheckpointMetadata, StoredArray, StoredTree
 
@@ -127,8 +127,8 @@ def _verify(location: str, context: ckptcore.Context) -> object:
     return {"problems": problems, "unverified": sorted(report.unverified), "deleted": report.deleted}
 
 
-def _has_its_sizes(location: str, context: ckptcore.Context) -> object:
-    return has_its_sizes(location, context)
+def _has_expected_sizes(location: str, context: ckptcore.Context) -> object:
+    return has_expected_sizes(location, context)
 
 
 def _copy(location: str, context: ckptcore.Context) -> object:
@@ -174,7 +174,7 @@ READERS: Final[Mapping[str, Reader]] = {
     "iter_boxes": _iter_boxes,
     "metadata_of_open": _metadata_of_open,
     "verify": _verify,
-    "has_its_sizes": _has_its_sizes,
+    "has_expected_sizes": _has_expected_sizes,
     "copy": _copy,
     "convert": _convert,
     "consolidate": _consolidate,

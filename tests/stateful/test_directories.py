@@ -212,7 +212,7 @@ def test_files_come_before_a_state_dict_and_only_under_a_name() -> None:
     value = PlainWithStateDict()
     assert type(installed_plugins().dispatch_named(value).files) is SavesToDirectoryHandler
     assert type(installed_plugins().dispatch(value).checkpointable) is StateDictHandler
-    chosen = installed_plugins().having([], {PlainWithStateDict: StateDictHandler()})
+    chosen = installed_plugins().with_plugins([], {PlainWithStateDict: StateDictHandler()})
     assert type(chosen.dispatch_named(value).checkpointable) is StateDictHandler
 
 

@@ -55,7 +55,7 @@ def test_a_scheme_that_nobody_names_is_asked_for() -> None:
 @pytest.mark.parametrize("scheme", ["owned", "memory", "file"])
 def test_a_scheme_that_a_plugin_names_is_its_own(scheme: str) -> None:
     fallback, owner = Fallback(), Owner()
-    plugins = installed_plugins().having([fallback, owner], {})
+    plugins = installed_plugins().with_plugins([fallback, owner], {})
     found = plugins.storage(scheme)
     assert found != fallback.open
     assert fallback.asked == []
@@ -64,13 +64,13 @@ def test_a_scheme_that_a_plugin_names_is_its_own(scheme: str) -> None:
 
 
 def test_two_answers_are_a_conflict() -> None:
-    plugins = installed_plugins().having([Fallback(), Fallback()], {})
+    plugins = installed_plugins().with_plugins([Fallback(), Fallback()], {})
     with pytest.raises(PluginConflictError, match=r"any:// .* uninstall one"):
         plugins.storage("any")
 
 
 def test_an_unknown_scheme_is_an_error_with_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins = installed_plugins().having([Fallback()], {})
+    plugins = installed_plugins().with_plugins([Fallback()], {})
     with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*Installed: .*file://.*memory://"):
         plugins.storage("no-such-scheme")
     monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)

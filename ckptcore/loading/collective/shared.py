@@ -144,7 +144,7 @@ _SHOWN: Final = 300
 """Limit of a description of transforms in a message, in characters; a digest replaces the rest."""
 
 _MESSAGE_BYTES: Final = 32 << 20
-_MOST_AT_ONCE: Final = 2 * READ_AHEAD
+_MAX_MESSAGES: Final = 2 * READ_AHEAD
 """Limit of messages in memory."""
 
 
@@ -251,7 +251,7 @@ class SharedAttempt(CollectiveAttempt[T]):
         specs = {number: array.spec for number, array in enumerate(arrays)}
         memory, stored = self._load.context.memory, stored_checkpoint(opened)
         sizes = MessageSizes(
-            message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
+            message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MAX_MESSAGES)), round=memory.load_bytes
         )
 
         def chunks(number: int) -> Iterator[Chunk]:

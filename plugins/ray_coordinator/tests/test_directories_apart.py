@@ -35,16 +35,16 @@ def test_actors_with_other_working_directories(
         (tmp_path / f"host {host}" / "run").mkdir(parents=True)
 
     def of_rank(coordinator: Coordinator) -> Any:
-        before, patience = os.getcwd(), visibility._PATIENCE_SECONDS
+        before, patience = os.getcwd(), visibility._TIMEOUT_SECONDS
         os.chdir(tmp_path / f"host {min(coordinator.rank, 1)}")
-        visibility._PATIENCE_SECONDS = 0.3  # type: ignore[misc]  # nothing will come
+        visibility._TIMEOUT_SECONDS = 0.3  # type: ignore[misc]  # nothing will come
         try:
             work(ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)))
         except Exception as error:  # noqa: BLE001  # compared by the test
             return type(error), str(error), getattr(error, "__notes__", [])
         finally:
             os.chdir(before)
-            visibility._PATIENCE_SECONDS = patience  # type: ignore[misc]  # as it was
+            visibility._TIMEOUT_SECONDS = patience  # type: ignore[misc]  # as it was
 
     (kind, message, _), *blind = ranks.run(3, of_rank, timeout_seconds=30.0)
     assert kind is RankFailedError and f"the ranks [1, 2]: NotSharedError: {tmp_path}/host 1/run" in message

@@ -28,7 +28,7 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 
-__all__ = ["HostSteps", "Hosts", "find_hosts", "has_its_sizes_on_host", "shards_key"]
+__all__ = ["HostSteps", "Hosts", "find_hosts", "has_expected_sizes_on_host", "shards_key"]
 
 logger = logging.getLogger("ckptcore.tiers")
 
@@ -191,7 +191,7 @@ class HostSteps:
                 location.commits.remove(location, new_save_id())
 
 
-def has_its_sizes_on_host(place: AnyLocation, context: Context) -> bool:
+def has_expected_sizes_on_host(place: AnyLocation, context: Context) -> bool:
     """Return True if the objects of a step on this host have the sizes in its root. Other hosts can have the rest.
 
     Raises:

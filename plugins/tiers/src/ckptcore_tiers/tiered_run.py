@@ -11,7 +11,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, UploadError
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
-from ckptcore.loading.verify import has_its_sizes
+from ckptcore.loading.verify import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
 from ckptcore.saving.writing import PlainSave
@@ -19,7 +19,7 @@ from ckptcore.training.garbage import DeletionQueue, PendingDeletion
 from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
 from ckptcore_tiers.host_saves import HostSave
-from ckptcore_tiers.hosts import Hosts, find_hosts, has_its_sizes_on_host
+from ckptcore_tiers.hosts import Hosts, find_hosts, has_expected_sizes_on_host
 from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore_tiers.uploads import Uploads, begin_uploads
@@ -60,8 +60,8 @@ class TieredRun:
         try:
             with agreement.stage("own"):
                 if agreement.rank in (self.hosts.firsts if self.hosts is not None else [0]):
-                    looks_whole = has_its_sizes if self.hosts is None else has_its_sizes_on_host
-                    self.near = own(near, options.preservation_policy, looks_whole=looks_whole)
+                    looks_complete = has_expected_sizes if self.hosts is None else has_expected_sizes_on_host
+                    self.near = own(near, options.preservation_policy, looks_complete=looks_complete)
                 if self._leads:
                     self.far = own(far, ownership.policy)
                     if ownership.metadata is not None:
@@ -105,7 +105,7 @@ class TieredRun:
             self.near.deleter.spare(step)
         return StepTarget(
             SubPath(near.directory, name),
-            is_worthless=is_incomplete or step in near.broken,
+            is_unusable=is_incomplete or step in near.broken,
             before_commit=None if self.near is None else self.near.lock.check,
             strategy=PlainSave()
             if self.hosts is None
