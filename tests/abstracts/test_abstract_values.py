@@ -57,7 +57,7 @@ def test_leaves_become_what_asks_for_them() -> None:
     }
 
 
-def test_a_value_comes_back_by_its_abstract(tmp_path: Path) -> None:
+def test_a_value_loads_with_its_abstract_value(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.float16).reshape(2, 3)
     state = {
         "ordered": OrderedDict(b=array, a=array + 1),

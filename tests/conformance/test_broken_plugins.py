@@ -84,12 +84,12 @@ class Untested:
     [
         (Unmarked, "test_hooks_match_their_specifications", AssertionError),
         (Misspelt, "test_hooks_match_their_specifications", pluggy.PluginValidationError),
-        (Greedy, "test_it_claims_no_type_of_others", AssertionError),
+        (Greedy, "test_the_plugin_claims_no_unrelated_type", AssertionError),
         (Greedy, "test_leaves_have_a_sample_and_priorities", AssertionError),
-        (Misnamed, "test_layouts_have_their_names", AssertionError),
-        (Twice, "test_layouts_have_their_names", AssertionError),
+        (Misnamed, "test_layouts_are_registered_under_their_names", AssertionError),
+        (Twice, "test_layouts_are_registered_under_their_names", AssertionError),
         (Shouting, "test_storages_have_schemes_and_samples", AssertionError),
-        (Overconfident, "test_it_does_not_open_unknown_schemes", AssertionError),
+        (Overconfident, "test_the_plugin_opens_no_unknown_scheme", AssertionError),
         (Untested, "test_storages_have_schemes_and_samples", AssertionError),
         (Overconfident, "test_storages_have_schemes_and_samples", AssertionError),
     ],
@@ -104,9 +104,9 @@ def test_a_heavy_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     broken = suite_of(None, heavy=("sqlite3",), _entry=lambda self: Entry(None, "heavy_plugin"))
     with pytest.raises(AssertionError, match="sqlite3"):
-        broken.test_importing_it_imports_nothing_heavy()
+        broken.test_the_entry_module_imports_no_framework()
     light = suite_of(None, heavy=("sqlite3",), _entry=lambda self: Entry(None, "ckptcore.errors"))
-    light.test_importing_it_imports_nothing_heavy()
+    light.test_the_entry_module_imports_no_framework()
 
 
 def test_an_internal_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_an_internal_import_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(tmp_path)
     assert str(tmp_path) in sys.path
     with pytest.raises(AssertionError, match=r"nosy_plugin\.py:1 imports ckptcore\.saving\.save"):
-        suite_of(None, _entry=lambda self: Entry(None, "nosy_plugin")).test_it_imports_only_public_modules()
+        suite_of(None, _entry=lambda self: Entry(None, "nosy_plugin")).test_the_plugin_imports_only_public_modules()
 
 
 def test_a_plugin_that_is_not_installed_is_noticed() -> None:

@@ -89,11 +89,11 @@ class LosesTheState(MeterHandler):
 @pytest.mark.parametrize(
     ("handler", "test"),
     [
-        (ForgetsTheCount, "test_restore_puts_the_state_into_another_object"),
-        (CountsReads, "test_flatten_leaves_the_object_alone"),
-        (ClearsBeforeItReads, "test_restore_into_itself_changes_nothing"),
-        (GivesItself, "test_flatten_leaves_the_object_alone"),
-        (LosesTheState, "test_unflatten_takes_a_loaded_state"),
+        (ForgetsTheCount, "test_restore_copies_the_state_into_another_object"),
+        (CountsReads, "test_flatten_does_not_change_the_object"),
+        (ClearsBeforeItReads, "test_restoring_its_own_state_changes_nothing"),
+        (GivesItself, "test_flatten_does_not_change_the_object"),
+        (LosesTheState, "test_unflatten_accepts_a_loaded_state"),
     ],
 )
 def test_a_broken_handler_is_noticed(handler: type[MeterHandler], test: str) -> None:

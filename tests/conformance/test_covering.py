@@ -44,7 +44,7 @@ def test_each_example_that_fails_is_named() -> None:
         )
 
     with pytest.raises(AssertionError) as caught:
-        Suite().test_describe_says_what_the_leaf_is()
+        Suite().test_describe_returns_the_record_of_the_leaf()
     failures = caught.value.__cause__
     assert isinstance(failures, ExceptionGroup)
     assert [failure.__notes__ for failure in failures.exceptions] == [["with first"], ["with second"]]

@@ -201,14 +201,14 @@ class NeedsItsOwnLoop(SavesToDirectoryAsyncHandler):
 @pytest.mark.parametrize(
     ("handler", "test", "error"),
     [
-        (LooksLater, "test_a_save_holds_the_state_of_when_it_was_called", AssertionError),
-        (RemembersOneDirectory, "test_saves_that_overlap_stay_apart", OSError),
+        (LooksLater, "test_a_save_has_the_state_at_the_time_of_the_call", AssertionError),
+        (RemembersOneDirectory, "test_overlapping_saves_are_independent", OSError),
         (ForgetsTheRest, "test_load_restores_what_was_saved", OSError),
-        (ClearsWhatItSaves, "test_save_leaves_the_object_alone", AssertionError),
-        (LoadsNothing, "test_nothing_is_loaded_where_the_files_are_missing", pytest.fail.Exception),
+        (ClearsWhatItSaves, "test_save_does_not_change_the_object", AssertionError),
+        (LoadsNothing, "test_loading_without_files_is_an_error", pytest.fail.Exception),
         (LoadsNothing, "test_load_restores_what_was_saved", AssertionError),
         (ReadsLater, "test_load_restores_what_was_saved", OSError),
-        (NeedsItsOwnLoop, "test_it_works_where_an_event_loop_runs", RuntimeError),
+        (NeedsItsOwnLoop, "test_the_handler_works_inside_an_event_loop", RuntimeError),
     ],
 )
 def test_a_broken_handler_is_noticed(handler: type, test: str, error: type[BaseException], tmp_path: Path) -> None:
@@ -227,4 +227,4 @@ class Greedy:
 
 def test_a_plugin_that_claims_all_types_is_noticed() -> None:
     with pytest.raises(AssertionError, match="ckpt_files_handler handles"):
-        suite_of(Greedy()).test_it_claims_no_type_of_others()
+        suite_of(Greedy()).test_the_plugin_claims_no_unrelated_type()

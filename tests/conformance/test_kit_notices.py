@@ -178,30 +178,30 @@ class BuildsAnotherTypeForAnAbstract(HostArrayHandler):
 
 
 LEAF_FAULTS: Sequence[tuple[type[HostArrayHandler], str, dict[str, Any]]] = (
-    (CopiesNothing, "test_a_copy_does_not_see_later_changes", {"mutable_example": EXAMPLE}),
-    (ForgetsARow, "test_shards_of_all_processes_make_up_the_array", {"array_example": EXAMPLE, "size": 1}),
-    (OwnsEverywhere, "test_shards_of_all_processes_make_up_the_array", {"array_example": EXAMPLE, "size": 2}),
-    (GoesThroughFloat64, "test_view_on_host_is_the_elements", {"array_example": EXAMPLE}),
-    (TiesEverything, "test_identity_tells_tied_leaves", {"array_example": EXAMPLE}),
-    (WantsTooLittle, "test_wanted_boxes_make_up_the_array", {"array_example": EXAMPLE}),
-    (BuildsTransposed, "test_build_brings_the_leaf_back", {"array_example": EXAMPLE}),
+    (CopiesNothing, "test_a_copy_does_not_change_with_the_leaf", {"mutable_example": EXAMPLE}),
+    (ForgetsARow, "test_shards_of_all_processes_cover_the_array", {"array_example": EXAMPLE, "size": 1}),
+    (OwnsEverywhere, "test_shards_of_all_processes_cover_the_array", {"array_example": EXAMPLE, "size": 2}),
+    (GoesThroughFloat64, "test_view_on_host_returns_the_elements", {"array_example": EXAMPLE}),
+    (TiesEverything, "test_identity_is_shared_only_by_tied_leaves", {"array_example": EXAMPLE}),
+    (WantsTooLittle, "test_requested_boxes_cover_the_array", {"array_example": EXAMPLE}),
+    (BuildsTransposed, "test_build_restores_the_leaf", {"array_example": EXAMPLE}),
     (FillsNothing, "test_fill_changes_the_leaf_itself", {"mutable_example": EXAMPLE}),
-    (FillsNothing, "test_fill_refuses_what_cannot_be_changed", {"array_example": FROZEN}),
-    (GivesAnotherDestination, "test_destination_is_memory_to_read_into", {"mutable_example": EXAMPLE}),
-    (GivesAnotherDestination, "test_destination_of_another_dtype_is_none", {"mutable_example": EXAMPLE}),
-    (NotesNoJSON, "test_describe_says_what_the_leaf_is", {"example": EXAMPLE}),
-    (IsItsOwnAbstract, "test_the_abstract_of_a_leaf_holds_no_elements", {"array_example": EXAMPLE}),
-    (SavesAbstractLeaves, "test_the_abstract_of_a_leaf_holds_no_elements", {"array_example": EXAMPLE}),
-    (AbstractsAnotherDtype, "test_the_abstract_of_a_leaf_is_described_like_it", {"example": EXAMPLE}),
-    (AbstractsTheAbstract, "test_an_abstract_leaf_is_its_own_abstract", {"array_example": EXAMPLE}),
-    (RemembersTheLeaf, "test_the_abstract_of_a_leaf_lets_it_go", {"array_example": EXAMPLE}),
-    (WantsLessForAnAbstract, "test_the_abstract_of_a_leaf_asks_for_the_same_boxes", {"array_example": EXAMPLE}),
+    (FillsNothing, "test_fill_refuses_immutable_leaves", {"array_example": FROZEN}),
+    (GivesAnotherDestination, "test_destination_is_writable_memory", {"mutable_example": EXAMPLE}),
+    (GivesAnotherDestination, "test_destination_is_none_for_another_dtype", {"mutable_example": EXAMPLE}),
+    (NotesNoJSON, "test_describe_returns_the_record_of_the_leaf", {"example": EXAMPLE}),
+    (IsItsOwnAbstract, "test_an_abstract_leaf_has_no_elements", {"array_example": EXAMPLE}),
+    (SavesAbstractLeaves, "test_an_abstract_leaf_has_no_elements", {"array_example": EXAMPLE}),
+    (AbstractsAnotherDtype, "test_abstract_returns_a_leaf_with_the_same_record", {"example": EXAMPLE}),
+    (AbstractsTheAbstract, "test_abstract_returns_an_abstract_leaf_unchanged", {"array_example": EXAMPLE}),
+    (RemembersTheLeaf, "test_an_abstract_leaf_does_not_reference_its_leaf", {"array_example": EXAMPLE}),
+    (WantsLessForAnAbstract, "test_an_abstract_leaf_requests_the_same_boxes", {"array_example": EXAMPLE}),
     (
         BuildsAnotherTypeForAnAbstract,
-        "test_build_of_the_abstract_of_a_leaf_is_a_leaf_like_it",
+        "test_build_from_an_abstract_leaf_returns_an_equal_leaf",
         {"array_example": EXAMPLE},
     ),
-    (DescribesAbstractOtherwise, "test_an_abstract_leaf_is_described_like_its_leaf", {"array_example": EXAMPLE}),
+    (DescribesAbstractOtherwise, "test_an_abstract_leaf_has_the_record_of_its_leaf", {"array_example": EXAMPLE}),
 )
 
 
@@ -220,9 +220,9 @@ def test_a_broken_leaf_handler_is_noticed(
 def test_a_leaf_that_is_not_refused_is_noticed() -> None:
     suite = type("Suite", (LeafHandlerTests,), {"handler": HostArrayHandler()})()
     with pytest.raises(pytest.fail.Exception):
-        suite.test_what_cannot_be_stored_is_refused(lambda: np.zeros(3))
+        suite.test_unsupported_leaves_are_refused(lambda: np.zeros(3))
     with pytest.raises(pytest.fail.Exception):
-        suite.test_what_cannot_be_stored_has_no_abstract(lambda: np.zeros(3))
+        suite.test_abstract_refuses_unsupported_leaves(lambda: np.zeros(3))
 
 
 # --- containers
@@ -257,11 +257,11 @@ class CopiesChildren(SwapsChildren):
 @pytest.mark.parametrize(
     ("handler", "test"),
     [
-        (SwapsChildren, "test_unflatten_is_the_inverse"),
-        (SwapsChildren, "test_unflatten_puts_other_children_in"),
-        (ChangesLike, "test_unflatten_puts_other_children_in"),
-        (RepeatsKeys, "test_flatten_gives_every_child_under_a_key_of_its_own"),
-        (CopiesChildren, "test_flatten_gives_every_child_under_a_key_of_its_own"),
+        (SwapsChildren, "test_unflatten_is_the_inverse_of_flatten"),
+        (SwapsChildren, "test_unflatten_accepts_other_children"),
+        (ChangesLike, "test_unflatten_accepts_other_children"),
+        (RepeatsKeys, "test_flatten_returns_every_child_under_a_unique_key"),
+        (CopiesChildren, "test_flatten_returns_every_child_under_a_unique_key"),
     ],
 )
 def test_a_broken_container_handler_is_noticed(handler: type[SwapsChildren], test: str) -> None:
@@ -397,16 +397,16 @@ class RoundsElements(Wrapped):
 @pytest.mark.parametrize(
     ("layout", "test"),
     [
-        (YieldsTwice, "test_every_dtype_comes_back"),
-        (YieldsNothing, "test_every_dtype_comes_back"),
-        (YieldsEarly, "test_every_dtype_comes_back"),
-        (RoundsElements, "test_every_dtype_comes_back"),
-        (KeepsMemory, "test_every_dtype_comes_back"),
+        (YieldsTwice, "test_every_dtype_is_loaded_as_saved"),
+        (YieldsNothing, "test_every_dtype_is_loaded_as_saved"),
+        (YieldsEarly, "test_every_dtype_is_loaded_as_saved"),
+        (RoundsElements, "test_every_dtype_is_loaded_as_saved"),
+        (KeepsMemory, "test_every_dtype_is_loaded_as_saved"),
         (TrustsItsState, "test_a_hostile_state_is_an_error"),
         (AllocatesWhatItIsTold, "test_a_hostile_state_is_an_error"),
-        (NamesOtherBytes, "test_extents_are_where_leaves_lie"),
-        (FindsEverything, "test_inspect_of_something_else_is_none"),
-        (FindsNothing, "test_inspect_finds_what_it_wrote"),
+        (NamesOtherBytes, "test_extents_match_the_bytes_of_leaves"),
+        (FindsEverything, "test_inspect_returns_none_for_other_files"),
+        (FindsNothing, "test_inspect_recognises_its_own_checkpoint"),
     ],
 )
 def test_a_broken_layout_is_noticed(layout: type[Wrapped], test: str, tmp_path: Path) -> None:
@@ -468,14 +468,14 @@ class TrustsItsMarks(ShelfLayout):
     ("layout", "test"),
     [
         (MarksAMember, "test_several_checkpointables_are_found_by_name"),
-        (MarksAsTheCore, "test_a_single_leaf_is_a_tree"),
-        (MarksTheIndexAgain, "test_a_single_leaf_is_a_tree"),
-        (MarksNothing, "test_inspect_finds_what_it_wrote"),
+        (MarksAsTheCore, "test_a_tree_can_be_a_single_leaf"),
+        (MarksTheIndexAgain, "test_a_tree_can_be_a_single_leaf"),
+        (MarksNothing, "test_inspect_recognises_its_own_checkpoint"),
         (MarksNothing, "test_several_checkpointables_are_found_by_name"),
         (FindsNoNames, "test_several_checkpointables_are_found_by_name"),
-        (FindsNamesEverywhere, "test_something_else_is_no_composite"),
-        (NamesEveryDirectory, "test_one_tree_has_at_most_one_name"),
-        (TrustsItsMarks, "test_damaged_marks_are_an_error_at_most"),
+        (FindsNamesEverywhere, "test_other_files_are_not_a_composite"),
+        (NamesEveryDirectory, "test_a_single_tree_has_at_most_one_name"),
+        (TrustsItsMarks, "test_damaged_metadata_files_raise_only_checkpoint_errors"),
     ],
 )
 def test_a_layout_that_breaks_composites_is_noticed(layout: type[ShelfLayout], test: str, tmp_path: Path) -> None:
@@ -511,7 +511,7 @@ class Unordered(CoordinatorTests):
 
 def test_a_coordinator_that_mixes_ranks_is_noticed() -> None:
     with pytest.raises(AssertionError):
-        Unordered().test_the_leader_gathers_in_order_of_rank(3)
+        Unordered().test_gather_returns_payloads_in_order_of_rank(3)
 
 
 # --- the matrix
@@ -535,7 +535,7 @@ def test_a_framework_that_loses_bits_is_noticed(tmp_path: Path) -> None:
     lossy = dataclasses.replace(NUMPY, elements=rounded)
     layout = LayoutSample(name="safetensors")
     with pytest.raises(AssertionError, match="int32"):
-        TestOneCell().test_any_framework_loads_what_another_saved(NUMPY, lossy, layout, FILE, tmp_path)
+        TestOneCell().test_any_framework_loads_checkpoints_of_another(NUMPY, lossy, layout, FILE, tmp_path)
 
 
 def test_two_samples_of_one_name_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,18 +27,18 @@ class TestSafetensorsInPieces(LayoutPiecesTests):
         return SafetensorsLayout(max_file_bytes=400)
 
 
-class TestSafetensorsForetold(LayoutForecastTests):
+class TestSafetensorsForecast(LayoutForecastTests):
     def layout(self) -> Layout:
         return SafetensorsLayout()
 
 
-class TestSafetensorsInSeveralFilesForetold(LayoutForecastTests):
+class TestSafetensorsInSeveralFilesForecast(LayoutForecastTests):
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=100_000)
 
 
 @pytest.mark.system
-class TestSafetensorsDying(LayoutCrashTests):
+class TestSafetensorsCrashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=100)
 

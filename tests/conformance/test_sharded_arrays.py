@@ -48,7 +48,7 @@ class TestShardedArrays(LeafHandlerTests):
     handler = ShardedArrayHandler()
     examples = tuple([_example(dtype) for dtype in ("float32", "bfloat16", "int4", "complex128", "bool")])
 
-    def test_shards_of_all_processes_make_up_the_array(self) -> None:
+    def test_shards_of_all_processes_cover_the_array(self) -> None:
         found = [
             self.handler.shards(
                 ShardedArray((4, 5), "float32", [ArrayShard(box, np.zeros(box.shape, np.float32))]), rank, 3

@@ -13,13 +13,13 @@ _ONE_OF: Final[Mapping[str, int]] = {"test_storage.py": 24, "test_matrix.py": 5,
 """By suite, how many tests there are for each that stays quick."""
 
 _LONG: Final = (
-    "test_any_boxes_of_any_tree_come_back",
+    "test_any_boxes_of_any_tree_can_be_loaded",
     "test_a_hostile_state_is_an_error",
     "test_a_truncated_object_is_an_error",
     "test_a_corrupted_object_is_an_error",
-    "test_inspect_of_damaged_files_is_an_error_at_most",
-    "test_damaged_marks_are_an_error_at_most",
-    "test_many_threads_do_many_things",
+    "test_inspect_of_damaged_files_raises_only_checkpoint_errors",
+    "test_damaged_metadata_files_raise_only_checkpoint_errors",
+    "test_many_threads_read_and_write_at_once",
 )
 """Tests of the suites that take long on a server."""
 

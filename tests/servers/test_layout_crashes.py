@@ -70,9 +70,9 @@ class TestSample(LayoutCrashTests):
         return self._layout
 
     @pytest.mark.slow
-    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[Any]) -> None:
-        super().test_failing_at_any_operation_leaves_the_old_or_the_new(places)
+    def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(self, trials: Iterator[Any]) -> None:
+        super().test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(trials)
 
     @pytest.mark.slow
-    def test_a_full_storage_leaves_the_old(self, places: Iterator[Any]) -> None:
-        super().test_a_full_storage_leaves_the_old(places)
+    def test_a_full_storage_leaves_the_old_checkpoint(self, trials: Iterator[Any]) -> None:
+        super().test_a_full_storage_leaves_the_old_checkpoint(trials)

@@ -23,7 +23,7 @@ class _OnServers(LayoutTests):
     most_damages = 8
 
     @pytest.fixture(params=list(SERVERS))
-    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageBackend]:
+    def storage(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageBackend]:
         """An empty directory of a server."""
         with SERVERS[request.param].open(tmp_path) as location:
             yield open_storage(location)

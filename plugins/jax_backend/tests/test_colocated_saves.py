@@ -290,7 +290,7 @@ class FailingLayout(ckptcore.SafetensorsLayout):
         return super().write(snapshot, store)
 
 
-def test_a_worker_that_fails_is_named(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_the_error_names_the_failed_worker(context: ckptcore.Context, tmp_path: Path) -> None:
     tree = state()
     with pytest.raises(RankFailedError, match="worker 1 .4 devices from .* failed: ValueError: this worker is unwell"):
         ckptcore.save(tmp_path / "it", tree, layout=FailingLayout(), context=context)

@@ -73,7 +73,7 @@ class TestDeviceCollectives(CollectivesTests):
             return [pickle.loads((directory / f"{rank}.result").read_bytes()) for rank in range(self.size)]
 
     @pytest.mark.skip(reason="JAX has no deadline for a computation: it ends a job one of whose processes is gone")
-    def test_who_does_not_come_is_an_error_for_the_others(self) -> None:
+    def test_a_missing_rank_is_an_error_on_the_others(self) -> None:
         """See the reason."""
 
 

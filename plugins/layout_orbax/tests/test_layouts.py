@@ -31,16 +31,16 @@ class _LayoutTests(LayoutTests):
     tampered_states = 300
 
     @pytest.mark.slow
-    def test_a_truncated_object_is_an_error(self, place: StorageBackend) -> None:
-        super().test_a_truncated_object_is_an_error(place)
+    def test_a_truncated_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_truncated_object_is_an_error(storage)
 
     @pytest.mark.slow
-    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
-        super().test_a_corrupted_object_is_an_error(place)
+    def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_corrupted_object_is_an_error(storage)
 
     @pytest.mark.slow
-    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
-        super().test_inspect_of_damaged_files_is_an_error_at_most(place)
+    def test_inspect_of_damaged_files_raises_only_checkpoint_errors(self, storage: StorageBackend) -> None:
+        super().test_inspect_of_damaged_files_raises_only_checkpoint_errors(storage)
 
 
 class _SystemSweeps(LayoutTests):
@@ -49,36 +49,36 @@ class _SystemSweeps(LayoutTests):
     tampered_states = 300
 
     @pytest.mark.system
-    def test_a_truncated_object_is_an_error(self, place: StorageBackend) -> None:
-        super().test_a_truncated_object_is_an_error(place)
+    def test_a_truncated_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_truncated_object_is_an_error(storage)
 
     @pytest.mark.system
-    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
-        super().test_a_corrupted_object_is_an_error(place)
+    def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_corrupted_object_is_an_error(storage)
 
     @pytest.mark.system
-    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
-        super().test_inspect_of_damaged_files_is_an_error_at_most(place)
+    def test_inspect_of_damaged_files_raises_only_checkpoint_errors(self, storage: StorageBackend) -> None:
+        super().test_inspect_of_damaged_files_raises_only_checkpoint_errors(storage)
 
 
 class _OtherOptions(_LayoutTests):
     """Option sets that differ from another class here in only one option."""
 
     @pytest.mark.system
-    def test_a_hostile_state_is_an_error(self, place: StorageBackend) -> None:
-        super().test_a_hostile_state_is_an_error(place)
+    def test_a_hostile_state_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_hostile_state_is_an_error(storage)
 
     @pytest.mark.system
-    def test_damaged_marks_are_an_error_at_most(self, place: StorageBackend) -> None:
-        super().test_damaged_marks_are_an_error_at_most(place)
+    def test_damaged_metadata_files_raise_only_checkpoint_errors(self, storage: StorageBackend) -> None:
+        super().test_damaged_metadata_files_raise_only_checkpoint_errors(storage)
 
     @pytest.mark.slow
-    def test_blocks_boundaries_do_not_show(self, place: StorageBackend) -> None:
-        super().test_blocks_boundaries_do_not_show(place)
+    def test_arrays_can_cross_checksum_blocks(self, storage: StorageBackend) -> None:
+        super().test_arrays_can_cross_checksum_blocks(storage)
 
     @pytest.mark.slow
-    def test_any_boxes_of_any_tree_come_back(self, place: StorageBackend) -> None:
-        super().test_any_boxes_of_any_tree_come_back(place)
+    def test_any_boxes_of_any_tree_can_be_loaded(self, storage: StorageBackend) -> None:
+        super().test_any_boxes_of_any_tree_can_be_loaded(storage)
 
 
 class TestOcdbt(_LayoutTests):
@@ -136,12 +136,12 @@ class TestZarr3Mixed(_SystemSweeps):
         )
 
     @pytest.mark.slow
-    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
-        super().test_a_corrupted_object_is_an_error(place)
+    def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_corrupted_object_is_an_error(storage)
 
     @pytest.mark.slow
-    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
-        super().test_inspect_of_damaged_files_is_an_error_at_most(place)
+    def test_inspect_of_damaged_files_raises_only_checkpoint_errors(self, storage: StorageBackend) -> None:
+        super().test_inspect_of_damaged_files_raises_only_checkpoint_errors(storage)
 
 
 class TestZarr(_LayoutTests):
@@ -159,25 +159,25 @@ class TestZarrCompressed(_OtherOptions):
 
 
 @pytest.mark.system
-class TestOcdbtDying(LayoutCrashTests):
+class TestOcdbtCrashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, data_file_bytes=256)
 
 
 @pytest.mark.system
-class TestOcdbtCompressedDying(LayoutCrashTests):
+class TestOcdbtCompressedCrashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, compression="zstd")
 
 
 @pytest.mark.system
-class TestZarr3Dying(LayoutCrashTests):
+class TestZarr3Crashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return Zarr3Layout()
 
 
 @pytest.mark.system
-class TestZarrDying(LayoutCrashTests):
+class TestZarrCrashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return ZarrLayout()
 

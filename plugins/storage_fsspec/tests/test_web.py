@@ -132,7 +132,7 @@ def test_a_server_without_ranges_sends_an_object_once(tmp_path: Path) -> None:
         assert len(requests) == before
 
 
-def test_an_open_object_stays_itself(tmp_path: Path) -> None:
+def test_an_open_object_does_not_change(tmp_path: Path) -> None:
     for handler in (PlainHandler, RangesHandler):
         (tmp_path / "data").write_bytes(b"old" * 1000)
         with serve_directory(tmp_path, handler) as (url, _):

@@ -71,15 +71,15 @@ class TestMoto(StorageBackendTests):
     # (`moto.s3.responses`). Concurrent requests are tested on MiniStack, and here one client runs
     # after the other.
 
-    def test_one_of_many_creates(self, storage: StorageBackend) -> None:
+    def test_only_one_of_many_concurrent_creations_succeeds(self, storage: StorageBackend) -> None:
         """With one client only."""
         self.threads = 1
-        super().test_one_of_many_creates(storage)
+        super().test_only_one_of_many_concurrent_creations_succeeds(storage)
 
-    def test_conditional_puts_lose_nothing(self, storage: StorageBackend) -> None:
+    def test_concurrent_conditional_puts_lose_no_update(self, storage: StorageBackend) -> None:
         """With one client only."""
         self.threads = 1
-        super().test_conditional_puts_lose_nothing(storage)
+        super().test_concurrent_conditional_puts_lose_no_update(storage)
 
 
 @pytest.mark.slow

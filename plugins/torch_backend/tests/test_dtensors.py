@@ -77,9 +77,9 @@ class TestDTensorsConform(LeafHandlerTests):
     unsupported = (lambda: dtensor(WHOLE, Replicate(), Partial()),)
 
     @pytest.mark.parametrize("size", [1])
-    def test_shards_of_all_processes_make_up_the_array(self, array_example: LeafExample, size: int) -> None:
+    def test_shards_of_all_processes_cover_the_array(self, array_example: LeafExample, size: int) -> None:
         """The mesh has one process, independent of the job."""
-        super().test_shards_of_all_processes_make_up_the_array(array_example, size)
+        super().test_shards_of_all_processes_cover_the_array(array_example, size)
 
 
 @pytest.mark.usefixtures("alone")

@@ -52,7 +52,7 @@ class CheckpointableHandlerTests:
         """Return a deep copy of a state, like a loaded state."""
         return copy.deepcopy(state)
 
-    def test_has_examples(self) -> None:
+    def test_there_are_examples(self) -> None:
         assert self.examples, "define the class attribute `examples` with at least one CheckpointableExample"
         assert type(self.handler.priority) is int
 
@@ -60,26 +60,26 @@ class CheckpointableHandlerTests:
         assert example.fingerprint(example.make()) == example.fingerprint(example.make())
         assert example.fingerprint(example.make()) != example.fingerprint(example.make_other())
 
-    def test_flatten_leaves_the_object_alone(self, example: CheckpointableExample) -> None:
+    def test_flatten_does_not_change_the_object(self, example: CheckpointableExample) -> None:
         value = example.make()
         state = self.handler.flatten(value)
         assert state is not value, "flatten must return a tree, not the object"
         self.handler.flatten(value)
         assert example.fingerprint(value) == example.fingerprint(example.make())
 
-    def test_restore_puts_the_state_into_another_object(self, example: CheckpointableExample) -> None:
+    def test_restore_copies_the_state_into_another_object(self, example: CheckpointableExample) -> None:
         state = self.copied(self.handler.flatten(example.make()))
         target = example.make_other()
         self.handler.restore(target, state)
         assert example.fingerprint(target) == example.fingerprint(example.make())
 
-    def test_restore_into_itself_changes_nothing(self, example: CheckpointableExample) -> None:
+    def test_restoring_its_own_state_changes_nothing(self, example: CheckpointableExample) -> None:
         target = example.make()
         # The state may contain the arrays of the target, like a load that filled them in place.
         self.handler.restore(target, self.handler.flatten(target))
         assert example.fingerprint(target) == example.fingerprint(example.make())
 
-    def test_unflatten_takes_a_loaded_state(self, example: CheckpointableExample) -> None:
+    def test_unflatten_accepts_a_loaded_state(self, example: CheckpointableExample) -> None:
         state = self.copied(self.handler.flatten(example.make()))
         loaded = self.handler.unflatten(example.make_other(), state)
         target = example.make_other()

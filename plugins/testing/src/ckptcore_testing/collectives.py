@@ -48,31 +48,31 @@ class CollectivesTests:
 
     @pytest.mark.parametrize("nbytes", [1, 64, 1000, 3_000_001])
     @pytest.mark.parametrize("sender", [0, 1])
-    def test_everyone_gets_what_one_sends(self, nbytes: int, sender: int) -> None:
+    def test_every_rank_receives_a_broadcast(self, nbytes: int, sender: int) -> None:
         found = self.run(_Send(nbytes, sender), timeout_seconds=self.long_seconds)
         assert [np.array_equal(data, _elements(nbytes, sender)) for data in found] == [True] * self.size
 
-    def test_memory_is_what_was_asked_for(self) -> None:
+    def test_memory_returns_a_writable_array_of_the_requested_size(self) -> None:
         assert list(self.run(_memory, timeout_seconds=self.long_seconds)) == [("uint8", (100,), True, True)] * self.size
 
-    def test_senders_take_turns_with_as_many_under_way_as_there_may_be(self) -> None:
+    def test_up_to_depth_broadcasts_run_at_once(self) -> None:
         for received in self.run(_turns, timeout_seconds=self.long_seconds):
             assert [int(data[0]) for data in received] == [turn % self.size for turn in range(20)]
             assert all(np.array_equal(data, _elements(5000, int(data[0]))) for data in received)
 
-    def test_members_of_several_groups_send_in_all_of_them(self) -> None:
+    def test_a_rank_can_broadcast_in_several_groups(self) -> None:
         for rank, found in enumerate(self.run(_groups, timeout_seconds=self.long_seconds)):
             assert found == {members: members[-1] for members in _groups_of(rank, self.size)}
 
-    def test_one_connection_after_the_other(self) -> None:
+    def test_connections_can_be_opened_one_after_another(self) -> None:
         for found in self.run(_again, timeout_seconds=self.long_seconds):
             assert found == [0, 1, 2]
 
-    def test_two_connections_do_not_mix(self) -> None:
+    def test_two_open_connections_are_independent(self) -> None:
         for found in self.run(_two, timeout_seconds=self.long_seconds):
             assert found == [1, 0]
 
-    def test_who_does_not_come_is_an_error_for_the_others(self) -> None:
+    def test_a_missing_rank_is_an_error_on_the_others(self) -> None:
         found = self.run(_absent, timeout_seconds=self.short_seconds)
         assert list(found[:-1]) == ["RankFailedError"] * (self.size - 1)
 

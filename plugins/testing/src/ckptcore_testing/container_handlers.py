@@ -53,11 +53,11 @@ class ContainerHandlerTests:
         """Return another child for the same position. Default: a new array."""
         return np.zeros(())
 
-    def test_has_examples(self) -> None:
+    def test_there_are_examples(self) -> None:
         assert self.examples, "define the class attribute `examples` with at least one ContainerExample"
         assert type(self.handler.priority) is int
 
-    def test_flatten_gives_every_child_under_a_key_of_its_own(self, example: ContainerExample) -> None:
+    def test_flatten_returns_every_child_under_a_unique_key(self, example: ContainerExample) -> None:
         value = example.make()
         flattened = self.handler.flatten(value)
         _assert_flattened(flattened)
@@ -66,19 +66,19 @@ class ContainerHandlerTests:
         for child, expected_child in zip(flattened.children, expected, strict=True):
             assert child is expected_child, "flatten hands out the children themselves, in order"
 
-    def test_flatten_again_is_the_same(self, example: ContainerExample) -> None:
+    def test_flatten_is_repeatable(self, example: ContainerExample) -> None:
         value = example.make()
         first, second = self.handler.flatten(value), self.handler.flatten(value)
         assert (first.kind, first.type) == (second.kind, second.type)
         assert list(first.keys) == list(second.keys)
         assert all(map(_is, first.children, second.children))
 
-    def test_flatten_has_the_same_keys_for_a_container_like_it(self, example: ContainerExample) -> None:
+    def test_flatten_has_equal_keys_for_equal_containers(self, example: ContainerExample) -> None:
         first, second = self.handler.flatten(example.make()), self.handler.flatten(example.make())
         assert list(first.keys) == list(second.keys), "a second process would save other paths"
         assert (first.kind, first.type) == (second.kind, second.type)
 
-    def test_unflatten_is_the_inverse(self, example: ContainerExample) -> None:
+    def test_unflatten_is_the_inverse_of_flatten(self, example: ContainerExample) -> None:
         value = example.make()
         children = list(self.handler.flatten(value).children)
         made = self.handler.unflatten(value, children)
@@ -88,7 +88,7 @@ class ContainerHandlerTests:
         assert list(self.handler.flatten(made).keys) == list(self.handler.flatten(value).keys)
         assert all(map(_is, example.children(made), children))
 
-    def test_unflatten_puts_other_children_in(self, example: ContainerExample) -> None:
+    def test_unflatten_accepts_other_children(self, example: ContainerExample) -> None:
         value = example.make()
         before = list(example.children(value))
         others = [self.replacement(child) for child in self.handler.flatten(value).children]

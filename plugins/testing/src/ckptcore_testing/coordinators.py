@@ -57,33 +57,33 @@ class CoordinatorTests:
             (rank, size) for rank in range(size)
         ]
 
-    def test_the_leader_gathers_in_order_of_rank(self, size: int) -> None:
+    def test_gather_returns_payloads_in_order_of_rank(self, size: int) -> None:
         gathered = self.run(size, _gather_names, timeout_seconds=self.long_seconds)
         assert gathered[0] == [b"rank %d" % rank for rank in range(size)]
         assert all(result is None for result in gathered[1:])
 
     @pytest.mark.parametrize("nbytes", [0, 1, 3_000_000])
-    def test_everyone_gets_what_the_leader_broadcasts(self, size: int, nbytes: int) -> None:
+    def test_every_rank_receives_a_broadcast(self, size: int, nbytes: int) -> None:
         received = self.run(size, _Broadcast(bytes(range(256)) * (nbytes // 256) + b"\0" * (nbytes % 256)),
                             timeout_seconds=self.long_seconds)  # fmt: skip
         assert [len(data) for data in received] == [nbytes] * size
         assert len(set(received)) == 1
 
     @pytest.mark.parametrize("nbytes", [0, 1, 3_000_000])
-    def test_any_bytes_can_be_gathered(self, size: int, nbytes: int) -> None:
+    def test_gather_returns_any_bytes_unchanged(self, size: int, nbytes: int) -> None:
         gathered = self.run(size, _Gather(nbytes), timeout_seconds=self.long_seconds)[0]
         assert gathered == [bytes([rank]) * nbytes for rank in range(size)]
 
-    def test_many_exchanges_do_not_mix(self, size: int) -> None:
+    def test_many_exchanges_are_independent(self, size: int) -> None:
         for rank, results in enumerate(self.run(size, _many_exchanges, timeout_seconds=self.long_seconds)):
             assert results == [b"%d" % number for number in range(50)], f"rank {rank}"
 
-    def test_a_broadcast_can_come_before_anyone_asks(self, size: int) -> None:
+    def test_a_broadcast_can_be_sent_before_it_is_received(self, size: int) -> None:
         """The leader can be several exchanges ahead of the others."""
         for results in self.run(size, _backwards, timeout_seconds=self.long_seconds):
             assert results == [b"second", b"first"]
 
-    def test_exchanges_run_on_other_threads_at_once(self, size: int) -> None:
+    def test_exchanges_can_run_on_several_threads_at_once(self, size: int) -> None:
         for results in self.run(size, _exchanges_on_threads, timeout_seconds=self.long_seconds):
             assert results == {f"thread {number}": b"%d" % number for number in range(4)}
 
@@ -102,7 +102,7 @@ class CoordinatorTests:
         received = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
         assert received == [b"late"] * several
 
-    def test_groups_agree_among_themselves(self, several: int) -> None:
+    def test_groups_exchange_messages_independently(self, several: int) -> None:
         """A pair of ranks and all others exchange at the same time, if the coordinator supports groups."""
         results = self.run(several, _groups, timeout_seconds=self.long_seconds)
         if results[0] is None:

@@ -74,12 +74,12 @@ class ExecutorTests:
         assert len(executor.workers) >= 2
         assert len(set(executor.workers)) == len(executor.workers)
 
-    def test_what_is_here_is_not_taken(self, executor: Executor[Any, Any]) -> None:
+    def test_values_of_the_controller_are_rejected(self, executor: Executor[Any, Any]) -> None:
         for here in (np.zeros(3), 3, None, "text"):
             assert not executor.takes(here)
             assert not executor.makes(here)
 
-    def test_a_split_leaf_is_held_once(self, executor: Executor[Any, Any]) -> None:
+    def test_each_shard_of_a_split_leaf_has_one_replica(self, executor: Executor[Any, Any]) -> None:
         count = len(executor.workers)
         leaf = self.split(executor, _numbers(count))
         assert executor.takes(leaf)
@@ -91,7 +91,7 @@ class ExecutorTests:
             rows = {(shard.box.start[0], shard.box.stop[0]) for shard in shards}
             assert (min(rows)[0], max(rows)[1]) == (4 * worker, 4 * worker + 4)
 
-    def test_replicas_are_workers(self, executor: Executor[Any, Any]) -> None:
+    def test_each_worker_has_one_replica_of_a_replicated_leaf(self, executor: Executor[Any, Any]) -> None:
         count = len(executor.workers)
         leaf = self.replicated(executor, _numbers(count))
         for worker in range(count):
@@ -99,14 +99,14 @@ class ExecutorTests:
             assert shard.box == Box.whole((4 * count, 6))
             assert (shard.replica, shard.replicas) == (worker, count)
 
-    def test_identity_is_that_of_the_leaf(self, executor: Executor[Any, Any]) -> None:
+    def test_identity_differs_between_leaves(self, executor: Executor[Any, Any]) -> None:
         elements = _numbers(len(executor.workers))
         first, second = self.split(executor, elements), self.split(executor, elements)
         assert executor.identity(first) == executor.identity(first)
         assert executor.identity(first) is None or executor.identity(first) != executor.identity(second)
 
     @pytest.mark.parametrize("blocking", [True, False])
-    def test_workers_write_what_they_hold(self, blocking: bool, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_workers_write_their_own_shards(self, blocking: bool, executor: Executor[Any, Any], tmp_path: Path) -> None:
         elements = _numbers(len(executor.workers))
         state = {
             "split": self.split(executor, elements),
@@ -121,7 +121,7 @@ class ExecutorTests:
             ckptcore.save_async(tmp_path / "it", state, layout=layout, context=context).result()
         self._expect(tmp_path / "it", split=elements, whole=elements + 1, alone=elements + 2, here=elements + 3)
 
-    def test_what_is_copied_does_not_change(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_a_snapshot_does_not_change(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
         """Exports write the snapshot again."""
         elements = _numbers(len(executor.workers))
         leaf = self.split(executor, elements)
@@ -132,7 +132,7 @@ class ExecutorTests:
         self._expect(tmp_path / "it", leaf=elements)
         self._expect(tmp_path / "again", leaf=elements)
 
-    def test_layouts_are_sent(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_layouts_are_pickled_for_workers(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
         """Workers get a pickled copy of the layout."""
         elements = _numbers(len(executor.workers))
         state = {"leaf": self.split(executor, elements)}
@@ -140,7 +140,7 @@ class ExecutorTests:
         self._expect(tmp_path / "it", leaf=elements)
 
     @pytest.mark.parametrize("length", [0, 1, 3_000_000])
-    def test_any_receipt_comes_back(self, length: int, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_receipts_of_any_size_are_returned(self, length: int, executor: Executor[Any, Any], tmp_path: Path) -> None:
         elements = _numbers(len(executor.workers))
         state = {"leaf": self.split(executor, elements)}
         layout = _ReportingLayout(length=length, workers=len(executor.workers))
@@ -157,7 +157,7 @@ class ExecutorTests:
         ckptcore.save(tmp_path / "it", state, layout=layout, context=self.context(executor))
         assert len(list((tmp_path / "met").iterdir())) == len(executor.workers)
 
-    def test_a_worker_that_fails_is_named(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_the_error_names_the_failed_worker(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         state = {"leaf": self.split(executor, elements)}
         with pytest.raises(RankFailedError, match=re.escape(executor.workers[1]) + ".*ValueError: rank 2 fails"):
@@ -166,7 +166,7 @@ class ExecutorTests:
         ckptcore.save(tmp_path / "it", state, context=context)
         self._expect(tmp_path / "it", leaf=elements)
 
-    def test_leaves_are_made_of_what_is_read(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_workers_build_the_loaded_leaves(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         wanted = {"split": self.split(executor, elements), "whole": self.replicated(executor, elements)}
         stored = {"split": elements + 5, "whole": elements + 7}
@@ -176,7 +176,7 @@ class ExecutorTests:
             assert executor.takes(loaded[name])
             assert_same_bits(self.elements(executor, loaded[name]), expected, f"{name}, which workers made")
 
-    def test_a_worker_that_reads_damage_reports_it(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_a_worker_reports_a_corrupt_checkpoint(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         wanted = {"split": self.split(executor, elements)}
         ckptcore.save(tmp_path / "it", {"split": elements})
@@ -189,7 +189,7 @@ class ExecutorTests:
         loaded = ckptcore.load(tmp_path / "it", wanted, context=context)
         assert_same_bits(self.elements(executor, loaded["split"]), elements, "the leaf that workers made")
 
-    def test_a_lost_worker_is_named(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_the_error_names_a_lost_worker(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         split, alone = self.split(executor, elements), self.alone(executor, elements)
         ckptcore.save(tmp_path / "before", {"split": split}, context=context)

@@ -52,7 +52,7 @@ class FilesHandlerTests:
         if "example" in metafunc.fixturenames:
             metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
 
-    def test_has_examples(self) -> None:
+    def test_there_are_examples(self) -> None:
         assert self.examples, "define the class attribute `examples` with at least one FilesExample"
         assert type(self.handler.priority) is int
 
@@ -70,12 +70,12 @@ class FilesHandlerTests:
         shutil.rmtree(stored)  # as the caller does
         assert example.fingerprint(loaded) == example.fingerprint(example.make())
 
-    def test_save_leaves_the_object_alone(self, example: FilesExample, tmp_path: Path) -> None:
+    def test_save_does_not_change_the_object(self, example: FilesExample, tmp_path: Path) -> None:
         value = example.make()
         self._saved(value, tmp_path)
         assert example.fingerprint(value) == example.fingerprint(example.make())
 
-    def test_a_save_holds_the_state_of_when_it_was_called(self, example: FilesExample, tmp_path: Path) -> None:
+    def test_a_save_has_the_state_at_the_time_of_the_call(self, example: FilesExample, tmp_path: Path) -> None:
         value = example.make()
         directory = _empty(tmp_path / "saved")
         rest = self.handler.save(value, directory)
@@ -84,7 +84,7 @@ class FilesHandlerTests:
         loaded = self.handler.load(example.make_other(), _stored(directory, tmp_path))
         assert example.fingerprint(loaded) == example.fingerprint(example.make()), "the save contains a later state"
 
-    def test_saves_that_overlap_stay_apart(self, example: FilesExample, tmp_path: Path) -> None:
+    def test_overlapping_saves_are_independent(self, example: FilesExample, tmp_path: Path) -> None:
         directories = [_empty(tmp_path / name) for name in ("first", "second")]
         rests = [
             self.handler.save(make(), directory)
@@ -97,14 +97,14 @@ class FilesHandlerTests:
         assert example.fingerprint(first) == example.fingerprint(example.make())
         assert example.fingerprint(second) == example.fingerprint(example.make_other())
 
-    def test_it_works_where_an_event_loop_runs(self, example: FilesExample, tmp_path: Path) -> None:
+    def test_the_handler_works_inside_an_event_loop(self, example: FilesExample, tmp_path: Path) -> None:
         async def program() -> object:
             stored = self._saved(example.make(), tmp_path)
             return self.handler.load(example.make_other(), stored)
 
         assert example.fingerprint(asyncio.run(program())) == example.fingerprint(example.make())
 
-    def test_nothing_is_loaded_where_the_files_are_missing(self, example: FilesExample, tmp_path: Path) -> None:
+    def test_loading_without_files_is_an_error(self, example: FilesExample, tmp_path: Path) -> None:
         with pytest.raises(Exception):  # noqa: B017  # any type of error is allowed
             self.handler.load(example.make_other(), _empty(tmp_path / "empty"))
 

@@ -78,56 +78,60 @@ class LayoutCrashTests:
             metafunc.parametrize("storage", list(storages.values()), ids=list(storages))
 
     @pytest.fixture
-    def places(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_TrialLocation]]:
+    def trials(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_TrialLocation]]:
         """Yield new locations."""
         with storage.open(tmp_path) as location:
             scheme, found, rest = location.rpartition("://")
-            yield _places(scheme if found else "file", rest.rpartition("/")[0])
+            yield _trials(scheme if found else "file", rest.rpartition("/")[0])
 
-    def test_dying_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_TrialLocation]) -> None:
-        operations = self._operations(next(places))
+    def test_a_crash_at_any_operation_leaves_the_old_or_the_new_checkpoint(
+        self, trials: Iterator[_TrialLocation]
+    ) -> None:
+        operations = self._operations(next(trials))
         crashes = [CrashAt(one.number, moment) for one in operations if one.changes for moment in _MOMENTS]
         crashes.append(CrashAt(len(operations) - 1, "after"))
         outcomes = set()
         for crash in self._chosen(crashes):
-            place = next(places)
-            self._prepare(place)
+            trial = next(trials)
+            self._prepare(trial)
             with pytest.raises(SimulatedCrash):
-                self._save(place, _new_state(), FaultPlan(crash))
-            outcomes.add(self._assert_old_or_new(place, f"{crash} of {operations[crash.operation]}"))
-            self._assert_next_save_cleans_up(place)
+                self._save(trial, _new_state(), FaultPlan(crash))
+            outcomes.add(self._assert_old_or_new(trial, f"{crash} of {operations[crash.operation]}"))
+            self._assert_next_save_cleans_up(trial)
         assert outcomes == {"old", "new"}, "the crashes did not come before and after the commit"
 
-    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_TrialLocation]) -> None:
-        for operation in self._chosen(self._operations(next(places))):
-            place = next(places)
-            self._prepare(place)
+    def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(
+        self, trials: Iterator[_TrialLocation]
+    ) -> None:
+        for operation in self._chosen(self._operations(next(trials))):
+            trial = next(trials)
+            self._prepare(trial)
             where = f"{operation} failed"
             fault = FailAt(operation.number, StorageError("an injected failure"))
             try:
-                self._save(place, _new_state(), FaultPlan(fault))
+                self._save(trial, _new_state(), FaultPlan(fault))
             except CheckpointError:
-                assert self._assert_old_or_new(place, where) in ("old", "new")
+                assert self._assert_old_or_new(trial, where) in ("old", "new")
             else:
-                assert self._assert_old_or_new(place, where) == "new", (
+                assert self._assert_old_or_new(trial, where) == "new", (
                     f"{where}, but the save succeeded without a checkpoint"
                 )
-            self._assert_next_save_cleans_up(place)
+            self._assert_next_save_cleans_up(trial)
 
-    def test_a_full_storage_leaves_the_old(self, places: Iterator[_TrialLocation]) -> None:
+    def test_a_full_storage_leaves_the_old_checkpoint(self, trials: Iterator[_TrialLocation]) -> None:
         plan = FaultPlan()
-        place = next(places)
-        self._prepare(place)
-        self._save(place, _new_state(), plan)
+        trial = next(trials)
+        self._prepare(trial)
+        self._save(trial, _new_state(), plan)
         # The size of a root, which contains times and names, varies by some bytes.
         for room in self._chosen(range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12))):
-            place = next(places)
-            self._prepare(place)
+            trial = next(trials)
+            self._prepare(trial)
             with pytest.raises(StorageFullError):
-                self._save(place, _new_state(), FaultPlan(FullAfter(room)))
-            assert self._assert_old_or_new(place, f"full after {room} bytes") == "old"
-            self._assert_nothing_else(place)
-            self._assert_next_save_cleans_up(place)
+                self._save(trial, _new_state(), FaultPlan(FullAfter(room)))
+            assert self._assert_old_or_new(trial, f"full after {room} bytes") == "old"
+            self._assert_nothing_else(trial)
+            self._assert_next_save_cleans_up(trial)
 
     # --- one save
 
@@ -136,71 +140,71 @@ class LayoutCrashTests:
             return faults
         return [*faults[:: -(-len(faults) // self.faults)], faults[-1]]
 
-    def _prepare(self, place: _TrialLocation) -> None:
-        if place.replaces_atomically:
-            self._save(place, _old_state(), None)
+    def _prepare(self, trial: _TrialLocation) -> None:
+        if trial.replaces_atomically:
+            self._save(trial, _old_state(), None)
 
-    def _operations(self, place: _TrialLocation) -> Sequence[Operation]:
+    def _operations(self, trial: _TrialLocation) -> Sequence[Operation]:
         """Return the operations of a save."""
-        self._prepare(place)
+        self._prepare(trial)
         plan = FaultPlan()
-        self._save(place, _new_state(), plan)
+        self._save(trial, _new_state(), plan)
         assert plan.operations, "the save did not use the faulty storage"
         return plan.operations
 
-    def _save(self, place: _TrialLocation, state: object, plan: FaultPlan | None) -> None:
-        location = place.location
+    def _save(self, trial: _TrialLocation, state: object, plan: FaultPlan | None) -> None:
+        location = trial.location
         # One thread, so that operations always have the same order. A new Context simulates a new process. Power loss
         # is not tested here: written data is never lost.
         context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1), durability="none")
         if plan is not None:
-            location = location.replace(place.scheme, "faulty", 1)
-            context = with_storage(context, "faulty", partial(_open_with_faults, place.scheme, plan))
-        ckptcore.save(location, state, layout=self.layout(), overwrite=place.replaces_atomically, context=context)
+            location = location.replace(trial.scheme, "faulty", 1)
+            context = with_storage(context, "faulty", partial(_open_with_faults, trial.scheme, plan))
+        ckptcore.save(location, state, layout=self.layout(), overwrite=trial.replaces_atomically, context=context)
 
     # --- the result
 
-    def _assert_old_or_new(self, place: _TrialLocation, where: str) -> str:
+    def _assert_old_or_new(self, trial: _TrialLocation, where: str) -> str:
         try:
-            loaded = ckptcore.load(place.location)
+            loaded = ckptcore.load(trial.location)
         except CheckpointNotFoundError:
-            assert not place.replaces_atomically, f"{where}: neither the old nor the new checkpoint exists"
+            assert not trial.replaces_atomically, f"{where}: neither the old nor the new checkpoint exists"
             return "old"
         outcome = "new" if loaded["step"] == _new_state()["step"] else "old"
         expected = _new_state() if outcome == "new" else _old_state()
-        assert place.replaces_atomically or outcome == "new", f"{where}: an unexpected checkpoint"
+        assert trial.replaces_atomically or outcome == "new", f"{where}: an unexpected checkpoint"
         assert list(loaded) == list(expected), f"{where}: a mix of old and new"
         for name, value in expected.items():
             if isinstance(value, int):
                 assert loaded[name] == value, where
             else:
                 assert_same_bits(loaded[name], value, f"{where}: {name}")
-        report = ckptcore.verify(place.location)
+        report = ckptcore.verify(trial.location)
         assert report.ok, f"{where}: {report.problems}"
         return outcome
 
-    def _assert_next_save_cleans_up(self, place: _TrialLocation) -> None:
-        if not place.replaces_atomically and self._is_committed(place):
-            ckptcore.delete(place.location)
-        self._save(place, _next_state(), None)
-        assert ckptcore.load(place.location)["step"] == _next_state()["step"]
-        self._assert_nothing_else(place)
+    def _assert_next_save_cleans_up(self, trial: _TrialLocation) -> None:
+        if not trial.replaces_atomically and self._is_committed(trial):
+            ckptcore.delete(trial.location)
+        self._save(trial, _next_state(), None)
+        assert ckptcore.load(trial.location)["step"] == _next_state()["step"]
+        self._assert_nothing_else(trial)
 
-    def _is_committed(self, place: _TrialLocation) -> bool:
+    def _is_committed(self, trial: _TrialLocation) -> bool:
         try:
-            ckptcore.metadata(place.location)
+            ckptcore.metadata(trial.location)
         except CheckpointNotFoundError:
             return False
         return True
 
-    def _assert_nothing_else(self, place: _TrialLocation) -> None:
+    def _assert_nothing_else(self, trial: _TrialLocation) -> None:
         """Fail if the directory contains anything but the checkpoint, or if the checkpoint has unlisted objects."""
-        storage = place.storage()
+        storage = trial.storage()
         assert set(storage.list_names()) <= {"checkpoint/"}, "leftovers next to the checkpoint"
-        if not self._is_committed(place):
+        if not self._is_committed(trial):
             assert list(storage.list()) == [], "leftovers of a failed save"
             return
-        known = {f"checkpoint/{key}" for key in ckptcore.metadata(place.location).objects}
+        known = {f"checkpoint/{key}" for key in ckptcore.metadata(trial.location).objects}
         extra = {key for key in storage.list() if key not in known and not key.startswith("checkpoint/checkpoint.")}
         assert not extra, f"the checkpoint contains unlisted objects: {sorted(extra)}"
 
@@ -209,7 +213,7 @@ def _open_with_faults(scheme: str, plan: FaultPlan, url: str, options: StorageOp
     return with_faults(installed_plugins().storage(scheme)(url.replace("faulty", scheme, 1), options), plan)
 
 
-def _places(scheme: str, directory: str) -> Iterator[_TrialLocation]:
+def _trials(scheme: str, directory: str) -> Iterator[_TrialLocation]:
     while True:
         name = uuid.uuid4().hex
         if scheme == "file":

@@ -71,7 +71,7 @@ class LayoutForecastTests:
         raise NotImplementedError("give the class the method `layout`")
 
     @pytest.mark.parametrize("size", [1, 4])
-    def test_a_plan_tells_objects_and_requests(self, size: int) -> None:
+    def test_a_plan_matches_the_objects_and_requests_of_the_save(self, size: int) -> None:
         layout = self.layout()
         stores = MemoryStorages()
 
@@ -100,7 +100,7 @@ class LayoutForecastTests:
             else:
                 assert _counts(process) == {kind: asked[kind] for kind in _counts(process)}
 
-    def test_a_job_that_does_not_run_is_planned_as_it_would_be(self) -> None:
+    def test_a_simulated_job_has_the_plan_of_a_real_job(self) -> None:
         layout = self.layout()
         replicas = ReplicaOptions(piece_bytes=1 << 14)
 
@@ -116,7 +116,7 @@ class LayoutForecastTests:
         )
         assert _without_random_names(imagined) == _without_random_names(ThreadJob(4).run(job)[0])
 
-    def test_a_plan_needs_no_elements(self) -> None:
+    def test_a_plan_of_abstract_arrays_is_the_same(self) -> None:
         layout = self.layout()
 
         def job(coordinator: Coordinator) -> tuple[SavePlan, SavePlan]:

@@ -71,14 +71,14 @@ class LayoutPiecesTests:
         skeleton = Node("dict", tuple(f"leaf {number}" for number in range(len(leaves))), (LEAF,) * len(leaves))
         return tree_trial(skeleton, leaves, aliases=_TIED)
 
-    def test_every_array_goes_into_one_object(self) -> None:
+    def test_every_array_belongs_to_one_object(self) -> None:
         found = self._arrays_by_object(self._trial())
         assert found == self._arrays_by_object(self._trial())
         expected = [leaf for leaf in range(len(_SPECS)) if leaf not in _TIED]
         assert sorted(leaf for leaves in found for leaf in leaves) == expected
 
     @pytest.mark.parametrize("most_bytes", [16, 1000, 1 << 20])
-    def test_pieces_make_what_whole_arrays_make(self, most_bytes: int, tmp_path: Path) -> None:
+    def test_writing_in_pieces_gives_the_same_files(self, most_bytes: int, tmp_path: Path) -> None:
         trial = self._trial()
         objects = self._arrays_by_object(trial)
         cut = _CutTrial(trial.tree, trial.arrays, trial.parts, objects=objects, most_bytes=most_bytes)
@@ -94,7 +94,7 @@ class LayoutPiecesTests:
         assert contents[0] == contents[1]
 
     @pytest.mark.parametrize("size", [2, 3, 20])
-    def test_processes_share_the_objects(self, size: int, tmp_path: Path) -> None:
+    def test_several_processes_write_the_objects(self, size: int, tmp_path: Path) -> None:
         trial = self._trial()
         objects = self._arrays_by_object(trial)
         cut = _CutTrial(trial.tree, trial.arrays, trial.parts, size=size, objects=objects, most_bytes=100)

@@ -103,7 +103,7 @@ class LayoutTests:
         raise NotImplementedError("define the method `layout`")
 
     @pytest.fixture
-    def place(self, tmp_path: Path) -> StorageBackend:
+    def storage(self, tmp_path: Path) -> StorageBackend:
         """Return an empty storage, by default a local directory."""
         return local_directory(tmp_path)
 
@@ -115,39 +115,39 @@ class LayoutTests:
 
     # --- reading back
 
-    def test_it_has_a_name(self) -> None:
+    def test_the_layout_has_a_name(self) -> None:
         name = self.layout().name
         assert type(name) is str and name
 
-    def test_it_can_be_sent_to_a_worker(self, place: StorageBackend) -> None:
+    def test_the_layout_can_be_pickled(self, storage: StorageBackend) -> None:
         """A pickled layout has its options, but no caches of checkpoints."""
         layout = self.layout()
         sent = len(pickle.dumps(layout))
         trial = flat_trial({f"array {number}": ArraySpec((3, 2), "float32") for number in range(100)})
-        write_trial(layout, trial, Subdirectory(place, "before")).assert_reads_back()
+        write_trial(layout, trial, Subdirectory(storage, "before")).assert_reads_back()
         there = pickle.loads(pickle.dumps(layout))
         assert type(there) is type(layout)
         assert len(pickle.dumps(layout)) <= sent + 100
         if dataclasses.is_dataclass(layout):
             assert there == layout
-        write_trial(there, trial, Subdirectory(place, "after")).assert_reads_back()
+        write_trial(there, trial, Subdirectory(storage, "after")).assert_reads_back()
 
-    def test_every_dtype_comes_back(self, place: StorageBackend) -> None:
-        check_each(lambda dtype: self._check_dtype(dtype, Subdirectory(place, dtype)), DTYPE_NAMES)
+    def test_every_dtype_is_loaded_as_saved(self, storage: StorageBackend) -> None:
+        check_each(lambda dtype: self._check_dtype(dtype, Subdirectory(storage, dtype)), DTYPE_NAMES)
 
-    def _check_dtype(self, dtype: str, place: StorageBackend) -> None:
+    def _check_dtype(self, dtype: str, storage: StorageBackend) -> None:
         trial = flat_trial({f"array {number}": ArraySpec(shape, dtype) for number, shape in enumerate(SHAPES)})
         if dtype in self.refused_dtypes:
             assert dtype not in PORTABLE_DTYPES, f"every layout stores {dtype}"
             with pytest.raises(UnsupportedLeafError):
                 self.layout().check(trial.tree, 1)
             return
-        write_trial(self.layout(), trial, place).assert_reads_back()
+        write_trial(self.layout(), trial, storage).assert_reads_back()
 
-    def test_a_single_leaf_is_a_tree(self, place: StorageBackend) -> None:
-        write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), place).assert_reads_back()
+    def test_a_tree_can_be_a_single_leaf(self, storage: StorageBackend) -> None:
+        write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), storage).assert_reads_back()
 
-    def test_blocks_boundaries_do_not_show(self, place: StorageBackend) -> None:
+    def test_arrays_can_cross_checksum_blocks(self, storage: StorageBackend) -> None:
         """Arrays larger than a block of checksums, at odd offsets."""
         specs: dict[Key, ArraySpec] = {
             "odd": ArraySpec((7,), "uint8"),
@@ -155,27 +155,27 @@ class LayoutTests:
             "wide": ArraySpec((3, 200_001), "int16"),
             "last": ArraySpec((5,), "float64"),
         }
-        written = write_trial(self.layout(), flat_trial(specs), place)
+        written = write_trial(self.layout(), flat_trial(specs), storage)
         written.assert_reads_back()
         written.assert_reads_back([(1, Box((500, 3), (502, 770))), (2, Box((0, 199_999), (3, 200_001)))])
 
-    def test_an_empty_tree_comes_back(self, place: StorageBackend) -> None:
+    def test_an_empty_tree_can_be_saved(self, storage: StorageBackend) -> None:
         for container in ("dict", "list"):
             trial = tree_trial(Node(container, (), ()), [])
-            assert write_trial(self.layout(), trial, Subdirectory(place, container)).read([]) == []
+            assert write_trial(self.layout(), trial, Subdirectory(storage, container)).read([]) == []
 
-    def test_a_tree_of_values_needs_no_arrays(self, place: StorageBackend) -> None:
+    def test_a_tree_without_arrays_can_be_saved(self, storage: StorageBackend) -> None:
         values = [ValueRecord("int", 1), ValueRecord("str", "two"), ValueRecord("none", None)]
-        written = write_trial(self.layout(), tree_trial(Node("list", (0, 1, 2), (LEAF,) * 3), values), place)
+        written = write_trial(self.layout(), tree_trial(Node("list", (0, 1, 2), (LEAF,) * 3), values), storage)
         assert written.read([]) == []
 
-    def test_names_never_stand_for_one_another(self, place: StorageBackend) -> None:
+    def test_similar_names_are_not_confused(self, storage: StorageBackend) -> None:
         def check(name: str) -> None:
-            self._check_names(_AWKWARD_TREES[name], Subdirectory(place, name.replace(" ", "-")))
+            self._check_names(_AWKWARD_TREES[name], Subdirectory(storage, name.replace(" ", "-")))
 
         check_each(check, _AWKWARD_TREES)
 
-    def _check_names(self, paths: tuple[tuple[Key, ...], ...], place: StorageBackend) -> None:
+    def _check_names(self, paths: tuple[tuple[Key, ...], ...], storage: StorageBackend) -> None:
         specs = [ArraySpec((number + 1,), "int32") for number in range(len(paths))]
         skeleton, order = _skeleton(paths)
         trial = tree_trial(skeleton, [specs[number] for number in order])
@@ -183,13 +183,13 @@ class LayoutTests:
             self.layout().check(trial.tree, 1)
         except _REFUSALS:
             return  # refusing before a byte is written is allowed
-        write_trial(self.layout(), trial, place).assert_reads_back()
+        write_trial(self.layout(), trial, storage).assert_reads_back()
 
-    def test_shared_arrays_are_stored_once(self, place: StorageBackend) -> None:
+    def test_shared_arrays_are_stored_once(self, storage: StorageBackend) -> None:
         """A format without tied arrays stores the bytes once per name."""
         specs = [ArraySpec((64, 1024), "float32")] * 3
         skeleton = Node("dict", ("embed", "head", "third"), (LEAF,) * 3)
-        written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), place)
+        written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), storage)
         written.assert_reads_back()
         stored = sum(stored.nbytes for stored in written.objects().values())
         most = 2 if self.ties else 4
@@ -197,13 +197,13 @@ class LayoutTests:
 
     @_quiet
     @given(data=st.data())
-    def test_any_boxes_of_any_tree_come_back(self, place: StorageBackend, data: st.DataObject) -> None:
+    def test_any_boxes_of_any_tree_can_be_loaded(self, storage: StorageBackend, data: st.DataObject) -> None:
         trial = data.draw(self._trials(), "trial")
         try:
             self.layout().check(trial.tree, trial.size)
         except _REFUSALS:
             assume(False)
-        with self._emptied(Subdirectory(place, uuid.uuid4().hex)) as example:
+        with self._emptied(Subdirectory(storage, uuid.uuid4().hex)) as example:
             written = write_trial(self.layout(), trial, example)
             written.assert_reads_back()
             leaves = [leaf for leaf in trial.arrays if leaf not in trial.tree.aliases]
@@ -213,17 +213,17 @@ class LayoutTests:
             written.assert_reads_back(list(dict.fromkeys(wanted)))
 
     @contextmanager
-    def _emptied(self, place: StorageBackend) -> Iterator[StorageBackend]:
+    def _emptied(self, storage: StorageBackend) -> Iterator[StorageBackend]:
         try:
-            yield place
+            yield storage
         finally:
-            place.delete(list(place.list()))
+            storage.delete(list(storage.list()))
 
     def _trials(self) -> st.SearchStrategy[Trial]:
         allowed = tuple([name for name in DTYPE_NAMES if name not in self.refused_dtypes])
         return _trials_of(self.several_processes, allowed)
 
-    def test_uneven_parts_of_several_processes_make_one_array(self, place: StorageBackend) -> None:
+    def test_several_processes_write_uneven_parts_of_one_array(self, storage: StorageBackend) -> None:
         if not self.several_processes:
             return
         boxes = [Box((0, 0), (3, 4)), Box((3, 0), (5, 4)), Box((0, 4), (4, 6)), Box((4, 4), (5, 6))]
@@ -231,12 +231,14 @@ class LayoutTests:
         trial = flat_trial(
             {"uneven": ArraySpec((5, 6), "bfloat16"), "whole": ArraySpec((3,), "int8")}, parts=parts, size=4
         )
-        written = write_trial(self.layout(), trial, place)
+        written = write_trial(self.layout(), trial, storage)
         written.assert_reads_back()
         written.assert_reads_back([(0, Box((2, 3), (5, 5))), (0, Box((0, 0), (1, 1))), (1, Box((1,), (2,)))])
 
     @pytest.mark.parametrize("cells", [(3, 1), (1, 4), (2, 3)], ids=["rows", "columns", "both"])
-    def test_replicas_share_an_array(self, cells: tuple[int, int], place: StorageBackend) -> None:
+    def test_several_processes_share_the_write_of_a_replicated_array(
+        self, cells: tuple[int, int], storage: StorageBackend
+    ) -> None:
         """Replicas are written by several processes in turn, and stored once."""
         layout = self.layout()
         if not layout.capabilities.any_replica_writes:
@@ -250,14 +252,14 @@ class LayoutTests:
         parts = {leaf: [of_leaf[rank::3] for rank in range(3)] for leaf, of_leaf in enumerate(boxes)}
         trial = flat_trial(specs, parts=parts, size=3)
         written = write_trial(
-            layout, dataclasses.replace(trial, tree=dataclasses.replace(trial.tree, leaves=tuple(cut))), place
+            layout, dataclasses.replace(trial, tree=dataclasses.replace(trial.tree, leaves=tuple(cut))), storage
         )
         written.assert_reads_back()
         written.assert_reads_back([(0, Box((31, 39), (65, 121))), (1, Box((2, 2), (5, 8))), (0, boxes[0][-1])])
         stored = sum(stored.nbytes for stored in written.objects().values())
         assert stored < 2.5 * specs["shared"].nbytes, f"{stored} bytes were written for {specs['shared'].nbytes}"
 
-    def test_sessions_make_one_checkpoint(self, place: StorageBackend) -> None:
+    def test_several_sessions_write_one_checkpoint(self, storage: StorageBackend) -> None:
         """Each session knows only its own leaves: arrays, ties, values, a part of an array, or nothing."""
         layout = self.layout()
         if not layout.capabilities.sessions:
@@ -289,7 +291,7 @@ class LayoutTests:
                 tree = dataclasses.replace(trials[number].tree, leaves=tuple(leaves))
                 arrays = {**trials[number].arrays, leaf: bit_patterns(split["split"], 9)}
                 trials[number] = dataclasses.replace(trials[number], tree=tree, arrays=arrays, parts={leaf: [[box]]})
-        written = write_sessions(layout, trials, place)
+        written = write_sessions(layout, trials, storage)
         assert sorted(map(format_path, written.trial.tree.paths)) == sorted(
             ["a/x", "a/z", "b/tied", "b/y", "e/none", "n", "text", *(["a/split"] if split else [])]
         )
@@ -315,26 +317,26 @@ class LayoutTests:
             with pytest.raises((KeyError, IndexError, TypeError, ValueError)):
                 layout.renumbered(state, [0, 1])
 
-    def test_two_checkpoints_do_not_mix(self, place: StorageBackend) -> None:
+    def test_two_checkpoints_do_not_mix(self, storage: StorageBackend) -> None:
         layout = self.layout()
-        first = write_trial(layout, flat_trial({"x": ArraySpec((5,), "float32")}), Subdirectory(place, "first"))
-        second = write_trial(layout, flat_trial({"y": ArraySpec((6,), "int8")}), Subdirectory(place, "second"))
+        first = write_trial(layout, flat_trial({"x": ArraySpec((5,), "float32")}), Subdirectory(storage, "first"))
+        second = write_trial(layout, flat_trial({"y": ArraySpec((6,), "int8")}), Subdirectory(storage, "second"))
         first.assert_reads_back()
         second.assert_reads_back()
 
-    def test_another_layout_object_reads_it(self, place: StorageBackend) -> None:
+    def test_a_new_layout_object_reads_the_checkpoint(self, storage: StorageBackend) -> None:
         """The state of a layout contains its options."""
-        written = write_trial(self.layout(), _small_trial(), place)
+        written = write_trial(self.layout(), _small_trial(), storage)
         dataclasses.replace(written, layout=type(self.layout())()).assert_reads_back()
 
-    def test_the_state_can_be_pickled(self, place: StorageBackend) -> None:
-        state = write_trial(self.layout(), _small_trial(), place).state
+    def test_the_state_can_be_pickled(self, storage: StorageBackend) -> None:
+        state = write_trial(self.layout(), _small_trial(), storage).state
         assert pickle.loads(pickle.dumps(state)) == state
 
     # --- positions of chunks
 
-    def test_extents_are_where_leaves_lie(self, place: StorageBackend) -> None:
-        written = write_trial(self.layout(), _small_trial(), place)
+    def test_extents_match_the_bytes_of_leaves(self, storage: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), storage)
         objects = written.objects()
         for leaf, key, start, stop in _extents(written, written.state):
             content = objects[key].read_bytes()
@@ -348,8 +350,8 @@ class LayoutTests:
             objects[key].write_bytes(content)
             assert differing == [leaf], f"byte {start} of {key} is said to be of leaf {leaf}"
 
-    def test_tiles_make_up_arrays(self, place: StorageBackend) -> None:
-        written = write_trial(self.layout(), _small_trial(), place)
+    def test_the_chunk_index_covers_every_array(self, storage: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), storage)
         index = written.layout.index(written.trial.tree, written.state)
         for leaf in written.trial.arrays:
             if leaf in written.trial.tree.aliases:
@@ -365,15 +367,15 @@ class LayoutTests:
                 if tile.is_exact:
                     assert tile.is_plain
                     part = written.trial.arrays[leaf][tile.box.slices]
-                    assert place.get(tile.key, tile.offset, tile.offset + part.nbytes) == (
+                    assert storage.get(tile.key, tile.offset, tile.offset + part.nbytes) == (
                         plain(part).astype(little_dtype(part.dtype)).tobytes()
                     )
 
     # --- damaged and hostile checkpoints
 
-    def test_a_hostile_state_is_an_error(self, place: StorageBackend) -> None:
+    def test_a_hostile_state_is_an_error(self, storage: StorageBackend) -> None:
         """A tampered state causes a CheckpointError, or returns bytes of the checkpoint's files, but never crashes."""
-        written = write_trial(self.layout(), _small_trial(), place)
+        written = write_trial(self.layout(), _small_trial(), storage)
         for state in tampered(written.state, self.tampered_states):
             with _BoundedMemory(f"reading with the state {state!r:.500}"):
                 for store in written.stores():
@@ -385,8 +387,8 @@ class LayoutTests:
                     f"extents of the state {state!r:.500}",
                 )
 
-    def test_a_truncated_object_is_an_error(self, place: StorageBackend) -> None:
-        written = write_trial(self.layout(), _small_trial(), place)
+    def test_a_truncated_object_is_an_error(self, storage: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), storage)
         for key, stored in written.objects().items():
             content = stored.read_bytes()
             for length in self._some(_lengths(len(content))):
@@ -400,8 +402,8 @@ class LayoutTests:
             _only_checkpoint_errors(partial(_read_unverified, written), f"{key} removed")
             stored.write_bytes(content)
 
-    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
-        written = write_trial(self.layout(), _small_trial(), place)
+    def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), storage)
         choices = random.Random(1)
         for key, stored in written.objects().items():
             content = stored.read_bytes()
@@ -419,15 +421,15 @@ class LayoutTests:
 
     # --- checkpoints of other software
 
-    def test_inspect_finds_what_it_wrote(self, place: StorageBackend) -> None:
+    def test_inspect_recognises_its_own_checkpoint(self, storage: StorageBackend) -> None:
         if not self.foreign:
-            assert self.layout().inspect(StrictReadStore(place), None) is None
+            assert self.layout().inspect(StrictReadStore(storage), None) is None
             return
         specs: dict[Key, ArraySpec] = {f"array_{name}": ArraySpec((3, 2), name) for name in PORTABLE_DTYPES}
         specs["scalar"] = ArraySpec((), "float32")
         specs["none"] = ArraySpec((0, 4), "float32")
-        written = write_trial(self.layout(), flat_trial(specs), place)
-        found = self.layout().inspect(StrictReadStore(place), None)
+        written = write_trial(self.layout(), flat_trial(specs), storage)
+        found = self.layout().inspect(StrictReadStore(storage), None)
         assert found is not None, "inspect does not recognise the written checkpoint"
         assert found.writer and json.loads(json.dumps(found.state, allow_nan=False)) == found.state
         names = [str(path[-1]) for path in found.tree.paths]
@@ -436,17 +438,17 @@ class LayoutTests:
         for name, elements in zip(names, written.read(tree=found.tree, state=found.state, verified=False), strict=True):
             assert_same_bits(elements, arrays[name], name)
 
-    def test_inspect_of_something_else_is_none(self, place: StorageBackend) -> None:
+    def test_inspect_returns_none_for_other_files(self, storage: StorageBackend) -> None:
         layout = self.layout()
-        assert layout.inspect(StrictReadStore(place), None) is None, "an empty directory"
-        assert layout.inspect(StrictReadStore(Subdirectory(place, "missing")), None) is None, "no directory"
-        place.put("notes.txt", b"nothing to see here")
-        place.put("sub/data.bin", bytes(range(256)))
-        assert layout.inspect(StrictReadStore(place), None) is None, "files of another format"
-        assert layout.inspect(StrictReadStore(place), "notes.txt") is None, "a file of another format"
+        assert layout.inspect(StrictReadStore(storage), None) is None, "an empty directory"
+        assert layout.inspect(StrictReadStore(Subdirectory(storage, "missing")), None) is None, "no directory"
+        storage.put("notes.txt", b"nothing to see here")
+        storage.put("sub/data.bin", bytes(range(256)))
+        assert layout.inspect(StrictReadStore(storage), None) is None, "files of another format"
+        assert layout.inspect(StrictReadStore(storage), "notes.txt") is None, "a file of another format"
 
-    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
-        written = write_trial(self.layout(), _small_trial(), place)
+    def test_inspect_of_damaged_files_raises_only_checkpoint_errors(self, storage: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), storage)
         choices = random.Random(2)
         for key, stored in written.objects().items():
             content = stored.read_bytes()
@@ -461,70 +463,70 @@ class LayoutTests:
 
     # --- checkpoints of several checkpointables
 
-    def test_several_checkpointables_are_found_by_name(self, place: StorageBackend) -> None:
+    def test_several_checkpointables_are_found_by_name(self, storage: StorageBackend) -> None:
         """Each checkpointable and the list of names can be inspected."""
         layout = self.layout()
-        written = self._write_several(layout, place)
+        written = self._write_several(layout, storage)
         for one in written.values():
             one.assert_reads_back()
         if not self.foreign:
             return
         for name, one in written.items():
-            found = layout.inspect(StrictReadStore(Subdirectory(place, name)), None)
+            found = layout.inspect(StrictReadStore(Subdirectory(storage, name)), None)
             assert found is not None, f"inspect does not recognise {name} in its directory"
             assert len(found.tree.leaves) == len(one.trial.arrays)
             one.assert_reads_back()
         if self.composites:
-            several = layout.inspect_composite(StrictReadStore(place))
+            several = layout.inspect_composite(StrictReadStore(storage))
             assert several is not None, "inspect_composite does not recognise the written checkpoint"
             assert {name: several.members[name] for name in written} == dict.fromkeys(written, "tree")
             assert several.writer
 
-    def test_one_tree_has_at_most_one_name(self, place: StorageBackend) -> None:
+    def test_a_single_tree_has_at_most_one_name(self, storage: StorageBackend) -> None:
         layout = self.layout()
-        write_trial(layout, _small_trial(), place)
-        found = layout.inspect_composite(StrictReadStore(place))
+        write_trial(layout, _small_trial(), storage)
+        found = layout.inspect_composite(StrictReadStore(storage))
         if found is not None:
             assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
             (name,) = found.members
-            assert layout.inspect(StrictReadStore(Subdirectory(place, name)), None) is not None, (
+            assert layout.inspect(StrictReadStore(Subdirectory(storage, name)), None) is not None, (
                 f"inspect does not recognise {name}"
             )
 
-    def test_something_else_is_no_composite(self, place: StorageBackend) -> None:
+    def test_other_files_are_not_a_composite(self, storage: StorageBackend) -> None:
         layout = self.layout()
-        assert layout.inspect_composite(StrictReadStore(place)) is None, "an empty directory"
-        assert layout.inspect_composite(StrictReadStore(Subdirectory(place, "missing"))) is None, "no directory"
-        place.put("notes.txt", b"nothing to see here")
-        place.put("sub/data.bin", bytes(range(256)))
-        assert layout.inspect_composite(StrictReadStore(place)) is None, "files of no format"
+        assert layout.inspect_composite(StrictReadStore(storage)) is None, "an empty directory"
+        assert layout.inspect_composite(StrictReadStore(Subdirectory(storage, "missing"))) is None, "no directory"
+        storage.put("notes.txt", b"nothing to see here")
+        storage.put("sub/data.bin", bytes(range(256)))
+        assert layout.inspect_composite(StrictReadStore(storage)) is None, "files of no format"
 
-    def test_damaged_marks_are_an_error_at_most(self, place: StorageBackend) -> None:
+    def test_damaged_metadata_files_raise_only_checkpoint_errors(self, storage: StorageBackend) -> None:
         layout = self.layout()
-        written = self._write_several(layout, place)
+        written = self._write_several(layout, storage)
         choices = random.Random(3)
-        for key, stored in objects_below(place).items():
+        for key, stored in objects_below(storage).items():
             if key.partition("/")[0] in written:
                 continue
             content = stored.read_bytes()
             for bad in self._some(_damaged(content, choices)):
                 stored.write_bytes(bad)
                 with _BoundedMemory(f"inspecting a damaged {key}"):
-                    _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} is {bad[:200]!r}")
+                    _only_checkpoint_errors(partial(_inspect_both, layout, storage), f"{key} is {bad[:200]!r}")
             stored.unlink()
-            _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} removed")
+            _only_checkpoint_errors(partial(_inspect_both, layout, storage), f"{key} removed")
             stored.write_bytes(content)
 
-    def _write_several(self, layout: Layout, place: StorageBackend) -> dict[str, WrittenTrial]:
+    def _write_several(self, layout: Layout, storage: StorageBackend) -> dict[str, WrittenTrial]:
         """Write two trees to directories of their names, with the metadata files of one checkpoint."""
         written = {}
         for name in ("params", "moments"):
             trial = dataclasses.replace(_small_trial(), name=name)
-            written[name] = write_trial(layout, trial, Subdirectory(place, name))
+            written[name] = write_trial(layout, trial, Subdirectory(storage, name))
         info = CheckpointInfo(
             "2026-01-02T03:04:05.678+00:00", {"run": "baseline"}, {"loss": 0.5}, dict.fromkeys(written, "tree")
         )
-        write_metadata_files(layout, info, place)
+        write_metadata_files(layout, info, storage)
         return written
 
     def _inspect_and_read(self, written: WrittenTrial, entry: str | None) -> object:
@@ -659,9 +661,9 @@ def _damaged(content: bytes, choices: random.Random) -> list[bytes]:
     return damaged
 
 
-def _inspect_both(layout: Layout, place: StorageBackend) -> None:
-    layout.inspect(StrictReadStore(place), None)
-    layout.inspect_composite(StrictReadStore(place))
+def _inspect_both(layout: Layout, storage: StorageBackend) -> None:
+    layout.inspect(StrictReadStore(storage), None)
+    layout.inspect_composite(StrictReadStore(storage))
 
 
 def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:

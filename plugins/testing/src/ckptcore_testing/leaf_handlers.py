@@ -127,12 +127,12 @@ class LeafHandlerTests:
 
     # --- describe
 
-    def test_has_examples(self) -> None:
+    def test_there_are_examples(self) -> None:
         assert self.examples, "define the class attribute `examples` with at least one LeafExample"
         assert type(self.handler.priority) is int
 
     @_for_each("example")
-    def test_describe_says_what_the_leaf_is(self, example: LeafExample) -> None:
+    def test_describe_returns_the_record_of_the_leaf(self, example: LeafExample) -> None:
         leaf = example.make()
         record = self.handler.describe(leaf)
         assert record == self.handler.describe(leaf), "describe returns different records for one leaf"
@@ -147,19 +147,19 @@ class LeafHandlerTests:
             assert json.loads(json.dumps(record.value, allow_nan=False)) == record.value
 
     @_for_each("example")
-    def test_describe_leaves_the_leaf_alone(self, example: LeafExample) -> None:
+    def test_describe_does_not_change_the_leaf(self, example: LeafExample) -> None:
         leaf = example.make()
         self.handler.describe(leaf)
         assert_same_value(example.elements(leaf), example.expected, "after describe")
 
     @_for_each("array_example")
-    def test_an_abstract_leaf_is_described_like_its_leaf(self, array_example: LeafExample) -> None:
+    def test_an_abstract_leaf_has_the_record_of_its_leaf(self, array_example: LeafExample) -> None:
         record = self._array_record(array_example.make())
         for make_abstract in array_example.abstracts:
             of_abstract = self._array_record(make_abstract())
             assert (of_abstract.spec, of_abstract.kind) == (record.spec, record.kind)
 
-    def test_what_cannot_be_stored_is_refused(self, refused: Callable[[], Any]) -> None:
+    def test_unsupported_leaves_are_refused(self, refused: Callable[[], Any]) -> None:
         with pytest.raises(UnsupportedLeafError) as caught:
             self.handler.describe(refused())
         assert len(str(caught.value)) > 10, "the error must explain the reason and what to do"
@@ -167,7 +167,7 @@ class LeafHandlerTests:
     # --- abstract
 
     @_for_each("example")
-    def test_the_abstract_of_a_leaf_is_described_like_it(self, example: LeafExample) -> None:
+    def test_abstract_returns_a_leaf_with_the_same_record(self, example: LeafExample) -> None:
         leaf = example.make()
         record, of_abstract = self.handler.describe(leaf), self.handler.describe(self.handler.abstract(leaf))
         if isinstance(record, ArrayRecord):
@@ -178,14 +178,14 @@ class LeafHandlerTests:
         assert_same_value(example.elements(leaf), example.expected, "after abstract")
 
     @_for_each("array_example")
-    def test_an_abstract_leaf_is_its_own_abstract(self, array_example: LeafExample) -> None:
+    def test_abstract_returns_an_abstract_leaf_unchanged(self, array_example: LeafExample) -> None:
         abstract = self.handler.abstract(array_example.make())
         again = self.handler.abstract(abstract)
         assert type(again) is type(abstract)
         assert self.handler.describe(again) == self.handler.describe(abstract)
 
     @_for_each("array_example")
-    def test_the_abstract_of_a_leaf_holds_no_elements(self, array_example: LeafExample) -> None:
+    def test_an_abstract_leaf_has_no_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         abstract = self.handler.abstract(leaf)
         if abstract is leaf:
@@ -203,7 +203,7 @@ class LeafHandlerTests:
         assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf of an abstract one")
 
     @_for_each("array_example")
-    def test_the_abstract_of_a_leaf_lets_it_go(self, array_example: LeafExample) -> None:
+    def test_an_abstract_leaf_does_not_reference_its_leaf(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         try:
             gone = weakref.ref(leaf)
@@ -219,13 +219,13 @@ class LeafHandlerTests:
         )
 
     @_for_each("array_example")
-    def test_the_abstract_of_a_leaf_asks_for_the_same_boxes(self, array_example: LeafExample) -> None:
+    def test_an_abstract_leaf_requests_the_same_boxes(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         stored = self._array_record(leaf)
         assert set(self.handler.wanted(self.handler.abstract(leaf), stored)) == set(self.handler.wanted(leaf, stored))
 
     @_for_each("array_example")
-    def test_build_of_the_abstract_of_a_leaf_is_a_leaf_like_it(self, array_example: LeafExample) -> None:
+    def test_build_from_an_abstract_leaf_returns_an_equal_leaf(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         stored, abstract = self._array_record(leaf), self.handler.abstract(leaf)
         built = self.handler.build(abstract, stored, self._loaded(array_example, abstract, stored))
@@ -234,14 +234,14 @@ class LeafHandlerTests:
         assert self.handler.describe(built) == self.handler.describe(like), "shape, dtype, kind, cuts and notes"
         assert_same_value(array_example.elements(built), array_example.expected, "build of the abstract leaf")
 
-    def test_what_cannot_be_stored_has_no_abstract(self, refused: Callable[[], Any]) -> None:
+    def test_abstract_refuses_unsupported_leaves(self, refused: Callable[[], Any]) -> None:
         with pytest.raises(UnsupportedLeafError):
             self.handler.abstract(refused())
 
     # --- to the host
 
     @_for_each("array_example", size=(1, 2, 3))
-    def test_shards_of_all_processes_make_up_the_array(self, array_example: LeafExample, size: int) -> None:
+    def test_shards_of_all_processes_cover_the_array(self, array_example: LeafExample, size: int) -> None:
         leaf = array_example.make()
         shape = self._array_record(leaf).spec.shape
         owned: list[Box] = []
@@ -257,7 +257,7 @@ class LeafHandlerTests:
         assert_covers(owned, shape, f"replica 0 of the shards over {size} processes")
 
     @_for_each("array_example", size=(1, 2, 3))
-    def test_the_number_of_replicas_is_that_of_the_shards(self, array_example: LeafExample, size: int) -> None:
+    def test_the_number_of_replicas_matches_the_shards(self, array_example: LeafExample, size: int) -> None:
         leaf = array_example.make()
         found = self.handler.replicas(leaf, size)
         for rank in range(size):
@@ -265,7 +265,7 @@ class LeafHandlerTests:
                 assert found in (shard.replicas, 1, None), f"{shard}, but replicas returns {found}"
 
     @_for_each("array_example", size=(1, 3))
-    def test_a_dry_run_sees_the_shards_of_a_save(self, array_example: LeafExample, size: int) -> None:
+    def test_a_dry_run_has_the_same_shards_as_a_save(self, array_example: LeafExample, size: int) -> None:
         leaf = array_example.make()
         for rank in range(size):
             shards = list(self._shards(leaf, rank, size))
@@ -274,14 +274,14 @@ class LeafHandlerTests:
             assert taken.viewed >= 0 and taken.copied >= 0
 
     @_for_each("array_example")
-    def test_view_on_host_is_the_elements(self, array_example: LeafExample) -> None:
+    def test_view_on_host_returns_the_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         boxes = self._boxes(leaf)
         views = self.handler.view_on_host(leaf, boxes)
         self._assert_boxes(views, boxes, array_example.expected, "view_on_host")
 
     @_for_each("array_example")
-    def test_copy_to_host_is_the_elements(self, array_example: LeafExample) -> None:
+    def test_copy_to_host_returns_the_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         boxes = self._boxes(leaf)
         copies = self.handler.copy_to_host(leaf, boxes, LateHostMemory())
@@ -289,7 +289,7 @@ class LeafHandlerTests:
         assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf after copy_to_host")
 
     @_for_each("mutable_example")
-    def test_a_copy_does_not_see_later_changes(self, mutable_example: LeafExample) -> None:
+    def test_a_copy_does_not_change_with_the_leaf(self, mutable_example: LeafExample) -> None:
         leaf = mutable_example.make()
         boxes = self._boxes(leaf)
         copies = self.handler.copy_to_host(leaf, boxes, LateHostMemory())
@@ -318,7 +318,7 @@ class LeafHandlerTests:
         self._assert_boxes(copies, boxes, array_example.expected, "copy_to_host, after the leaf was freed")
 
     @_for_each("array_example")
-    def test_no_boxes_are_no_arrays(self, array_example: LeafExample) -> None:
+    def test_an_empty_list_of_boxes_gives_no_arrays(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         assert list(self.handler.view_on_host(leaf, ())) == []
         assert list(self.handler.copy_to_host(leaf, (), LateHostMemory())) == []
@@ -352,7 +352,7 @@ class LeafHandlerTests:
     # --- from the host
 
     @_for_each("array_example")
-    def test_wanted_boxes_make_up_the_array(self, array_example: LeafExample) -> None:
+    def test_requested_boxes_cover_the_array(self, array_example: LeafExample) -> None:
         stored = self._array_record(array_example.make())
         for abstract in self._abstracts(array_example):
             boxes = self.handler.wanted(abstract, stored)
@@ -360,7 +360,7 @@ class LeafHandlerTests:
             assert_covers(boxes, stored.spec.shape, "wanted, in the only process", overlap=True)
 
     @_for_each("array_example")
-    def test_build_brings_the_leaf_back(self, array_example: LeafExample) -> None:
+    def test_build_restores_the_leaf(self, array_example: LeafExample) -> None:
         stored = self._array_record(array_example.make())
         for abstract in self._abstracts(array_example):
             built = self.handler.build(abstract, stored, self._loaded(array_example, abstract, stored))
@@ -369,7 +369,7 @@ class LeafHandlerTests:
             assert (record.spec, record.kind) == (stored.spec, stored.kind)
 
     @_for_each("array_example")
-    def test_build_gives_the_type_of_a_concrete_leaf(self, array_example: LeafExample) -> None:
+    def test_build_returns_the_type_of_a_concrete_leaf(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         stored = self._array_record(leaf)
         built = self.handler.build(leaf, stored, self._loaded(array_example, leaf, stored))
@@ -379,7 +379,7 @@ class LeafHandlerTests:
         )
 
     @_for_each("array_example")
-    def test_build_takes_a_kind_it_does_not_know_as_a_plain_array(self, array_example: LeafExample) -> None:
+    def test_build_treats_an_unknown_kind_as_a_plain_array(self, array_example: LeafExample) -> None:
         stored = self._array_record(array_example.make())
         if stored.kind != PLAIN_ARRAY:
             return
@@ -389,7 +389,7 @@ class LeafHandlerTests:
             assert_same_value(array_example.elements(built), array_example.expected, "build of an unknown kind")
 
     @_for_each("value_example")
-    def test_build_brings_a_value_back(self, value_example: LeafExample) -> None:
+    def test_build_restores_a_value(self, value_example: LeafExample) -> None:
         leaf = value_example.make()
         stored = self.handler.describe(leaf)
         assert isinstance(stored, ValueRecord)
@@ -406,7 +406,7 @@ class LeafHandlerTests:
     # --- into an existing leaf
 
     @_for_each("mutable_example")
-    def test_destination_is_memory_to_read_into(self, mutable_example: LeafExample) -> None:
+    def test_destination_is_writable_memory(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
         for box in self.handler.wanted(target, stored):
@@ -421,7 +421,7 @@ class LeafHandlerTests:
             assert_same_bits(memory, mutable_example.expected[box.slices], "a destination is memory of the target")
 
     @_for_each("mutable_example")
-    def test_destination_of_another_dtype_is_none(self, mutable_example: LeafExample) -> None:
+    def test_destination_is_none_for_another_dtype(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
         other = "float64" if stored.spec.dtype != "float64" else "int32"
@@ -440,7 +440,7 @@ class LeafHandlerTests:
         assert_same_value(mutable_example.elements(target), mutable_example.expected, "fill")
 
     @_for_each("mutable_example")
-    def test_memory_to_fill_is_that_of_the_leaf(self, mutable_example: LeafExample) -> None:
+    def test_memory_of_fill_belongs_to_the_leaf(self, mutable_example: LeafExample) -> None:
         target, other = mutable_example.make(), mutable_example.make()
         memory = self.handler.memory_to_fill(target)
         assert memory is not None, "a leaf that can be filled has memory"
@@ -459,7 +459,7 @@ class LeafHandlerTests:
         )
 
     @_for_each("mutable_example")
-    def test_fill_keeps_what_was_read_into_a_destination(self, mutable_example: LeafExample) -> None:
+    def test_fill_keeps_elements_that_were_read_into_a_destination(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
         loaded = self._loaded(mutable_example, target, stored)
@@ -475,7 +475,7 @@ class LeafHandlerTests:
         assert_same_value(mutable_example.elements(target), mutable_example.expected, "destination and fill")
 
     @_for_each("array_example")
-    def test_fill_refuses_what_cannot_be_changed(self, array_example: LeafExample) -> None:
+    def test_fill_refuses_immutable_leaves(self, array_example: LeafExample) -> None:
         if array_example.mutate is not None:
             return
         target = array_example.make()
@@ -490,7 +490,7 @@ class LeafHandlerTests:
     # --- ties
 
     @_for_each("array_example")
-    def test_identity_tells_tied_leaves(self, array_example: LeafExample) -> None:
+    def test_identity_is_shared_only_by_tied_leaves(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         identity = self.handler.identity(leaf)
         assert identity == self.handler.identity(leaf)

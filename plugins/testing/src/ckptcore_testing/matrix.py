@@ -100,12 +100,12 @@ class StorageMatrixTests:
                 stack.enter_context(framework.session())
             yield
 
-    def test_there_is_something_to_combine(self) -> None:
+    def test_there_are_samples_to_combine(self) -> None:
         assert self.frameworks() and self.layouts() and self.storages()
 
     # --- arrays
 
-    def test_any_framework_loads_what_another_saved(
+    def test_any_framework_loads_checkpoints_of_another(
         self,
         saver: FrameworkSample,
         loader: FrameworkSample,
@@ -125,7 +125,7 @@ class StorageMatrixTests:
                     assert isinstance(leaf, loader.array_type)
                     assert_same_bits(loader.elements(leaf), expected, f"{dtype} {expected.shape}")
 
-    def test_any_framework_is_filled_from_what_another_saved(
+    def test_any_framework_loads_in_place_from_checkpoints_of_another(
         self,
         saver: FrameworkSample,
         loader: FrameworkSample,
@@ -151,7 +151,7 @@ class StorageMatrixTests:
                         unchanged = bit_patterns(ArraySpec(expected.shape, dtype), 77)
                         assert_same_bits(loader.elements(old), unchanged, "an array that cannot be changed")
 
-    def test_without_an_abstract_tree_anything_loads_as_numpy(
+    def test_everything_loads_as_numpy_without_an_abstract_tree(
         self, saver: FrameworkSample, layout: LayoutSample, storage: StorageSample, tmp_path: Path
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
@@ -161,7 +161,7 @@ class StorageMatrixTests:
                     for leaf, expected in zip(loaded[dtype], shapes, strict=True):
                         assert_same_bits(np.asarray(leaf), expected, f"{dtype} {expected.shape}")
 
-    def test_the_checkpoint_says_what_it_holds(
+    def test_metadata_describes_the_checkpoint(
         self, saver: FrameworkSample, layout: LayoutSample, storage: StorageSample, tmp_path: Path
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
@@ -178,7 +178,7 @@ class StorageMatrixTests:
             report = ckptcore.verify(location)
             assert report.ok, report.problems
 
-    def test_an_asynchronous_save_is_the_same(
+    def test_an_asynchronous_save_gives_the_same_checkpoint(
         self, saver: FrameworkSample, layout: LayoutSample, storage: StorageSample, tmp_path: Path
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
@@ -194,7 +194,7 @@ class StorageMatrixTests:
             finally:
                 ckptcore.delete(location, context=context)
 
-    def test_shared_arrays_stay_shared(
+    def test_tied_arrays_stay_tied(
         self, saver: FrameworkSample, layout: LayoutSample, storage: StorageSample, tmp_path: Path
     ) -> None:
         elements = bit_patterns(ArraySpec((4, 3), "float32"))
@@ -232,7 +232,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
 
     # --- abstract values
 
-    def test_a_value_comes_back_by_its_abstract(
+    def test_a_value_loads_with_its_abstract_value(
         self, saver: FrameworkSample, container: Any, layout: LayoutSample, tmp_path: Path
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
@@ -251,7 +251,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
 
     # --- dtypes that a framework lacks
 
-    def test_a_dtype_the_loader_lacks_is_a_clear_error_or_a_right_cast(
+    def test_an_unsupported_dtype_is_cast_correctly_or_refused(
         self, saver: FrameworkSample, loader: FrameworkSample, tmp_path: Path
     ) -> None:
         lacking = [name for name in saver.dtypes if name not in loader.dtypes]
@@ -271,7 +271,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
 
     # --- containers
 
-    def test_any_container_holds_any_framework(
+    def test_any_container_can_contain_leaves_of_any_framework(
         self, saver: FrameworkSample, loader: FrameworkSample, container: Any, layout: LayoutSample, tmp_path: Path
     ) -> None:
         elements = [bit_patterns(ArraySpec((3, 2), "float32")), bit_patterns(ArraySpec((), "int32"))]
@@ -290,7 +290,9 @@ class SaveLoadMatrixTests(StorageMatrixTests):
         for leaf, expected in zip(sorted(found, key=np.ndim, reverse=True), elements, strict=True):
             assert_same_bits(np.asarray(leaf), expected, f"{container.name} without an abstract tree")
 
-    def test_containers_nest_in_one_another(self, saver: FrameworkSample, layout: LayoutSample, tmp_path: Path) -> None:
+    def test_containers_can_be_nested_in_each_other(
+        self, saver: FrameworkSample, layout: LayoutSample, tmp_path: Path
+    ) -> None:
         containers = [container for framework in self.frameworks().values() for container in framework.containers]
         elements = bit_patterns(ArraySpec((2,), "int16"))
         state, abstract = {}, {}
@@ -313,7 +315,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
     # --- all combinations
 
     @pytest.mark.slow
-    def test_every_combination(
+    def test_every_combination_of_samples_works(
         self,
         saver: FrameworkSample,
         loader: FrameworkSample,

@@ -94,7 +94,7 @@ class PluginTests:
 
     # --- importing
 
-    def test_importing_it_imports_nothing_heavy(self) -> None:
+    def test_the_entry_module_imports_no_framework(self) -> None:
         heavy = set(self._required_packages() if self.heavy is None else self.heavy)
         module = self._entry().module
         program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
@@ -106,7 +106,7 @@ class PluginTests:
             f"importing {module} imports {sorted(heavy & imported)}; import them when they are used"
         )
 
-    def test_hooks_answer_without_the_framework(self) -> None:
+    def test_hooks_work_without_the_framework(self) -> None:
         """Hooks do not import the framework."""
         heavy = sorted(set(self._required_packages() if self.heavy is None else self.heavy))
         program = (
@@ -139,7 +139,7 @@ class PluginTests:
             if {_normal(name) for name in distributions} & (required - {PROJECT_NAME})
         }
 
-    def test_it_imports_only_public_modules(self) -> None:
+    def test_the_plugin_imports_only_public_modules(self) -> None:
         top = self._entry().module.partition(".")[0]
         found = [line for path in _sources(top) if path.stem not in self.inner for line in internal_imports(path)]
         assert found == [], "import only public modules of ckptcore: " + "; ".join(found)
@@ -156,14 +156,14 @@ class PluginTests:
         named = {name for name in dir(plugin) if name.startswith("ckpt_")}
         assert named == marked, f"{sorted(named ^ marked)} look like hooks, but are not marked with @hookimpl"
 
-    def test_it_claims_no_type_of_others(self) -> None:
+    def test_the_plugin_claims_no_unrelated_type(self) -> None:
         for example in (object(), _UnknownType(), 1, "text", {}, [], ModuleType("module"), int):
             for hook in _TYPE_HOOKS:
                 key = "leaf_type" if hook == "ckpt_leaf_handler" else "value_type"
                 answer = self._answer(hook, **{key: type(example), "example": example})
                 assert answer is None, f"{hook} handles {type(example)}, which is not a type of this plugin"
 
-    def test_layouts_have_their_names(self) -> None:
+    def test_layouts_are_registered_under_their_names(self) -> None:
         layouts: Mapping[str, Any] = self._answer("ckpt_layouts") or {}
         for name, factory in layouts.items():
             assert factory().name == name
@@ -183,7 +183,7 @@ class PluginTests:
             assert scheme not in others, f"the scheme {scheme!r} is also offered by {others[scheme]}"
             assert scheme in sampled, f"define a StorageSample for {scheme}://, for the matrix of tests"
 
-    def test_it_does_not_open_unknown_schemes(self) -> None:
+    def test_the_plugin_opens_no_unknown_scheme(self) -> None:
         answer = self._answer("ckpt_storage_for", scheme="no-such-scheme")
         assert answer is None, "ckpt_storage_for must return None for unknown schemes, for a clear error"
 

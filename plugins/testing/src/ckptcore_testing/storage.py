@@ -74,19 +74,19 @@ class StorageBackendTests:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def test_it_says_what_it_is(self, storage: StorageBackend) -> None:
+    def test_the_storage_describes_itself(self, storage: StorageBackend) -> None:
         suited = storage.capabilities
         assert all(isinstance(count, int) and count > 0 for count in suited)
         assert suited.part_bytes == 1 or suited.part_bytes % (1 << 20) == 0
         assert storage.address is None or storage.address.url.endswith("/")
 
-    def test_a_new_directory_has_nothing(self, storage: StorageBackend) -> None:
+    def test_a_new_directory_is_empty(self, storage: StorageBackend) -> None:
         assert list(storage.list()) == []
         assert list(storage.list("a")) == []
         assert list(storage.list_names()) == []
         assert list(storage.list_names("a/b")) == []
 
-    def test_ranges(self, storage: StorageBackend) -> None:
+    def test_get_returns_byte_ranges(self, storage: StorageBackend) -> None:
         storage.put("digits", b"0123456789")
         assert storage.get("digits") == b"0123456789"
         assert storage.get("digits", 3) == b"3456789"
@@ -110,7 +110,7 @@ class StorageBackendTests:
         assert list(storage.list()) == ["empty"]
         storage.get_into("empty", [(0, memoryview(bytearray(0)))])
 
-    def test_what_is_not_there_is_said_to_be_so(self, storage: StorageBackend) -> None:
+    def test_a_missing_object_is_an_error(self, storage: StorageBackend) -> None:
         storage.put("file", b"1")
         for key in ("missing", "missing/below", "file/below", "fil"):
             for read in (storage.get, storage.get_with_tag, storage.size):
@@ -119,7 +119,7 @@ class StorageBackendTests:
             with pytest.raises(ObjectNotFoundError):
                 storage.get_into(key, [(0, memoryview(bytearray(1)))])
 
-    def test_a_directory_is_no_object(self, storage: StorageBackend) -> None:
+    def test_a_directory_is_not_an_object(self, storage: StorageBackend) -> None:
         storage.put("directory/name", b"1")
         for read in (storage.get, storage.get_with_tag, storage.size):
             with pytest.raises(ObjectNotFoundError):
@@ -127,7 +127,7 @@ class StorageBackendTests:
         with pytest.raises(ObjectNotFoundError):
             storage.get_into("directory", [(0, memoryview(bytearray(1)))])
 
-    def test_get_into_fills_buffers_and_nothing_else(self, storage: StorageBackend) -> None:
+    def test_get_into_fills_exactly_the_buffers(self, storage: StorageBackend) -> None:
         data = _pattern(100_000)
         storage.put("data", data)
         memory = bytearray(b"\xee" * 300)
@@ -139,7 +139,7 @@ class StorageBackendTests:
         expected[200:201] = data[99_999:]
         assert memory == expected
 
-    def test_get_into_joins_ranges_that_follow_each_other(self, storage: StorageBackend) -> None:
+    def test_get_into_reads_adjacent_ranges(self, storage: StorageBackend) -> None:
         data = _pattern(5000)
         storage.put("data", data)
         pieces = [bytearray(size) for size in [1, 0, 7] * 600]
@@ -147,13 +147,13 @@ class StorageBackendTests:
         storage.get_into("data", [(start, memoryview(piece)) for start, piece in zip(starts, pieces, strict=False)])
         assert b"".join(pieces) == data[3 : 3 + 8 * 600]
 
-    def test_get_into_at_every_alignment(self, storage: StorageBackend) -> None:
+    def test_get_into_works_at_every_alignment(self, storage: StorageBackend) -> None:
         check_each(
-            partial(self._check_get_into_at_every_alignment, storage),
+            partial(self._check_get_into_works_at_every_alignment, storage),
             (1, 4095, 4096, 4097, 300_000, (1 << 20) + 1, 9_000_001),
         )
 
-    def _check_get_into_at_every_alignment(self, storage: StorageBackend, nbytes: int) -> None:
+    def _check_get_into_works_at_every_alignment(self, storage: StorageBackend, nbytes: int) -> None:
         data = _pattern(nbytes)
         _write(storage, "data", data)
         memory = memoryview(bytearray(nbytes + 5000))
@@ -163,7 +163,7 @@ class StorageBackendTests:
             storage.get_into("data", [(start, target)])
             assert target == data[start:]
 
-    def test_get_into_says_which_bytes_are_missing(self, storage: StorageBackend) -> None:
+    def test_get_into_reports_missing_bytes(self, storage: StorageBackend) -> None:
         storage.put("directory/data", bytes(1000))
         for start, size in ((995, 10), (1000, 1), (5000, 1), (0, 2_000_000)):
             with pytest.raises(CorruptCheckpointError, match="directory/data") as caught:
@@ -175,7 +175,7 @@ class StorageBackendTests:
             assert caught.value.start is not None
             assert caught.value.start <= 1000
 
-    def test_an_open_object_stays_itself(self, storage: StorageBackend) -> None:
+    def test_an_open_object_does_not_change(self, storage: StorageBackend) -> None:
         _write(storage, "data", b"old" * 1000)
         reader = storage.open_reader("data")
         if isinstance(reader, ReaderByKey):
@@ -194,7 +194,7 @@ class StorageBackendTests:
             reader.get_into([(2995, memoryview(bytearray(6)))])
         assert caught.value.key == "data"
 
-    def test_a_held_object_stays_itself_and_tells_of_changes(self, storage: StorageBackend) -> None:
+    def test_an_open_object_does_not_change_and_detects_a_replacement(self, storage: StorageBackend) -> None:
         _write(storage, "data", b"old" * 1000)
         reader = storage.open_stamped("data")
         if not isinstance(reader, StampedReader):
@@ -234,7 +234,7 @@ class StorageBackendTests:
             storage.get_into("counter", [(0, memoryview(memory))])
             assert memory == b"%04d" % number
 
-    def test_conditions_are_refused_where_there_are_none(self, storage: StorageBackend) -> None:
+    def test_unsupported_conditions_are_refused(self, storage: StorageBackend) -> None:
         if self.conditional:
             pytest.skip("this storage supports conditions")
         for condition in (IF_ABSENT, IfTag(storage.put("a/b", b"first"))):
@@ -248,7 +248,7 @@ class StorageBackendTests:
         if not self.conditional:
             pytest.skip("this storage has no conditional puts")
 
-    def test_if_absent(self, storage: StorageBackend) -> None:
+    def test_put_with_if_absent_only_creates(self, storage: StorageBackend) -> None:
         self._needs_conditions()
         tag = storage.put("a/b", b"first", condition=IF_ABSENT)
         with pytest.raises(ConditionFailedError):
@@ -259,7 +259,7 @@ class StorageBackendTests:
         storage.put("a/b", b"third", condition=IF_ABSENT)
         assert storage.get("a/b") == b"third"
 
-    def test_if_tag(self, storage: StorageBackend) -> None:
+    def test_put_with_if_tag_replaces_only_that_version(self, storage: StorageBackend) -> None:
         self._needs_conditions()
         first = storage.put("a/b", b"first")
         second = storage.put("a/b", b"second", condition=IfTag(first))
@@ -269,7 +269,7 @@ class StorageBackendTests:
         storage.put("a/b", b"fourth", condition=IfTag(second))
         assert storage.get("a/b") == b"fourth"
 
-    def test_if_tag_fails_where_the_object_is_gone(self, storage: StorageBackend) -> None:
+    def test_if_tag_fails_if_the_object_was_deleted(self, storage: StorageBackend) -> None:
         self._needs_conditions()
         tag = storage.put("a/b", b"first")
         storage.delete(["a/b"])
@@ -277,7 +277,7 @@ class StorageBackendTests:
             storage.put("a/b", b"second", condition=IfTag(tag))
         assert list(storage.list()) == []
 
-    def test_one_of_many_creates(self, storage: StorageBackend) -> None:
+    def test_only_one_of_many_concurrent_creations_succeeds(self, storage: StorageBackend) -> None:
         self._needs_conditions()
         for number in range(5):
             key = f"directory/{number}"
@@ -293,7 +293,7 @@ class StorageBackendTests:
             assert won.count(True) == 1
             assert storage.get(key) == b"worker %d" % won.index(True)
 
-    def test_conditional_puts_lose_nothing(self, storage: StorageBackend) -> None:
+    def test_concurrent_conditional_puts_lose_no_update(self, storage: StorageBackend) -> None:
         """All threads increment a counter by compare-and-swap."""
         self._needs_conditions()
         storage.put("counter", b"0")
@@ -311,7 +311,7 @@ class StorageBackendTests:
         self._at_once(count)
         assert storage.get("counter") == b"%d" % (self.threads * 10)
 
-    def test_readers_see_whole_objects_while_they_are_put(self, storage: StorageBackend) -> None:
+    def test_readers_never_see_a_partial_put(self, storage: StorageBackend) -> None:
         values = [bytes([number]) * (50_000 + number) for number in range(3)]
         storage.put("value", values[0])
         seen: list[bytes] = []
@@ -328,14 +328,14 @@ class StorageBackendTests:
 
     # --- writing in pieces --------------------------------------------------------------------------------------------
 
-    def test_a_writer_takes_pieces_in_any_order(self, storage: StorageBackend) -> None:
+    def test_a_writer_accepts_pieces_in_any_order(self, storage: StorageBackend) -> None:
         check_each(
-            partial(self._check_a_writer_takes_pieces_in_any_order, storage),
+            partial(self._check_a_writer_accepts_pieces_in_any_order, storage),
             (0, 1, 70_000, (9 << 20) + 17),
             (True, False),
         )
 
-    def _check_a_writer_takes_pieces_in_any_order(self, storage: StorageBackend, nbytes: int, known: bool) -> None:
+    def _check_a_writer_accepts_pieces_in_any_order(self, storage: StorageBackend, nbytes: int, known: bool) -> None:
         data = _pattern(nbytes)
         writer = storage.open_writer("directory/data", nbytes if known else None)
         step = max(1, nbytes // 5)
@@ -347,7 +347,7 @@ class StorageBackendTests:
         assert storage.size("directory/data") == nbytes
         assert list(storage.list()) == ["directory/data"]
 
-    def test_a_writer_takes_empty_pieces(self, storage: StorageBackend) -> None:
+    def test_a_writer_accepts_empty_pieces(self, storage: StorageBackend) -> None:
         writer = storage.open_writer("data", 3)
         writer.write_at(0, b"")
         writer.write_at(0, b"abc")
@@ -365,7 +365,7 @@ class StorageBackendTests:
         writer.finish()
         assert storage.get("data") == b"".join(bytes([number]) * (1 << 20) for number in range(6))
 
-    def test_a_writer_takes_pieces_from_many_threads(self, storage: StorageBackend) -> None:
+    def test_a_writer_accepts_pieces_from_many_threads(self, storage: StorageBackend) -> None:
         data = _pattern(self.threads * 300_001)
         writer = storage.open_writer("data", len(data))
 
@@ -378,10 +378,10 @@ class StorageBackendTests:
         writer.finish()
         assert storage.get("data") == data
 
-    def test_a_writer_takes_what_one_request_carries(self, storage: StorageBackend) -> None:
-        check_each(partial(self._check_a_writer_takes_what_one_request_carries, storage), (True, False))
+    def test_a_writer_accepts_pieces_of_one_request(self, storage: StorageBackend) -> None:
+        check_each(partial(self._check_a_writer_accepts_pieces_of_one_request, storage), (True, False))
 
-    def _check_a_writer_takes_what_one_request_carries(self, storage: StorageBackend, known: bool) -> None:
+    def _check_a_writer_accepts_pieces_of_one_request(self, storage: StorageBackend, known: bool) -> None:
         part = max(storage.capabilities.part_bytes, 1 << 20)
         data = _pattern(3 * part + part // 2 + 1)
         writer = storage.open_writer("data", len(data) if known else None)
@@ -397,7 +397,7 @@ class StorageBackendTests:
         assert storage.size("data") == len(data)
         assert storage.get("data") == data
 
-    def test_a_writer_replaces(self, storage: StorageBackend) -> None:
+    def test_a_writer_replaces_an_object(self, storage: StorageBackend) -> None:
         storage.put("data", b"the old and longer one")
         _write(storage, "data", b"new")
         assert storage.get("data") == b"new"
@@ -405,7 +405,7 @@ class StorageBackendTests:
         storage.get_into("data", [(0, memoryview(memory))])
         assert memory == b"new"
 
-    def test_abort_leaves_nothing(self, storage: StorageBackend) -> None:
+    def test_abort_leaves_no_object(self, storage: StorageBackend) -> None:
         writer = storage.open_writer("directory/data", 10)
         writer.write_at(0, b"01234")
         writer.abort()
@@ -416,7 +416,7 @@ class StorageBackendTests:
         _write(storage, "directory/data", b"again")
         assert storage.get("directory/data") == b"again"
 
-    def test_several_writers_at_once(self, storage: StorageBackend) -> None:
+    def test_several_writers_can_run_at_once(self, storage: StorageBackend) -> None:
         def write_one(worker: int) -> None:
             for number in range(5):
                 _write(storage, f"directory-{number}/{worker}", b"%d %d" % (worker, number))
@@ -425,7 +425,7 @@ class StorageBackendTests:
         for worker, number in itertools.product(range(self.threads), range(5)):
             assert storage.get(f"directory-{number}/{worker}") == b"%d %d" % (worker, number)
 
-    def test_sync_takes_what_was_written(self, storage: StorageBackend) -> None:
+    def test_sync_accepts_written_keys(self, storage: StorageBackend) -> None:
         storage.put("a/b/c", b"1")
         _write(storage, "a/d", b"2")
         storage.sync(["a/b/c", "a/d"])
@@ -434,7 +434,7 @@ class StorageBackendTests:
 
     # --- listing and deleting -----------------------------------------------------------------------------------------
 
-    def test_list_is_sorted_and_goes_by_directories(self, storage: StorageBackend) -> None:
+    def test_list_is_sorted_and_limited_to_a_directory(self, storage: StorageBackend) -> None:
         keys = ["a", "a-b", "a.b", "aa/x", "ab", "b/a", "b/a-1/x", "b/c/y", "b/z", "c"]
         for key in reversed(keys):
             storage.put(key, b"1")
@@ -448,7 +448,7 @@ class StorageBackendTests:
         assert list(storage.list_names("b/")) == ["a", "a-1/", "c/", "z"]
         assert list(storage.list_names("a")) == []
 
-    def test_delete(self, storage: StorageBackend) -> None:
+    def test_delete_removes_objects_and_ignores_missing_keys(self, storage: StorageBackend) -> None:
         for key in ("a/b/c", "a/b/d", "a/e", "f"):
             storage.put(key, b"1")
         storage.delete([])
@@ -461,12 +461,12 @@ class StorageBackendTests:
         storage.put("a/b/c", b"2")
         assert storage.get("a/b/c") == b"2"
 
-    def test_delete_takes_no_directory(self, storage: StorageBackend) -> None:
+    def test_delete_does_not_remove_a_directory(self, storage: StorageBackend) -> None:
         storage.put("a/b", b"1")
         storage.delete(["a"])
         assert list(storage.list()) == ["a/b"]
 
-    def test_a_deletion_is_checked_before_anything_is_deleted(self, storage: StorageBackend) -> None:
+    def test_delete_while_calls_the_check_before_it_deletes(self, storage: StorageBackend) -> None:
         for key in ("a/b", "c", "tab\tname"):
             storage.put(key, b"1")
         seen: list[list[str]] = []
@@ -476,7 +476,7 @@ class StorageBackendTests:
         storage.delete_while([], lambda: None)
         assert list(storage.list()) == ["c"]
 
-    def test_an_error_of_the_check_ends_a_deletion(self, storage: StorageBackend) -> None:
+    def test_an_error_of_the_check_stops_a_deletion(self, storage: StorageBackend) -> None:
         storage.put("a", b"1")
 
         def refuse() -> None:
@@ -486,7 +486,7 @@ class StorageBackendTests:
             storage.delete_while(["a"], refuse)
         assert list(storage.list()) == ["a"]
 
-    def test_objects_come_and_go_in_one_directory(self, storage: StorageBackend) -> None:
+    def test_concurrent_writes_and_deletions_in_one_directory_succeed(self, storage: StorageBackend) -> None:
         """Removing an empty directory does not affect concurrent writes to it."""
 
         def work(worker: int) -> None:
@@ -526,10 +526,10 @@ class StorageBackendTests:
                 call()
         assert list(storage.list()) == []
 
-    def test_unusual_keys_are_taken(self, storage: StorageBackend) -> None:
-        check_each(partial(self._check_unusual_keys_are_taken, storage), UNUSUAL_KEYS)
+    def test_unusual_keys_are_accepted(self, storage: StorageBackend) -> None:
+        check_each(partial(self._check_unusual_keys_are_accepted, storage), UNUSUAL_KEYS)
 
-    def _check_unusual_keys_are_taken(self, storage: StorageBackend, key: str) -> None:
+    def _check_unusual_keys_are_accepted(self, storage: StorageBackend, key: str) -> None:
         storage.put(key, b"put")
         assert storage.get(key) == b"put"
         _write(storage, key, b"written")
@@ -552,7 +552,7 @@ class StorageBackendTests:
         with pytest.raises(ObjectNotFoundError):
             storage.get_into("a/b", [(0, memoryview(memory))])
 
-    def test_a_directory_can_be_opened_as_one(self, storage: StorageBackend, name: str) -> None:
+    def test_a_subdirectory_can_be_opened(self, storage: StorageBackend, name: str) -> None:
         inner = self.open(f"{name}/a")
         assert list(inner.list()) == []
         storage.put("a/b/c", b"1")
@@ -563,7 +563,7 @@ class StorageBackendTests:
         assert storage.get("a/d") == b"3"
         assert list(storage.list()) == ["a/b/c", "a/d", "ab/c"]
 
-    def test_directories_keep_to_themselves(self, name: str) -> None:
+    def test_directories_are_independent(self, name: str) -> None:
         first, second = self.open(f"{name}/one"), self.open(f"{name}/one-more")
         first.put("a", b"1")
         assert list(second.list()) == []
@@ -573,7 +573,7 @@ class StorageBackendTests:
 
     # --- all together -------------------------------------------------------------------------------------------------
 
-    def test_it_behaves_like_a_dictionary(self) -> None:
+    def test_any_sequence_of_operations_matches_a_dict(self) -> None:
         """Any sequence of operations has the same results as with a dict of bytes."""
         run_state_machine_as_test(
             storage_machine(lambda: self.open(f"conformance-{uuid.uuid4().hex}"), conditional=self.conditional),
@@ -586,7 +586,7 @@ class StorageBackendTests:
             ),
         )
 
-    def test_many_threads_do_many_things(self, storage: StorageBackend) -> None:
+    def test_many_threads_read_and_write_at_once(self, storage: StorageBackend) -> None:
         def work(worker: int) -> None:
             mine: dict[str, bytes] = {}
             for number in range(30):

@@ -48,12 +48,12 @@ class AtomicDirectoriesTests:
         """Return an empty directory."""
         return self.open(name)
 
-    def test_it_offers_the_protocol(self, storage: DirectoryStorage) -> None:
+    def test_the_storage_implements_the_protocol(self, storage: DirectoryStorage) -> None:
         assert isinstance(storage, AtomicDirectories)
 
     # --- locks --------------------------------------------------------------------------------------------------------
 
-    def test_a_lock_creates_its_directory_and_keeps_others_out(self, storage: DirectoryStorage, name: str) -> None:
+    def test_a_lock_creates_its_directory_and_excludes_others(self, storage: DirectoryStorage, name: str) -> None:
         lock = storage.lock_directory("a/b")
         assert lock is not None
         with lock:
@@ -69,7 +69,7 @@ class AtomicDirectoriesTests:
         with again:
             assert storage.lock_directory("a/b") is None
 
-    def test_a_lock_is_closed_by_exit_alone(self, storage: DirectoryStorage) -> None:
+    def test_exit_releases_a_lock(self, storage: DirectoryStorage) -> None:
         lock = storage.lock_directory("a")
         assert lock is not None
         lock.__exit__(None, None, None)
@@ -77,7 +77,7 @@ class AtomicDirectoriesTests:
         assert again is not None
         again.__exit__(None, None, None)
 
-    def test_a_locked_directory_does_not_vanish(self, storage: DirectoryStorage) -> None:
+    def test_a_locked_directory_is_not_removed(self, storage: DirectoryStorage) -> None:
         lock = storage.lock_directory("a/b")
         assert lock is not None
         with lock:
@@ -87,7 +87,7 @@ class AtomicDirectoriesTests:
             assert list(storage.list_names("a/b")) == []
             assert storage.lock_directory("a/b") is None
 
-    def test_a_lock_goes_where_its_directory_goes(self, storage: DirectoryStorage) -> None:
+    def test_a_lock_follows_its_renamed_directory(self, storage: DirectoryStorage) -> None:
         lock = storage.lock_directory("hidden")
         assert lock is not None
         with lock:
@@ -103,7 +103,7 @@ class AtomicDirectoriesTests:
         with last:
             pass
 
-    def test_a_lock_outlives_what_was_deleted(self, storage: DirectoryStorage) -> None:
+    def test_a_lock_survives_the_deletion_of_its_directory(self, storage: DirectoryStorage) -> None:
         lock = storage.lock_directory("a")
         assert lock is not None
         with lock:
@@ -113,7 +113,7 @@ class AtomicDirectoriesTests:
             with another:
                 assert storage.lock_directory("a") is None
 
-    def test_one_of_many_gets_the_lock(self, storage: DirectoryStorage) -> None:
+    def test_only_one_of_many_gets_the_lock(self, storage: DirectoryStorage) -> None:
         for number in range(5):
             release = threading.Event()
             answered = threading.Barrier(self.threads)
@@ -141,7 +141,7 @@ class AtomicDirectoriesTests:
         with pytest.raises(ObjectNotFoundError):
             storage.get("old/a")
 
-    def test_rename_replaces_nothing(self, storage: DirectoryStorage) -> None:
+    def test_rename_does_not_replace_objects(self, storage: DirectoryStorage) -> None:
         storage.put("old/a", b"1")
         storage.put("directory/b", b"2")
         storage.put("file", b"3")
@@ -165,7 +165,7 @@ class AtomicDirectoriesTests:
                 storage.rename(source, "new")
         assert list(storage.list()) == ["file"]
 
-    def test_one_of_many_renames(self, storage: DirectoryStorage) -> None:
+    def test_only_one_of_many_renames_succeeds(self, storage: DirectoryStorage) -> None:
         for worker in range(self.threads):
             storage.put(f"old-{worker}/a", b"%d" % worker)
 
@@ -183,7 +183,7 @@ class AtomicDirectoriesTests:
 
     # --- exchange -----------------------------------------------------------------------------------------------------
 
-    def test_exchange(self, storage: DirectoryStorage) -> None:
+    def test_exchange_swaps_two_directories(self, storage: DirectoryStorage) -> None:
         storage.put("one/a", b"1")
         storage.put("deep/other/b/c", b"2")
         _exchange_or_skip(storage, "one", "deep/other")
@@ -203,7 +203,7 @@ class AtomicDirectoriesTests:
         with pytest.raises(ObjectNotFoundError):
             storage.get_into("one/a", [(0, memoryview(memory))])
 
-    def test_exchange_needs_both(self, storage: DirectoryStorage) -> None:
+    def test_exchange_needs_both_directories(self, storage: DirectoryStorage) -> None:
         storage.put("one/a", b"1")
         storage.put("file", b"2")
         for first, second in (("one", "missing"), ("missing", "one"), ("one", "file"), ("file", "one")):
@@ -211,7 +211,7 @@ class AtomicDirectoriesTests:
                 storage.exchange(first, second)
         assert {key: storage.get(key) for key in storage.list()} == {"one/a": b"1", "file": b"2"}
 
-    def test_readers_always_see_one_of_two(self, storage: DirectoryStorage) -> None:
+    def test_readers_always_see_one_of_two_exchanged_directories(self, storage: DirectoryStorage) -> None:
         storage.put("one/a", b"1" * 1000)
         storage.put("other/a", b"2" * 1000)
         _exchange_or_skip(storage, "one", "other")
@@ -235,14 +235,14 @@ class AtomicDirectoriesTests:
 
     # --- syncing and deleting -----------------------------------------------------------------------------------------
 
-    def test_sync_directory(self, storage: DirectoryStorage) -> None:
+    def test_sync_directory_succeeds(self, storage: DirectoryStorage) -> None:
         storage.put("a/b/c", b"1")
         storage.put("a/d", b"2")
         storage.sync_directory("a")
         storage.sync_directory("a/b")
         assert list(storage.list()) == ["a/b/c", "a/d"]
 
-    def test_delete_directory(self, storage: DirectoryStorage) -> None:
+    def test_delete_directory_removes_everything_in_it(self, storage: DirectoryStorage) -> None:
         for key in ("a/b/c", "a/b/d/e", "a/f", "ab/c", "g"):
             storage.put(key, b"1")
         storage.delete_directory("missing")

@@ -55,7 +55,9 @@ class NewObjectTests:
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
     @pytest.mark.parametrize("size", ["empty", "small", "large"])
     @pytest.mark.parametrize("moment", ["before it was opened", "before it was finished"])
-    def test_nothing_is_replaced(self, storage: StorageBackend, moment: str, size: str, known: bool) -> None:
+    def test_an_existing_object_is_not_replaced(
+        self, storage: StorageBackend, moment: str, size: str, known: bool
+    ) -> None:
         data = self._data(size)
         if moment == "before it was opened":
             tag = storage.put("directory/data", b"another's")
@@ -72,7 +74,9 @@ class NewObjectTests:
 
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
     @pytest.mark.parametrize("size", ["small", "large"])
-    def test_it_is_finished_once_nothing_is_in_its_way(self, storage: StorageBackend, size: str, known: bool) -> None:
+    def test_finish_succeeds_after_the_existing_object_is_deleted(
+        self, storage: StorageBackend, size: str, known: bool
+    ) -> None:
         data = self._data(size)
         writer = storage.open_new("data", len(data) if known else None)
         _write_pieces(writer, data)
@@ -84,7 +88,7 @@ class NewObjectTests:
         assert storage.get("data") == data
         assert list(storage.list()) == ["data"]
 
-    def test_one_of_two_is_finished(self, storage: StorageBackend) -> None:
+    def test_only_one_of_two_writers_finishes(self, storage: StorageBackend) -> None:
         data = self._data("large")
         writers = [storage.open_new("data", len(data)) for _ in range(2)]
         for writer, text in zip(writers, (data, bytes(len(data))), strict=True):
@@ -95,7 +99,7 @@ class NewObjectTests:
         writers[1].abort()
         assert storage.get("data") == data
 
-    def test_abort_leaves_nothing(self, storage: StorageBackend) -> None:
+    def test_abort_leaves_no_object(self, storage: StorageBackend) -> None:
         data = self._data("large")
         writer = storage.open_new("directory/data", len(data))
         _write_pieces(writer, data[: len(data) // 2])
@@ -105,7 +109,7 @@ class NewObjectTests:
         with pytest.raises(ObjectNotFoundError):
             storage.get("directory/data")
 
-    def test_an_object_that_was_deleted_is_none(self, storage: StorageBackend) -> None:
+    def test_a_deleted_object_does_not_block_a_new_one(self, storage: StorageBackend) -> None:
         storage.put("data", b"another's")
         writer = storage.open_new("data", 3)
         writer.write_at(0, b"new")
@@ -153,11 +157,11 @@ class UploadsTests:
         """Return an empty directory."""
         return self.open(name)
 
-    def test_a_new_directory_has_none(self, storage: StorageBackend) -> None:
+    def test_a_new_directory_has_no_uploads(self, storage: StorageBackend) -> None:
         assert storage.abort_uploads() == 0
         assert storage.abort_uploads("a/b") == 0
 
-    def test_an_upload_that_was_given_up_is_never_finished(self, storage: StorageBackend, name: str) -> None:
+    def test_an_aborted_upload_cannot_be_finished(self, storage: StorageBackend, name: str) -> None:
         writer = self._begin(storage, "a/b/data")
         self._abort(self.open(name), "a", 1)
         with pytest.raises(StorageError):
@@ -169,7 +173,7 @@ class UploadsTests:
         again.finish()
         assert storage.size("a/b/data") == self.upload_bytes
 
-    def test_only_those_below_a_directory_are_given_up(self, storage: StorageBackend) -> None:
+    def test_only_uploads_in_the_directory_are_aborted(self, storage: StorageBackend) -> None:
         elsewhere = {key: self._begin(storage, key) for key in ("ab/data", "a.b", "b/a/data")}
         inside = self._begin(storage, "a/data")
         self._abort(storage, "a/", 1)
@@ -180,7 +184,7 @@ class UploadsTests:
             assert storage.size(key) == self.upload_bytes
         assert storage.abort_uploads() == 0
 
-    def test_all_of_a_storage_are_given_up(self, storage: StorageBackend) -> None:
+    def test_all_uploads_of_a_storage_are_aborted(self, storage: StorageBackend) -> None:
         writers = [self._begin(storage, key) for key in ("data", "a/data")]
         self._abort(storage, "", 2)
         for writer in writers:
@@ -188,14 +192,14 @@ class UploadsTests:
                 writer.finish()
         assert list(storage.list()) == []
 
-    def test_what_is_finished_stays(self, storage: StorageBackend) -> None:
+    def test_finished_objects_are_not_deleted(self, storage: StorageBackend) -> None:
         self._begin(storage, "a/data").finish()
         storage.put("a/small", b"1")
         assert storage.abort_uploads("a") == 0
         assert storage.size("a/data") == self.upload_bytes
         assert storage.get("a/small") == b"1"
 
-    def test_what_its_writer_gave_up_is_none(self, storage: StorageBackend) -> None:
+    def test_an_upload_aborted_by_its_writer_is_not_counted(self, storage: StorageBackend) -> None:
         self._begin(storage, "a/data").abort()
         assert storage.abort_uploads("a") == 0
 

@@ -15,7 +15,7 @@ class TestScroll(LayoutTests):
         return ScrollLayout()
 
 
-class TestScrollDying(LayoutCrashTests):
+class TestScrollCrashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return ScrollLayout()
 
