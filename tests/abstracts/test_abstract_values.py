@@ -38,7 +38,7 @@ class Frozen:
     name: str = "frozen"
 
 
-def test_leaves_become_what_asks_for_them() -> None:
+def test_leaves_become_abstract_leaves() -> None:
     state = {
         "w": np.ones((2, 3), ml_dtypes.bfloat16),
         "big endian": np.arange(4, dtype=">i4"),
@@ -79,13 +79,13 @@ def test_a_value_loads_with_its_abstract_value(tmp_path: Path) -> None:
     assert ckptcore.abstract(abstract) == abstract
 
 
-def test_a_value_is_one_leaf_as_well() -> None:
+def test_a_single_value_is_a_tree() -> None:
     assert ckptcore.abstract(np.zeros((3, 1))) == AbstractArray((3, 1), "float64")
     assert ckptcore.abstract(5) == 5
     assert ckptcore.abstract(None) is None
 
 
-def test_nothing_is_touched_and_nothing_copied() -> None:
+def test_abstract_reads_and_copies_no_element() -> None:
     memory = UntouchedMemory(4096)
     array = np.frombuffer(memory.memory, np.float32).reshape(1024, -1)
     parts = [ArrayShard(Box((0, 0), (512, array.shape[1])), array[:512])]
@@ -106,7 +106,7 @@ def test_nothing_is_touched_and_nothing_copied() -> None:
     assert array[3, 3] == 0 and memory.pages_touched() > 0, "the memory tells when it is touched"
 
 
-def test_a_sharded_array_asks_for_its_boxes(tmp_path: Path) -> None:
+def test_a_sharded_array_requests_its_boxes(tmp_path: Path) -> None:
     whole = np.arange(12.0).reshape(3, 4)
     boxes = [Box((0, 0), (3, 2)), Box((0, 2), (3, 4))]
     shards = [ArrayShard(box, whole[box.slices]) for box in boxes]
@@ -120,7 +120,7 @@ def test_a_sharded_array_asks_for_its_boxes(tmp_path: Path) -> None:
     assert all(np.array_equal(shard.elements, whole[shard.box.slices]) for shard in loaded.shards)
 
 
-def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
+def test_tied_leaves_stay_tied(tmp_path: Path) -> None:
     array = np.arange(4.0)
     sharded = ShardedArray((4,), "float64", [ArrayShard(Box((0,), (4,)), np.ones(4))])
     state = {"a": array, "b": array, "c": sharded, "d": sharded}
@@ -145,7 +145,7 @@ class Batches:
 @pytest.mark.parametrize(
     "make", [Batches, lambda: np.random.default_rng(3), lambda: np.random.RandomState(3), lambda: random.Random(3)]
 )
-def test_an_object_with_a_state_stands_as_its_state(make: Any, tmp_path: Path) -> None:
+def test_an_object_with_a_state_becomes_its_abstract_state(make: Any, tmp_path: Path) -> None:
     value = make()
     state = {"object": value, "step": 1}
     ckptcore.save(tmp_path / "c", state)
@@ -157,7 +157,7 @@ def test_an_object_with_a_state_stands_as_its_state(make: Any, tmp_path: Path) -
     assert_same_tree(loaded["object"], ckptcore.load(tmp_path / "c")["object"])
 
 
-def test_what_each_process_has_of_its_own_stays_so(tmp_path: Path) -> None:
+def test_per_process_values_stay_per_process(tmp_path: Path) -> None:
     state = {"model": {"w": np.ones(3)}, "own": ckptcore.PerProcess({"a": np.arange(3)})}
     ckptcore.save_checkpointables(tmp_path / "c", state)
     abstract = ckptcore.abstract(state)
@@ -166,13 +166,13 @@ def test_what_each_process_has_of_its_own_stays_so(tmp_path: Path) -> None:
     assert_same_tree(loaded, {"model": {"w": np.ones(3)}, "own": {"a": np.arange(3)}})
 
 
-def test_what_differs_is_told_as_for_any_abstract_tree(tmp_path: Path) -> None:
+def test_differences_are_reported_as_for_any_abstract_tree(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     with pytest.raises(TreeMismatchError, match=r"float64\[4\] is requested"):
         ckptcore.load(tmp_path / "c", ckptcore.abstract({"w": np.ones(4)}))
 
 
-def test_what_has_no_abstract_is_named_by_its_path() -> None:
+def test_the_error_names_the_path_of_an_unsupported_leaf() -> None:
     with pytest.raises(UnsupportedLeafError) as caught:
         ckptcore.abstract({"a": [np.array([object()])], "b": np.ma.masked_array([1, 2], [True, False]), "c": 1})
     assert "a[0]: " in str(caught.value)
@@ -183,7 +183,7 @@ def test_what_has_no_abstract_is_named_by_its_path() -> None:
         ckptcore.abstract({(1, 2): np.ones(3)})
 
 
-def test_the_handlers_of_a_context_are_asked() -> None:
+def test_the_handlers_of_a_context_are_used() -> None:
     from ckptcore.builtin.host_leaves import HostArrayHandler
 
     class Shouting(HostArrayHandler):

@@ -70,7 +70,7 @@ def arrays() -> dict[str, Any]:
     }
 
 
-def test_arrays_come_back_by_their_abstract(tmp_path: Path) -> None:
+def test_arrays_load_with_their_abstract_arrays(tmp_path: Path) -> None:
     state = arrays()
     ckptcore.save(tmp_path / "c", state)
     abstract = ckptcore.abstract(state)
@@ -83,7 +83,7 @@ def test_arrays_come_back_by_their_abstract(tmp_path: Path) -> None:
     assert ckptcore.abstract(abstract) == abstract
 
 
-def test_deleted_arrays_say_what_they_were(tmp_path: Path) -> None:
+def test_deleted_arrays_have_an_abstract_array(tmp_path: Path) -> None:
     state = arrays()
     ckptcore.save(tmp_path / "c", state)
     expected, before = arrays(), ckptcore.abstract(state)
@@ -94,7 +94,7 @@ def test_deleted_arrays_say_what_they_were(tmp_path: Path) -> None:
     assert_same(ckptcore.load(tmp_path / "c", abstract), expected)
 
 
-def test_a_donated_array_says_what_it_was() -> None:
+def test_a_donated_array_has_an_abstract_array() -> None:
     array = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh(8), spec("x")))
     sharding = array.sharding
     jax.jit(lambda given: given + 1, donate_argnums=0)(array).block_until_ready()
@@ -103,7 +103,7 @@ def test_a_donated_array_says_what_it_was() -> None:
     assert (abstract.shape, abstract.dtype, abstract.sharding) == ((8, 4), jnp.float32, sharding)
 
 
-def test_no_array_is_made() -> None:
+def test_abstract_creates_no_array() -> None:
     state = arrays()
     ckptcore.abstract(state)  # what is cached is so once
     before = {id(array) for array in live()}
@@ -120,18 +120,18 @@ def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
     assert loaded["a"] is loaded["b"]
 
 
-def test_the_same_elements_may_be_asked_for_in_two_ways() -> None:
+def test_tied_arrays_can_be_requested_in_two_ways() -> None:
     free = jnp.ones(4)
     abstract = ckptcore.abstract({"free": free, "placed": jax.device_put(free, jax.devices()[0])})
     assert abstract["free"].sharding is None and abstract["placed"].sharding is not None
 
 
-def test_a_tracer_has_no_abstract() -> None:
+def test_a_tracer_is_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match="tracer"):
         jax.jit(lambda given: ckptcore.abstract({"w": given}))(jnp.ones(2))
 
 
-def test_what_eval_shape_gives_is_abstract(tmp_path: Path) -> None:
+def test_results_of_eval_shape_are_abstract(tmp_path: Path) -> None:
     def init() -> dict[str, Any]:
         return {"key": jax.random.key(1), "n": jnp.int32(3), "w": jnp.ones((2, 3), jnp.bfloat16)}
 
@@ -157,7 +157,7 @@ def net() -> Any:
     return Net(nnx.Rngs(0, dropout=1))
 
 
-def test_modules_of_nnx_come_back_as_modules(tmp_path: Path) -> None:
+def test_nnx_modules_load_as_modules(tmp_path: Path) -> None:
     module = net()
     ckptcore.save(tmp_path / "c", {"model": module, "step": 1})
     expected = nnx.split(module)
@@ -171,7 +171,7 @@ def test_modules_of_nnx_come_back_as_modules(tmp_path: Path) -> None:
         assert_same(jax.tree.leaves(state), jax.tree.leaves(expected[1]))
 
 
-def test_states_of_nnx_and_optimizers_come_back(tmp_path: Path) -> None:
+def test_nnx_states_and_optimizers_are_restored(tmp_path: Path) -> None:
     module = net()
     optimizer = nnx.Optimizer(module, optax.adamw(1e-2), wrt=nnx.Param)
     state = {"model": nnx.split(module)[1], "optimizer": nnx.split(optimizer)[1]}
@@ -180,7 +180,7 @@ def test_states_of_nnx_and_optimizers_come_back(tmp_path: Path) -> None:
     assert_same_leaves(loaded, state)
 
 
-def test_modules_of_equinox_and_states_of_optax_come_back(tmp_path: Path) -> None:
+def test_equinox_modules_and_optax_states_are_restored(tmp_path: Path) -> None:
     def init() -> Any:
         return equinox.nn.MLP(4, 2, 8, 2, activation=jax.nn.gelu, key=jax.random.key(0))
 
@@ -199,7 +199,7 @@ def test_modules_of_equinox_and_states_of_optax_come_back(tmp_path: Path) -> Non
         assert np.array_equal(loaded["model"](jnp.ones(4)), model(jnp.ones(4)))
 
 
-def test_train_states_of_flax_come_back(tmp_path: Path) -> None:
+def test_flax_train_states_are_restored(tmp_path: Path) -> None:
     model = linen.Dense(3)
     transformation = optax.adam(1e-3)
 
@@ -215,7 +215,7 @@ def test_train_states_of_flax_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of event loops that Orbax leaves open
-def test_what_orbax_saved_loads_by_the_abstract_of_what_was_saved(tmp_path: Path) -> None:
+def test_orbax_checkpoints_load_with_the_abstract_saved_state(tmp_path: Path) -> None:
     params = {"w": jax.device_put(jnp.ones((8, 4), jnp.bfloat16), NamedSharding(mesh(8), spec("x")))}
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     state = {"params": params, "optimizer": chain.init(params), "step": 3, "key": jax.random.key(2)}
@@ -226,7 +226,7 @@ def test_what_orbax_saved_loads_by_the_abstract_of_what_was_saved(tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "zarr", "dcp"])
-def test_every_layout_takes_what_is_asked_for(layout: str, tmp_path: Path) -> None:
+def test_every_layout_loads_the_requested_arrays(layout: str, tmp_path: Path) -> None:
     state = {**arrays(), "params": {"w": np.ones(2), "name": "run"}}
     ckptcore.save(tmp_path / "c", state, layout=layout)
     assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), state)

@@ -31,7 +31,7 @@ SCALARS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scalars_of_numpy_come_back_as_scalars(layout: str, tmp_path: Path) -> None:
+def test_numpy_scalars_are_restored(layout: str, tmp_path: Path) -> None:
     saved = 0
     for name, scalar in SCALARS.items():
         try:
@@ -45,7 +45,7 @@ def test_scalars_of_numpy_come_back_as_scalars(layout: str, tmp_path: Path) -> N
     assert saved > len(SCALARS) // 2
 
 
-def test_a_scalar_of_long_text_costs_nothing_to_ask_for(tmp_path: Path) -> None:
+def test_a_request_for_a_long_text_scalar_allocates_no_memory(tmp_path: Path) -> None:
     """A checkpoint says how long it is, and may lie."""
     long = np.str_("x" * 100_000)
     ckptcore.save(tmp_path / "c", {"s": long})
@@ -55,7 +55,7 @@ def test_a_scalar_of_long_text_costs_nothing_to_ask_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "U3", "S3"])
-def test_what_claims_to_be_a_scalar_and_has_axes_is_an_array(dtype: str) -> None:
+def test_a_record_of_a_scalar_with_axes_is_an_array(dtype: str) -> None:
     """A hostile checkpoint may say so."""
     record = ArrayRecord(ArraySpec((2, 1), dtype), "numpy.scalar")
     assert abstract_of_stored(record) == ckptcore.AbstractArray((2, 1), dtype)
@@ -72,7 +72,7 @@ class Words:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_of_several_checkpointables_load_by_what_is_told_of_them(layout: str, tmp_path: Path) -> None:
+def test_several_checkpointables_load_with_their_metadata(layout: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": np.arange(3.0), "name": "run"}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "words": Words(), "step": 3}, layout=layout)
     found = ckptcore.metadata(tmp_path / "c").checkpointables

@@ -77,7 +77,7 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back_by_its_abstract(name: str, tmp_path: Path) -> None:
+def test_a_tensor_loads_with_its_abstract_tensor(name: str, tmp_path: Path) -> None:
     state = {"t": TENSORS[name]()}
     ckptcore.save(tmp_path / "c", state)
     abstract = ckptcore.abstract(state)
@@ -85,19 +85,19 @@ def test_a_tensor_comes_back_by_its_abstract(name: str, tmp_path: Path) -> None:
     assert_same(ckptcore.load(tmp_path / "c", abstract), state)
 
 
-def test_turned_tensors_come_back_contiguous(tmp_path: Path) -> None:
+def test_transposed_tensors_load_contiguous(tmp_path: Path) -> None:
     state = {"t": torch.arange(6.0).reshape(2, 3).t()}
     ckptcore.save(tmp_path / "c", state)
     assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), {"t": state["t"].contiguous()})
 
 
-def test_what_is_abstract_stays_as_it_is() -> None:
+def test_abstract_leaves_are_unchanged() -> None:
     meta, fake = torch.empty(3, device="meta"), empty_tensor(torch.Size((3,)), torch.float32, torch.device("cuda", 1))
     abstract = ckptcore.abstract({"meta": meta, "fake": fake})
     assert abstract["meta"] is meta and abstract["fake"] is fake
 
 
-def test_nothing_is_touched_and_nothing_made() -> None:
+def test_abstract_reads_and_creates_no_tensor() -> None:
     memory = UntouchedMemory(4096)
     weight = torch.frombuffer(memory.memory, dtype=torch.float32).reshape(1024, -1)
     module = torch.nn.Linear(1, 1, bias=False)
@@ -113,7 +113,7 @@ def test_nothing_is_touched_and_nothing_made() -> None:
     assert len(counting.made) == 1 and memory.pages_touched() == 4096, "both counts can tell"
 
 
-def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     state = {"a": weight, "b": weight, "detached": weight.detach()}
     ckptcore.save(tmp_path / "c", state)
@@ -124,7 +124,7 @@ def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_state", ["module", "optimizer", "both"])
-def test_the_state_of_modules_and_optimizers_comes_back(of_state: str, tmp_path: Path) -> None:
+def test_states_of_modules_and_optimizers_are_restored(of_state: str, tmp_path: Path) -> None:
     model, optimizer = trained()
     state = {"module": model, "optimizer": optimizer, "both": {"m": model, "o": optimizer, "epoch": 3}}[of_state]
     ckptcore.save(tmp_path / "c", state)
@@ -152,7 +152,7 @@ def test_a_loaded_state_goes_into_a_new_module(tmp_path: Path) -> None:
     assert_same(its.state_dict(), optimizer.state_dict())
 
 
-def test_a_module_on_the_meta_device_asks_for_what_was_saved(tmp_path: Path) -> None:
+def test_a_module_on_the_meta_device_requests_the_saved_state(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2)
     ckptcore.save(tmp_path / "c", {"model": model})
@@ -163,7 +163,7 @@ def test_a_module_on_the_meta_device_asks_for_what_was_saved(tmp_path: Path) -> 
     assert_same(ckptcore.load(tmp_path / "c", abstract), {"model": model.state_dict()})
 
 
-def test_a_wrapped_module_stands_under_plain_names(tmp_path: Path) -> None:
+def test_a_wrapped_module_has_plain_names(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     wrapped = torch.nn.DataParallel(model)
     ckptcore.save(tmp_path / "c", {"model": wrapped})
@@ -173,14 +173,14 @@ def test_a_wrapped_module_stands_under_plain_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [NamedOptimizer, NamedOptimizerPart])
-def test_the_state_of_named_optimizers_comes_back(kind: type[NamedOptimizer], tmp_path: Path) -> None:
+def test_the_state_of_named_optimizers_is_restored(kind: type[NamedOptimizer], tmp_path: Path) -> None:
     model, optimizer = trained()
     state = {"optimizer": kind(model, optimizer)}
     ckptcore.save(tmp_path / "c", state)
     assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), ckptcore.load(tmp_path / "c", state))
 
 
-def test_schedulers_scalers_and_generators_stand_as_their_states(tmp_path: Path) -> None:
+def test_schedulers_scalers_and_generators_become_abstract_states(tmp_path: Path) -> None:
     _, optimizer = trained()
     state = {
         "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
@@ -192,7 +192,7 @@ def test_schedulers_scalers_and_generators_stand_as_their_states(tmp_path: Path)
     assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), ckptcore.load(tmp_path / "c", state))
 
 
-def test_an_optimizer_without_a_state_asks_for_none(tmp_path: Path) -> None:
+def test_an_optimizer_without_a_state_requests_none(tmp_path: Path) -> None:
     model, optimizer = trained()
     ckptcore.save(tmp_path / "c", optimizer)
     new = optimizer_of(model)
@@ -201,7 +201,7 @@ def test_an_optimizer_without_a_state_asks_for_none(tmp_path: Path) -> None:
     assert_same(ckptcore.load(tmp_path / "c", new), optimizer.state_dict())
 
 
-def test_what_has_no_abstract_is_named_by_its_path() -> None:
+def test_the_error_names_the_path_of_an_unsupported_leaf() -> None:
     state = {"b": torch.empty(3, dtype=torch.bits8), "s": torch.eye(2).to_sparse(), "t": torch.ones(2)}
     with pytest.raises(UnsupportedLeafError, match=r"b: cannot store torch.bits8, .*; s: a tensor with the layout"):
         ckptcore.abstract(state)
@@ -225,7 +225,7 @@ def test_a_subclass_keeps_its_attributes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp"])
-def test_what_is_abstract_is_planned_as_what_it_stands_for(layout: str) -> None:
+def test_an_abstract_state_has_the_plan_of_the_concrete_state(layout: str) -> None:
     model, optimizer = trained()
     state = {"m": model, "o": optimizer, "t": torch.ones(3), "step": 1}
     plan, of_abstract = ckptcore.plan(state, layout=layout), ckptcore.plan(ckptcore.abstract(state), layout=layout)
@@ -234,7 +234,7 @@ def test_what_is_abstract_is_planned_as_what_it_stands_for(layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
-def test_what_torch_saved_loads_by_the_abstract_of_what_was_saved(tmp_path: Path) -> None:
+def test_torch_checkpoints_load_with_the_abstract_saved_state(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
     state_dict_saver.save(state, checkpoint_id=str(tmp_path / "dcp"))
@@ -248,7 +248,7 @@ def test_what_torch_saved_loads_by_the_abstract_of_what_was_saved(tmp_path: Path
 # --- devices that are not here: FakeTensors tell of them
 
 
-def test_the_abstract_of_a_tensor_says_on_which_device_it_is() -> None:
+def test_an_abstract_tensor_has_the_device_of_its_tensor() -> None:
     """Of a stand-in: the device need not be there."""
     device = torch.device("cuda", 1)
     stand_in = empty_tensor(torch.Size((2, 3)), torch.bfloat16, device)
@@ -269,7 +269,7 @@ def test_a_fake_tensor_is_refused_by_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:63", "xpu:63", "privateuseone:63"])
-def test_a_device_that_is_not_here_is_refused_before_anything_is_read(device: str, tmp_path: Path) -> None:
+def test_a_missing_device_is_refused_before_reading(device: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"t": torch.ones(3), "u": torch.ones(2)})
     for path in (tmp_path / "c").glob("*.safetensors"):
         path.unlink()  # who reads would fail at it
@@ -280,7 +280,7 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_read(device: st
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_on_a_device_come_back_there(tmp_path: Path) -> None:
+def test_tensors_are_restored_on_their_device(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     model, optimizer = trained()
     model.to(device)
@@ -329,7 +329,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_dtensor_comes_back_with_its_mesh_and_placements(tmp_path: Path) -> None:
+def test_a_dtensor_is_restored_with_its_mesh_and_placements(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     whole = torch.arange(12.0).reshape(4, 3)
     state: dict[str, Any] = {
@@ -351,7 +351,7 @@ def test_a_dtensor_comes_back_with_its_mesh_and_placements(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_fully_sharded_model_comes_back_as_dtensors(tmp_path: Path) -> None:
+def test_a_fully_sharded_model_loads_as_dtensors(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -374,9 +374,7 @@ def test_a_fully_sharded_model_comes_back_as_dtensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_dtensor_whose_elements_are_elsewhere_than_its_mesh_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abstract_dtensor_has_the_device_of_its_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As FSDP2 has them that offloads to the CPU. The mesh is of the CPU here, and said to be of a device."""
     monkeypatch.setattr(dtensors, "_mesh_device", lambda leaf: torch.device("cuda", 0))
     mesh = init_device_mesh("cpu", (1,))

@@ -168,7 +168,7 @@ def in_numpy(state: Any) -> Any:
     return type(state)([in_numpy(child) for child in state]) if isinstance(state, list | tuple) else state
 
 
-def test_what_frameworks_saved_loads_without_them(tmp_path: Path) -> None:
+def test_framework_checkpoints_load_without_the_framework(tmp_path: Path) -> None:
     """Through all layouts, one process for all of them."""
     states = {"jax": jax_state(), "torch": torch_state()}
     locations = {f"{name} {layout}": tmp_path / name / layout for name in states for layout in LAYOUTS}
@@ -218,7 +218,7 @@ def saved_by_others(directory: Path) -> dict[str, tuple[Path, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of event loops that Orbax leaves open
-def test_what_other_software_wrote_loads_without_frameworks(tmp_path: Path) -> None:
+def test_foreign_checkpoints_load_without_frameworks(tmp_path: Path) -> None:
     saved = saved_by_others(tmp_path)
     found = loaded_elsewhere({name: location for name, (location, _) in saved.items()}, tmp_path / "elsewhere")
     for name, (_, expected) in saved.items():

@@ -175,7 +175,7 @@ def test_only_the_commit_method_depends_on_the_kind_of_storage() -> None:
     assert {source.name for source in sources if asks_for_directories(source)} == CHOICES
 
 
-def test_a_question_for_the_kind_of_storage_is_noticed(tmp_path: Path) -> None:
+def test_a_check_of_the_storage_type_is_detected(tmp_path: Path) -> None:
     """The test above can fail."""
     path = tmp_path / "guest.py"
     path.write_text(
@@ -200,7 +200,7 @@ def test_a_plugin_requires_the_plugins_that_it_imports() -> None:
     assert [found for source in plugin_sources() for found in undeclared_imports(source)] == []
 
 
-def test_an_import_that_is_not_declared_is_noticed(tmp_path: Path) -> None:
+def test_an_undeclared_import_is_detected(tmp_path: Path) -> None:
     """The test above can fail."""
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "ckptcore-guest"\ndependencies = ["ckptcore>=0.1", "ckptcore-host>=0.1"]\n', encoding="utf-8"
@@ -223,7 +223,7 @@ def test_the_core_needs_no_extra_to_be_imported() -> None:
     assert reached == set()
 
 
-def test_forbidden_imports_are_noticed(tmp_path: Path) -> None:
+def test_forbidden_imports_are_detected(tmp_path: Path) -> None:
     """The tests above can fail, also for an import inside a function."""
     path = tmp_path / "guest.py"
     path.write_text("import os\nimport numpy\ndef f():\n    from torch import nn\n", encoding="utf-8")
@@ -250,7 +250,7 @@ CAPABILITIES = {
 docs/design/capabilities.md."""
 
 
-def test_few_capabilities_are_asked_for_with_isinstance() -> None:
+def test_few_capabilities_are_tested_with_isinstance() -> None:
     found = {
         node.name
         for source in core_sources()

@@ -46,7 +46,7 @@ def actual_tree() -> dict[str, tuple[str | None, str | None]]:
     return tree
 
 
-def test_the_drawn_tree_is_the_actual_one() -> None:
+def test_the_documented_error_tree_is_correct() -> None:
     assert drawn_tree(ckptcore.errors.__doc__ or "") == actual_tree()
 
 
@@ -54,7 +54,7 @@ def test_every_error_is_exported() -> None:
     assert set(actual_tree()) == set(ckptcore.errors.__all__)
 
 
-def test_every_error_is_a_checkpoint_error_and_fits_a_builtin() -> None:
+def test_every_error_is_a_checkpoint_error_and_has_a_builtin_base() -> None:
     fitting = {value for value in vars(builtins).values() if inspect.isclass(value) and issubclass(value, Exception)}
     for name in ckptcore.errors.__all__:
         error = getattr(ckptcore.errors, name)
@@ -63,7 +63,7 @@ def test_every_error_is_a_checkpoint_error_and_fits_a_builtin() -> None:
             assert fitting.intersection(error.__mro__) - {Exception}, f"{name} is no builtin error"
 
 
-def test_a_difference_is_noticed() -> None:
+def test_a_difference_is_detected() -> None:
     """The comparison above can fail."""
     drawing = (
         "Errors.\n\n    Top\n    ├── Left   (ValueError)  text\n    │   └── LeftLow   text\n    └── Right   text\n"

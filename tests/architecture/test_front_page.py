@@ -53,7 +53,7 @@ def names_for_type_checkers(module: ModuleType) -> dict[str, str]:
     }
 
 
-def test_type_checkers_see_the_names_that_are_there() -> None:
+def test_type_checkers_see_the_exported_names() -> None:
     names = {name: f"{module}.{name}" for name, module in ckptcore._HOMES.items()}
     modules = {name: f"ckptcore.{name}" for name in ckptcore._MODULES}
     lazy = {name: f"ckptcore.distributions.{name}" for name in lazy_names()}
@@ -63,7 +63,7 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
     assert {name for name in dir(ckptcore.results) if not name.startswith("_")} == results.keys()
 
 
-def test_there_are_few_names() -> None:
+def test_the_number_of_exported_names_is_limited() -> None:
     assert vars(ckptcore)["__all__"] == list(ckptcore._HOMES) and len(ckptcore._HOMES) <= MOST_NAMES
 
 

@@ -73,7 +73,7 @@ def test_collecting_the_plugins_imports_no_framework(tmp_path: Path) -> None:
     assert heavy(modules_loaded_by("uses_every_hook", path=tmp_path)) == set()
 
 
-def test_the_probe_notices_a_framework(tmp_path: Path) -> None:
+def test_the_probe_detects_a_framework(tmp_path: Path) -> None:
     """The tests above can fail: they detect a package that imports a framework."""
     (tmp_path / "innocent.py").write_text("import innocent_part\n", encoding="utf-8")
     (tmp_path / "innocent_part.py").write_text("import torch.nn\n", encoding="utf-8")
@@ -83,7 +83,7 @@ def test_the_probe_notices_a_framework(tmp_path: Path) -> None:
     assert heavy(modules_loaded_by("innocent", path=tmp_path)) == {"torch", "torch.nn"}
 
 
-def test_importing_ckptcore_loads_nothing_that_is_not_used_yet() -> None:
+def test_importing_ckptcore_loads_no_unused_module() -> None:
     loaded = modules_loaded_by("ckptcore", before=("logging", "typing"))
     assert loaded == {"ckptcore"}
 
@@ -100,7 +100,7 @@ SLOW = ("asyncio", "email", "hashlib", "importlib.metadata", "ml_dtypes", "numpy
 """Modules that take as long to import as a small save, and that only some saves and loads need."""
 
 
-def test_a_plain_save_and_load_import_nothing_slow(tmp_path: Path) -> None:
+def test_a_plain_save_and_load_import_no_slow_module(tmp_path: Path) -> None:
     location = str(tmp_path / "c")
     code = f"import ckptcore, numpy\nckptcore.save({location!r}, {{'w': numpy.ones(3)}})\nckptcore.load({location!r})\n"
     (tmp_path / "saves.py").write_text(code, encoding="utf-8")
@@ -109,7 +109,7 @@ def test_a_plain_save_and_load_import_nothing_slow(tmp_path: Path) -> None:
     assert not loaded.intersection(SLOW)
 
 
-def test_a_plain_load_imports_no_other_way_to_read(tmp_path: Path) -> None:
+def test_a_plain_load_imports_only_its_reader(tmp_path: Path) -> None:
     location = tmp_path / "c"
     ckptcore.save(location, {"w": np.ones(3)})
     (tmp_path / "loads.py").write_text(f"import ckptcore\nckptcore.load({str(location)!r})\n", encoding="utf-8")
@@ -119,7 +119,7 @@ def test_a_plain_load_imports_no_other_way_to_read(tmp_path: Path) -> None:
     assert not [module for module in loaded if module.split(".")[2] in others]
 
 
-def test_every_name_is_there_without_another_import() -> None:
+def test_every_name_is_available_without_another_import() -> None:
     names = [*ckptcore._HOMES, *ckptcore._MODULES]
     code = f"import ckptcore\nfor name in {names!r}:\n    assert getattr(ckptcore, name) is not None, name"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

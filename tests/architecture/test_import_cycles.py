@@ -28,7 +28,7 @@ def cycles(imports: Mapping[str, Collection[str]]) -> Sequence[Sequence[str]]:
             return found
 
 
-def test_circles_are_found() -> None:
+def test_cycles_are_detected() -> None:
     assert not cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
     (circle,) = cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()})
     assert len(circle) == 4 and "".join(circle) in "abcabcabc"

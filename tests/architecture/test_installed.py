@@ -20,7 +20,7 @@ def install(directory: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["ckptcore", "ckptcore.commands", "ckptcore_testing", "console_scripts", "pytest11"])
-def test_finds_those_of_importlib(group: str) -> None:
+def test_finds_the_distributions_of_importlib(group: str) -> None:
     expected = [
         EntryPoint(found.name, found.value, f"{found.dist.name} {found.dist.version}")
         for found in importlib.metadata.entry_points(group=group)
@@ -62,7 +62,7 @@ def test_a_distribution_that_is_installed_twice_counts_once(tmp_path: Path, monk
     assert [point.load() for point in found] == [json.decoder.JSONDecoder, json]
 
 
-def test_finds_those_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_distributions_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("an_example-1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: an-example\nVersion: 1.2\n")
         archive.writestr("an_example-1.2.dist-info/entry_points.txt", "[an.group]\nfirst = json\n")
@@ -70,7 +70,7 @@ def test_finds_those_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert entry_points("an.group") == [EntryPoint("first", "json", "an-example 1.2")]
 
 
-def test_finds_those_of_an_import_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_distributions_of_an_import_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     class Finder(importlib.metadata.DistributionFinder):
         def find_distributions(self, context: object = None) -> list[importlib.metadata.Distribution]:
             return [Found()]

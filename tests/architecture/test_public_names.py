@@ -129,7 +129,7 @@ def test_all_is_sorted_and_complete() -> None:
     assert [wrong for source in PUBLIC_SOURCES for wrong in wrong_exports(source)] == []
 
 
-def test_all_names_what_exists() -> None:
+def test_all_contains_only_existing_names() -> None:
     missing = [
         f"{source.name}.{name}"
         for source in core_sources()
@@ -174,7 +174,7 @@ INTERNAL_RESULTS = {"LoadRequest", "TreeContents"}
 """Classes without a public home that methods of public classes return to the core."""
 
 
-def test_what_public_functions_return_is_in_a_public_module() -> None:
+def test_result_types_of_public_functions_are_public() -> None:
     """As is all that is in what they return."""
     public = {name for module in [*PUBLIC_MODULES, "ckptcore.model"] for name in dir(importlib.import_module(module))}
     internal = {
@@ -193,7 +193,7 @@ def test_what_public_functions_return_is_in_a_public_module() -> None:
     assert found & internal <= INTERNAL_RESULTS
 
 
-def test_gaps_are_noticed(tmp_path: Path) -> None:
+def test_gaps_are_detected(tmp_path: Path) -> None:
     """The tests above can fail."""
     path = tmp_path / "gaps.py"
     path.write_text(

@@ -40,7 +40,7 @@ def is_there(name: str) -> bool:
     return True
 
 
-def test_no_test_skips_for_a_module_that_is_not_there() -> None:
+def test_no_test_skips_because_of_an_unknown_module() -> None:
     names = {(path, name) for path in SOURCES for name in skipped_without(path.read_text(encoding="utf-8"))}
     assert len(names) > 10
     assert [f"{path.relative_to(ROOT)}: {name}" for path, name in sorted(names) if not is_there(name)] == [
@@ -48,7 +48,7 @@ def test_no_test_skips_for_a_module_that_is_not_there() -> None:
     ]
 
 
-def test_a_wrong_name_is_noticed() -> None:
+def test_a_wrong_name_is_detected() -> None:
     """The test above can fail."""
     source = 'import pytest\ndef f():\n    json = pytest.importorskip("json.nothing")\n'
     (name,) = skipped_without(source)

@@ -58,7 +58,7 @@ def _locals(function: ast.AST) -> set[str]:
     return stored | {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
 
 
-def test_modules_keep_no_state() -> None:
+def test_modules_have_no_mutable_state() -> None:
     sources = [source for source in (*core_sources(), *plugin_sources()) if source.name not in STATEFUL]
     assert [f"{source.path}: {place}" for source in sources for place in sorted(set(state(source.tree)))] == []
 
@@ -67,7 +67,7 @@ def test_modules_that_may_keep_state_exist() -> None:
     assert set(STATEFUL) <= {source.name for source in core_sources()}
 
 
-def test_no_file_has_a_name_that_says_nothing() -> None:
+def test_no_file_has_a_meaningless_name() -> None:
     vague = [
         str(path.relative_to(ROOT))
         for path in project_files(".py")
@@ -76,7 +76,7 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
     assert vague == []
 
 
-def test_the_first_line_says_what_the_file_is() -> None:
+def test_the_first_line_describes_the_file() -> None:
     first = {
         source.path: (ast.get_docstring(source.tree) or "").partition("\n")[0].rstrip()
         for source in (*core_sources(), *plugin_sources())
@@ -84,7 +84,7 @@ def test_the_first_line_says_what_the_file_is() -> None:
     assert {path: line for path, line in first.items() if not line.endswith((".", ":", "?"))} == {}
 
 
-def test_state_is_noticed(tmp_path: Path) -> None:
+def test_mutable_state_is_detected(tmp_path: Path) -> None:
     """The test above can fail."""
     path = tmp_path / "stateful.py"
     path.write_text(

@@ -15,7 +15,11 @@ from tests.servers.samples import SERVERS, quick_sample
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     """On a server most tests are slow ones."""
     made = yield
-    return quick_sample(made, one_of=20, long=["test_an_evaluator_beside_a_writer"]) if isinstance(made, list) else made
+    return (
+        quick_sample(made, one_of=20, long=["test_an_evaluator_reads_while_a_writer_saves"])
+        if isinstance(made, list)
+        else made
+    )
 
 
 @pytest.fixture(params=["local", "memory", *SERVERS])

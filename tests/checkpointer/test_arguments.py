@@ -26,7 +26,7 @@ def in_jax(number: int) -> Any:
 
 
 @pytest.mark.parametrize("make", [np.int64, in_torch, in_jax])
-def test_integers_of_frameworks_are_numbers_of_steps(directory: str, make: Callable[[int], Any]) -> None:
+def test_integers_of_frameworks_are_valid_steps(directory: str, make: Callable[[int], Any]) -> None:
     with Checkpointer(directory, preservation_policy=LatestN(2)) as run:
         for step in (1, 2, 3):
             run.save(make(step), tree(step), epoch=make(step))
@@ -46,7 +46,7 @@ def test_integers_of_frameworks_are_numbers_of_steps(directory: str, make: Calla
 
 
 @pytest.mark.parametrize("wrong", [True, "1", 1.0, None, np.bool_(True), {"w": 1}], ids=repr)
-def test_other_things_are_no_numbers_of_steps(memory: str, wrong: Any) -> None:
+def test_other_types_are_invalid_steps(memory: str, wrong: Any) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1, 2])
         calls: list[Callable[[], object]] = [
@@ -81,7 +81,7 @@ def test_other_things_are_no_numbers_of_steps(memory: str, wrong: Any) -> None:
     ],
     ids=repr,
 )
-def test_arguments_of_another_kind_are_refused_before_anything_is_made(local: str, name: str, wrong: Any) -> None:
+def test_arguments_of_a_wrong_type_are_refused_before_any_file_is_created(local: str, name: str, wrong: Any) -> None:
     with pytest.raises(TypeError, match=f"{name}="):
         Checkpointer(local, **{name: wrong})
     assert not Path(local).exists()

@@ -69,7 +69,7 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
 
 
 @pytest.mark.parametrize(("when_busy", "most"), [("wait", 1), ("queue", 2), ("skip", 1)])
-def test_no_more_states_are_copied_than_said(
+def test_the_number_of_snapshots_is_limited(
     directory: str, monkeypatch: pytest.MonkeyPatch, when_busy: Literal["wait", "skip", "queue"], most: int
 ) -> None:
     copies = Copies(monkeypatch)
@@ -87,7 +87,7 @@ def test_no_more_states_are_copied_than_said(
             assert run.steps == tuple(range(6))
 
 
-def test_wait_waits_before_it_looks_at_the_state(directory: str) -> None:
+def test_wait_blocks_before_it_reads_the_state(directory: str) -> None:
     with gated(directory, "wait") as (run, gate):
         run.save(1, tree(1))
         assert gate.arrived.wait(60)
@@ -100,7 +100,7 @@ def test_wait_waits_before_it_looks_at_the_state(directory: str) -> None:
         assert second != []
 
 
-def test_queue_copies_one_more_and_then_waits(directory: str) -> None:
+def test_queue_copies_one_more_state_and_then_waits(directory: str) -> None:
     with gated(directory, "queue") as (run, gate):
         first = run.save(1, tree(1))
         assert gate.arrived.wait(60)
@@ -116,7 +116,7 @@ def test_queue_copies_one_more_and_then_waits(directory: str) -> None:
         assert list(run.steps) == [1, 2, 3]
 
 
-def test_skip_lets_a_save_be(directory: str) -> None:
+def test_skip_drops_a_save(directory: str) -> None:
     with gated(directory, "skip") as (run, gate):
         assert run.save(1, tree(1)) is not None
         assert gate.arrived.wait(60)
@@ -178,7 +178,7 @@ def broken_after(watch: Watch, steps: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("hearer", ["save", "save_blocking", "wait", "close", "exit", "handle"])
-def test_a_failed_save_is_told_once(directory: str, hearer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_save_is_reported_once(directory: str, hearer: str, capsys: pytest.CaptureFixture[str]) -> None:
     watch = Watch()
     broken_after(watch, ["1"])
     run = Checkpointer(through(directory), context=watched(watch))
@@ -212,7 +212,7 @@ def test_a_failed_save_is_told_once(directory: str, hearer: str, capsys: pytest.
     assert list(run.steps) == [2, 3]
 
 
-def test_every_failed_save_is_told(directory: str) -> None:
+def test_every_failed_save_is_reported(directory: str) -> None:
     watch = Watch()
     broken_after(watch, ["1", "2"])
     run = Checkpointer(through(directory), context=watched(watch), when_busy="queue")
@@ -233,7 +233,7 @@ def test_every_failed_save_is_told(directory: str) -> None:
     assert "and then: StorageError: no room" in caught.value.__notes__[0]
 
 
-def test_a_failed_save_leaves_nothing_and_can_be_tried_again(directory: str) -> None:
+def test_a_failed_save_leaves_no_files_and_can_be_retried(directory: str) -> None:
     watch = Watch()
     broken_after(watch, ["1"])
     with Checkpointer(through(directory), context=watched(watch)) as run:
@@ -246,7 +246,7 @@ def test_a_failed_save_leaves_nothing_and_can_be_tried_again(directory: str) -> 
         assert_is_step(run.load(), 1)
 
 
-def test_who_is_interrupted_while_it_waits_can_wait_again(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_can_be_repeated(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with gated(directory, "wait") as (run, gate):
         handle = run.save(1, tree(1))
         assert handle is not None
@@ -265,7 +265,7 @@ def test_who_is_interrupted_while_it_waits_can_wait_again(directory: str, monkey
         assert run.latest == 1
 
 
-def test_nothing_grows_over_a_thousand_saves(near: str) -> None:
+def test_memory_and_files_do_not_grow_over_a_thousand_saves(near: str) -> None:
     with Checkpointer(near, context=ckptcore.Context(durability="none")) as run:
         for step in range(1000):
             run.save(step % 7, {"x": step}, overwrite="non-atomic")

@@ -42,7 +42,7 @@ def step_names(directory: str) -> list[str]:
     return [name[:-1] for name in store_of(directory).list_names() if name.endswith("/") and name != ".ckptcore/"]
 
 
-def test_a_policy_is_followed(directory: str) -> None:
+def test_the_policy_decides_which_steps_are_deleted(directory: str) -> None:
     with Checkpointer(directory, preservation_policy=AnyPreservation([LatestN(2), EveryNSteps(3)])) as run:
         save_steps(run, range(1, 9))
         assert list(run.steps) == [3, 6, 7, 8]
@@ -59,7 +59,7 @@ def test_metrics_of_earlier_runs_count(directory: str) -> None:
     assert step_names(directory) == ["1", "4", "6"]
 
 
-def test_a_pinned_step_stays_until_it_is_let_go(directory: str) -> None:
+def test_a_pinned_step_is_kept_until_the_pin_is_released(directory: str) -> None:
     reader = CheckpointReader(directory)
     with Checkpointer(directory, preservation_policy=LatestN(1)) as run:
         save_steps(run, [1])
@@ -78,7 +78,7 @@ def test_a_pinned_step_stays_until_it_is_let_go(directory: str) -> None:
             pass
 
 
-def test_the_newest_and_the_last_saved_stay_after_a_run_is_set_back(directory: str) -> None:
+def test_the_newest_and_the_last_saved_step_are_kept_after_loading_an_older_step(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [10, 20, 30])
     with Checkpointer(directory, preservation_policy=LatestN(1)) as run:
@@ -101,7 +101,7 @@ def test_a_policy_that_keeps_nothing_keeps_the_newest(directory: str) -> None:
         assert list(run.steps) == [3]
 
 
-def test_an_error_of_a_policy_is_told_and_loses_no_save(directory: str) -> None:
+def test_an_error_of_a_policy_is_reported_and_loses_no_save(directory: str) -> None:
     def fails(steps: Sequence[StepInfo], now: float) -> Iterable[int]:
         raise ZeroDivisionError("my policy")
 
@@ -116,7 +116,7 @@ def test_an_error_of_a_policy_is_told_and_loses_no_save(directory: str) -> None:
     assert CheckpointReader(directory).steps == (1, 2, 3)
 
 
-def test_what_is_broken_is_left_alone_and_counts_for_nothing(directory: str) -> None:
+def test_broken_steps_are_not_deleted_and_not_counted(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2, 3, 4])
     store_of(directory).put(f"3/{ROOT}", b"nonsense")
@@ -128,7 +128,7 @@ def test_what_is_broken_is_left_alone_and_counts_for_nothing(directory: str) -> 
         assert list(run.steps) == [2, 3, 4, 5], "two that are whole, and the broken ones"
 
 
-def test_deleting_by_name(directory: str) -> None:
+def test_delete_removes_the_named_steps(directory: str) -> None:
     with Checkpointer(directory) as run:
         with pytest.raises(CheckpointNotFoundError, match="no committed step 1"):
             run.delete(1)
@@ -144,7 +144,7 @@ def test_deleting_by_name(directory: str) -> None:
     assert step_names(directory) == ["2"]
 
 
-def test_two_deletions_at_once_leave_a_step(directory: str) -> None:
+def test_two_concurrent_deletions_keep_one_step(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
         run.delete(2)
@@ -154,7 +154,7 @@ def test_two_deletions_at_once_leave_a_step(directory: str) -> None:
         assert list(run.steps) == [1]
 
 
-def test_the_last_valid_step_is_not_deleted_because_there_are_broken_ones(directory: str) -> None:
+def test_the_last_valid_step_is_kept_if_newer_steps_are_broken(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
         flip(directory, array_key(directory, "2"))
@@ -179,7 +179,7 @@ def test_a_step_can_be_saved_again_right_after_it_was_deleted(directory: str) ->
     assert step_names(directory) == ["0", "1"]
 
 
-def test_a_failed_deletion_is_told_once_and_the_step_is_there_if_it_is(directory: str) -> None:
+def test_a_failed_deletion_is_reported_once_and_existing_steps_are_listed(directory: str) -> None:
     watch = Watch()
     run = Checkpointer(through(directory), context=watched(watch))
     save_steps(run, [1, 2])
@@ -240,7 +240,7 @@ def test_a_save_does_not_wait_for_a_deletion(directory: str) -> None:
         goes_on.set()
 
 
-def test_what_is_being_replaced_is_not_collected(local: str) -> None:
+def test_a_step_that_is_being_replaced_is_not_deleted(local: str) -> None:
     """A later step was begun meanwhile, so it is neither the last that was saved nor the last that was begun."""
     watch = Watch()
     begun, collected = threading.Event(), threading.Event()
@@ -299,7 +299,7 @@ def test_a_deletion_that_was_killed_is_finished_by_the_next_run(local: str) -> N
     assert not [key for key in keys_of(local, ".ckptcore") if "deleting" in key or "pins" in key]
 
 
-def test_claims_of_dead_saves_and_deletions_are_removed_by_the_next_owner(memory: str) -> None:
+def test_leftover_claims_are_removed_by_the_next_owner(memory: str) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1, 2])
     claim = encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00"))
@@ -313,7 +313,7 @@ def test_claims_of_dead_saves_and_deletions_are_removed_by_the_next_owner(memory
     assert sorted({key.partition("/")[0] for key in keys_of(memory)} - {".ckptcore"}) == ["1"]
 
 
-def test_a_claim_that_this_process_writes_is_not_taken_for_a_dead_one(memory: str) -> None:
+def test_a_claim_of_a_running_save_is_not_removed(memory: str) -> None:
     watch = Watch()
     gate = Gate(watch)
     with Checkpointer(memory) as before:
@@ -340,7 +340,7 @@ def test_a_claim_that_this_process_writes_is_not_taken_for_a_dead_one(memory: st
         assert_is_step(run.load(), 5)
 
 
-def test_a_step_that_vanished_is_no_error_for_who_collects(local: str) -> None:
+def test_collecting_ignores_a_step_that_was_deleted_meanwhile(local: str) -> None:
     with Checkpointer(local, preservation_policy=LatestN(1)) as run:
         save_steps(run, [1])
         for key in keys_of(local, "1"):

@@ -44,7 +44,7 @@ def _damage(kind: str, run: Path) -> None:
     "kind", ["link out", "link in", "broken link", "file", "root in a link", "directory in place of the root"]
 )
 @pytest.mark.parametrize("is_open", [False, True])
-def test_what_stands_in_the_place_of_a_step_stops_nothing(
+def test_an_unusable_step_directory_does_not_stop_the_run(
     kind: str, is_open: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -70,7 +70,7 @@ def test_what_stands_in_the_place_of_a_step_stops_nothing(
 
 
 @pytest.mark.parametrize("kind", ["link out", "root in a link"])
-def test_a_link_out_of_a_run_stops_neither_deletions_nor_the_command(kind: str, tmp_path: Path) -> None:
+def test_a_link_out_of_a_run_does_not_stop_deletions_or_the_command(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ckptcore.save(tmp_path / "other", {"n": 3})
     for step in (1, 2, 3, 4, 5):
@@ -83,7 +83,7 @@ def test_a_link_out_of_a_run_stops_neither_deletions_nor_the_command(kind: str, 
     assert ckptcore.load(tmp_path / "other") == {"n": 3}
 
 
-def test_a_step_that_cannot_be_read_stops_nothing(directory: str) -> None:
+def test_an_unreadable_step_does_not_stop_the_run(directory: str) -> None:
     """The step is left alone. Its possible bases are kept only if a user names them."""
     watch = Watch()
     refused = StorageError("permission denied by the test")
@@ -102,7 +102,7 @@ def test_a_step_that_cannot_be_read_stops_nothing(directory: str) -> None:
     assert step_names(directory) == ["2", "5", "6"]
 
 
-def test_a_step_that_cannot_be_deleted_stops_nothing(directory: str) -> None:
+def test_a_step_that_cannot_be_deleted_does_not_stop_the_run(directory: str) -> None:
     watch = Watch()
 
     def fail(name: str, keys: Sequence[str]) -> None:

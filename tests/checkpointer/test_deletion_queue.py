@@ -22,7 +22,7 @@ def fail() -> None:
     raise ValueError("the disk is gone")
 
 
-def test_work_is_done_in_its_order_on_another_thread(cleaner: DeletionQueue) -> None:
+def test_tasks_run_in_order_on_another_thread(cleaner: DeletionQueue) -> None:
     goes_on = threading.Event()
     done: list[int] = []
     threads: set[str] = set()
@@ -41,7 +41,7 @@ def test_work_is_done_in_its_order_on_another_thread(cleaner: DeletionQueue) -> 
     assert threads.isdisjoint({threading.current_thread().name}) and len(threads) == 1
 
 
-def test_an_error_is_logged_and_told_once_and_what_comes_after_is_done(
+def test_an_error_is_logged_and_reported_once_and_later_tasks_run(
     cleaner: DeletionQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     done = threading.Event()
@@ -55,7 +55,7 @@ def test_an_error_is_logged_and_told_once_and_what_comes_after_is_done(
     assert len(cleaner) == 0
 
 
-def test_what_went_well_is_not_kept_and_of_errors_the_first_hundred(cleaner: DeletionQueue) -> None:
+def test_only_the_first_hundred_errors_are_kept(cleaner: DeletionQueue) -> None:
     for _ in range(300):
         done = threading.Event()
         cleaner.begin(done.set)
@@ -70,7 +70,7 @@ def test_what_went_well_is_not_kept_and_of_errors_the_first_hundred(cleaner: Del
     assert 100 <= len(cleaner.take_errors()) < 110
 
 
-def test_nothing_is_begun_once_it_refuses_and_what_was_asked_for_before_is_done(cleaner: DeletionQueue) -> None:
+def test_a_closed_queue_finishes_its_tasks_and_accepts_no_more(cleaner: DeletionQueue) -> None:
     goes_on, first, second = threading.Event(), threading.Event(), threading.Event()
     cleaner.begin(goes_on.wait)
     cleaner.begin(first.set)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.system
 REPOSITORY: Final = Path(__file__).parents[2]
 
 
-def test_closing_waits_for_saves_and_lets_the_directory_go(directory: str) -> None:
+def test_close_waits_for_saves_and_releases_the_directory(directory: str) -> None:
     run = Checkpointer(directory)
     handle = run.save(1, tree(1))
     run.close()
@@ -42,7 +42,7 @@ def test_closing_waits_for_saves_and_lets_the_directory_go(directory: str) -> No
         assert_is_step(other.load(), 1)
 
 
-def test_what_is_closed_saves_no_more_and_can_be_read(directory: str) -> None:
+def test_a_closed_checkpointer_can_load_but_not_save(directory: str) -> None:
     run = Checkpointer(directory)
     save_steps(run, [1, 2])
     run.close()
@@ -61,7 +61,7 @@ def test_what_is_closed_saves_no_more_and_can_be_read(directory: str) -> None:
     assert_is_step(run.load(), 2)
 
 
-def test_the_error_of_the_block_is_the_one_that_is_told(directory: str) -> None:
+def test_the_error_of_the_block_is_raised(directory: str) -> None:
     watch = Watch()
 
     def fail(name: str, keys: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ def test_a_directory_has_one_owner(directory: str) -> None:
         save_steps(other, [1])
 
 
-def test_who_lost_the_directory_commits_nothing(directory: str) -> None:
+def test_a_checkpointer_that_lost_its_directory_commits_nothing(directory: str) -> None:
     watch = Watch()
     gate = Gate(watch)
     run = Checkpointer(through(directory), context=watched(watch))
@@ -114,7 +114,7 @@ def test_who_lost_the_directory_commits_nothing(directory: str) -> None:
         assert other.latest is None
 
 
-def test_nobody_hears_of_saves_that_went_well(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_successful_saves_are_not_reported_at_the_end(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Checkpointer(directory, preservation_policy=LatestN(2)) as run:
         save_steps(run, range(10))
     assert capsys.readouterr() == ("", "")
@@ -181,7 +181,7 @@ run.save(1, tree(1))
 """
 
 
-def test_a_program_that_closes_nothing_still_saves(local: str) -> None:
+def test_a_program_without_close_still_saves(local: str) -> None:
     subprocess.run([sys.executable, "-c", ENDED, local], cwd=REPOSITORY, check=True, timeout=120)
     with Checkpointer(local) as run:
         assert_is_step(run.load(), 1)
@@ -203,7 +203,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(local: str) -> None:
+def test_leftovers_of_a_killed_run_are_removed_by_the_next(local: str) -> None:
     subprocess.run([sys.executable, "-c", KILLED, local], cwd=REPOSITORY, check=False, timeout=120)
     assert [name for name in os.listdir(local) if name.startswith(".2.")]
     with Checkpointer(local) as run:
@@ -213,7 +213,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(local: str) -> None:
         save_steps(run, [2])
 
 
-def test_a_directory_has_many_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_paths_of_one_directory_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     spellings: list[str | Path] = ["run", "./run/", tmp_path / "run", f"file://{tmp_path}/run"]
     for number, spelling in enumerate(spellings):
@@ -225,7 +225,7 @@ def test_a_directory_has_many_spellings(tmp_path: Path, monkeypatch: pytest.Monk
                 Checkpointer("run")
 
 
-def test_nothing_is_left_beside_the_steps(local: str) -> None:
+def test_no_files_remain_besides_the_steps(local: str) -> None:
     with Checkpointer(local, preservation_policy=LatestN(2)) as run:
         save_steps(run, range(5))
         run.load()
@@ -236,7 +236,7 @@ def test_nothing_is_left_beside_the_steps(local: str) -> None:
     assert not os.listdir(f"{local}/.ckptcore/deleting")
 
 
-def test_the_repr_says_where(directory: str) -> None:
+def test_the_repr_contains_the_directory(directory: str) -> None:
     with Checkpointer(directory) as run:
         assert repr(run) == f"<Checkpointer {directory!r}>" and run.directory == directory
     assert repr(CheckpointReader(directory)) == f"<CheckpointReader {directory!r}>"

@@ -47,7 +47,7 @@ def test_several_objects_export_one_of_them(tmp_path: Path) -> None:
     assert CheckpointReader(tmp_path / "w").load().tolist() == [2, 2, 2]
 
 
-def test_an_export_that_fails_is_told_and_the_step_is_there(tmp_path: Path) -> None:
+def test_a_failed_export_is_reported_and_the_step_exists(tmp_path: Path) -> None:
     class Failing(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
             raise OSError("the disk is on fire")
@@ -80,7 +80,7 @@ def test_a_step_that_is_replaced_replaces_its_export(tmp_path: Path) -> None:
     assert CheckpointReader(tmp_path / "weights").load(1)["w"].tolist() == [5, 5, 5]
 
 
-def test_arguments_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         StepExport(directory=tmp_path, every=0)
     with pytest.raises(ValueError, match="the directory of the steps"):

@@ -53,7 +53,7 @@ def watch_of(run: Checkpointer) -> Watch:
     return found
 
 
-def test_all_save_and_load_together(directory: str) -> None:
+def test_all_ranks_save_and_load_together(directory: str) -> None:
     def work(run: Checkpointer, rank: int) -> list[int]:
         save_steps(run, [1, 2, 3])
         assert run.latest == 3
@@ -91,7 +91,7 @@ def test_only_the_leader_lists_owns_and_deletes(directory: str) -> None:
         assert names <= {"size", "get", "get_with_tag", "get_into", "open_reader"}, names
 
 
-def test_all_fall_back_together(directory: str) -> None:
+def test_all_ranks_fall_back_to_the_same_step(directory: str) -> None:
     """Only one process sees the damage."""
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2, 3])
@@ -115,7 +115,7 @@ def test_all_fall_back_together(directory: str) -> None:
     assert found == [()] * SIZE
 
 
-def test_where_one_sees_none_that_is_whole_all_are_told(directory: str) -> None:
+def test_all_ranks_raise_an_error_if_one_finds_no_valid_step(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
 
@@ -135,7 +135,7 @@ def test_where_one_sees_none_that_is_whole_all_are_told(directory: str) -> None:
     job(directory, work)
 
 
-def test_an_error_that_is_no_damage_is_raised_on_all(directory: str) -> None:
+def test_an_error_other_than_damage_is_raised_on_all_ranks(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
 
@@ -176,7 +176,7 @@ def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.Mon
     assert 1 < sum(decisions[0]) < 12
 
 
-def test_the_notice_of_one_is_that_of_all(directory: str) -> None:
+def test_a_preemption_notice_of_one_rank_applies_to_all(directory: str) -> None:
     notices = [lambda step: False, lambda step: step >= 4, lambda step: False]
 
     def work(run: Checkpointer, rank: int) -> int:
@@ -194,7 +194,7 @@ def test_the_notice_of_one_is_that_of_all(directory: str) -> None:
     assert CheckpointReader(f"{directory}-AnySave").latest == 4
 
 
-def test_a_notice_that_fails_on_one_is_told_to_all_at_once(directory: str) -> None:
+def test_a_failing_preemption_notice_is_raised_on_all_ranks(directory: str) -> None:
     """And not first after the deadline, as a rank that did not come."""
 
     def broken(step: int) -> bool:
@@ -215,7 +215,7 @@ def test_a_notice_that_fails_on_one_is_told_to_all_at_once(directory: str) -> No
     assert found == [(1, 3)] * SIZE
 
 
-def test_the_leader_that_cannot_look_for_newer_steps_tells_all(directory: str) -> None:
+def test_an_error_of_the_leader_in_listing_is_raised_on_all_ranks(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 5])
 
@@ -236,7 +236,7 @@ def test_the_leader_that_cannot_look_for_newer_steps_tells_all(directory: str) -
     job(directory, work)
 
 
-def test_the_notice_of_one_is_heard_by_all_who_force(directory: str) -> None:
+def test_a_preemption_notice_of_one_rank_applies_to_forced_saves_of_all(directory: str) -> None:
     notices = [lambda step: False, lambda step: False, lambda step: True]
 
     def work(run: Checkpointer, rank: int) -> bool:
@@ -246,7 +246,7 @@ def test_the_notice_of_one_is_heard_by_all_who_force(directory: str) -> None:
     assert job(directory, work, preemption_notice=notices)[0] == [True] * SIZE
 
 
-def test_all_skip_together(directory: str) -> None:
+def test_all_ranks_skip_the_same_save(directory: str) -> None:
     gates: dict[int, Gate] = {}
     together = threading.Barrier(SIZE)
 
@@ -267,7 +267,7 @@ def test_all_skip_together(directory: str) -> None:
     assert job(directory, work, when_busy="skip")[0] == [[True, False, True]] * SIZE
 
 
-def test_a_second_job_is_told_on_every_rank(directory: str) -> None:
+def test_a_second_job_is_refused_on_every_rank(directory: str) -> None:
     with Checkpointer(directory):
         with pytest.raises(ExceptionGroup) as caught:
             job(directory, lambda run, rank: None)
@@ -280,7 +280,7 @@ def test_a_second_job_is_told_on_every_rank(directory: str) -> None:
     assert any(isinstance(error, DirectoryInUseError) for error in caught.value.exceptions)
 
 
-def test_what_the_leader_refuses_fails_on_all(directory: str) -> None:
+def test_a_refusal_of_the_leader_is_raised_on_all_ranks(directory: str) -> None:
     def work(run: Checkpointer, rank: int) -> None:
         save_steps(run, [1])
         refused: list[tuple[Callable[[], object], type[Exception]]] = [
@@ -307,7 +307,7 @@ def _at_removal(then: Callable[[], None]) -> Callable[[str, Sequence[str]], None
     return look
 
 
-def test_a_deletion_that_fails_on_the_leader_fails_on_all(directory: str) -> None:
+def test_a_failed_deletion_on_the_leader_fails_on_all_ranks(directory: str) -> None:
     def unplug() -> None:
         raise StorageError("unplugged")
 
@@ -328,7 +328,7 @@ def test_a_deletion_that_fails_on_the_leader_fails_on_all(directory: str) -> Non
     job(directory, work)
 
 
-def test_all_wait_until_the_leader_has_deleted(directory: str) -> None:
+def test_all_ranks_wait_until_the_leader_has_deleted(directory: str) -> None:
     waiting = threading.Barrier(SIZE)
     gone = threading.Event()
 
@@ -350,7 +350,7 @@ def test_all_wait_until_the_leader_has_deleted(directory: str) -> None:
     assert job(directory, work)[0] == [True] * SIZE
 
 
-def test_a_save_that_fails_on_one_fails_on_all(directory: str) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all(directory: str) -> None:
     def work(run: Checkpointer, rank: int) -> None:
         def full(name: str, keys: Sequence[str]) -> None:
             if writes_arrays(name, keys):

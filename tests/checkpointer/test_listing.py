@@ -83,7 +83,7 @@ def _listings(watch: Watch, since: int) -> int:
     return sum(operation.name == "list_names" and operation.keys == ("",) for operation in watch.operations[since:])
 
 
-def test_an_uncommitted_claim_is_no_step(memory: str) -> None:
+def test_an_uncommitted_claim_is_not_a_step(memory: str) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1])
     store_of(memory).put(f"2/{ROOT}", encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
@@ -92,7 +92,7 @@ def test_an_uncommitted_claim_is_no_step(memory: str) -> None:
     assert reader.load()["step"] == 1
 
 
-def test_who_reads_sees_what_was_there_until_it_looks_again(directory: str) -> None:
+def test_a_reader_uses_its_list_of_steps_until_it_lists_again(directory: str) -> None:
     with Checkpointer(directory) as run:
         reader = CheckpointReader(directory)
         assert reader.latest is None
@@ -107,7 +107,7 @@ def test_who_reads_sees_what_was_there_until_it_looks_again(directory: str) -> N
         assert list(reader.steps) == [2]
 
 
-def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str) -> None:
+def test_a_listing_does_not_undo_concurrent_changes_of_this_process(directory: str) -> None:
     watch = Watch()
     with Checkpointer(through(directory), context=watched(watch)) as run:
         save_steps(run, [1, 2])
@@ -128,7 +128,7 @@ def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str
         assert list(run.steps) == [2, 3]
 
 
-def test_a_step_whose_root_is_gone_is_what_other_software_sees(local: str) -> None:
+def test_a_step_without_a_root_is_read_as_a_foreign_checkpoint(local: str) -> None:
     """All arrays are complete, since the commit is a rename, so they load like any safetensors file."""
     with Checkpointer(local) as run:
         save_steps(run, [1, 2])

@@ -67,7 +67,7 @@ def test_sigterm_saves_once_more_and_the_loop_ends(local: str) -> None:
     assert_is_step(CheckpointReader(local).load(), int(step))
 
 
-def test_a_handler_that_was_there_is_called_and_comes_back(local: str) -> None:
+def test_the_previous_handler_is_called_and_restored(local: str) -> None:
     before = (
         "def mine(number, frame): print('mine', number == signal.SIGTERM, flush=True)\n"
         "signal.signal(signal.SIGTERM, mine)"
@@ -90,7 +90,7 @@ def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_it_is_listened_to_only_where_the_policy_heeds_it(local: str, restored: None) -> None:
+def test_the_signal_is_handled_only_if_the_policy_uses_it(local: str, restored: None) -> None:
     with Checkpointer(local, save_policy=FixedInterval(2)):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     with Checkpointer(local, save_policy=AnySave([AnySave([PreemptionCheckpointing()]), FixedInterval(2)])) as run:
@@ -102,7 +102,7 @@ def test_it_is_listened_to_only_where_the_policy_heeds_it(local: str, restored: 
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def test_a_notice_takes_the_place_of_the_signal(directory: str, restored: None) -> None:
+def test_a_notice_function_replaces_the_signal(directory: str, restored: None) -> None:
     with Checkpointer(
         directory, save_policy=PreemptionCheckpointing(), preemption_notice=lambda step: step == 3
     ) as run:
@@ -111,7 +111,7 @@ def test_a_notice_takes_the_place_of_the_signal(directory: str, restored: None) 
         assert run.preempted
 
 
-def test_off_the_main_thread_it_is_told_what_to_do(local: str) -> None:
+def test_outside_the_main_thread_the_error_names_the_remedy(local: str) -> None:
     caught: list[BaseException] = []
 
     def make() -> None:
@@ -127,7 +127,7 @@ def test_off_the_main_thread_it_is_told_what_to_do(local: str) -> None:
     Checkpointer(local).close()  # it was let go
 
 
-def test_two_of_them_hear_it_and_leave_nothing_in_any_order(restored: None) -> None:
+def test_two_checkpointers_handle_the_signal_and_restore_it_in_any_order(restored: None) -> None:
     for order in ((0, 1), (1, 0)):
         calls: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame, calls=calls: calls.append(number))  # type: ignore[misc]
@@ -142,7 +142,7 @@ def test_two_of_them_hear_it_and_leave_nothing_in_any_order(restored: None) -> N
         assert len(calls) == 2, "who listened before still does"
 
 
-def test_a_handler_put_in_place_meanwhile_stays(restored: None) -> None:
+def test_a_handler_installed_later_is_kept(restored: None) -> None:
     calls: list[int] = []
     with TerminationSignal() as heard:
         ours = signal.getsignal(signal.SIGTERM)
@@ -173,7 +173,7 @@ print("alive", flush=True)
 """
 
 
-def test_closed_on_another_thread_it_lets_the_signal_end_the_process() -> None:
+def test_after_close_on_another_thread_the_signal_ends_the_process() -> None:
     process = subprocess.run(
         [sys.executable, "-c", CLOSED_ELSEWHERE], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )

@@ -42,7 +42,7 @@ def evaluate(directory: str, last: int) -> list[int]:
     return seen
 
 
-def test_an_evaluator_beside_a_writer(directory: str) -> None:
+def test_an_evaluator_reads_while_a_writer_saves(directory: str) -> None:
     results: list[list[int]] = []
     errors: list[BaseException] = []
 
@@ -70,7 +70,7 @@ def test_an_evaluator_beside_a_writer(directory: str) -> None:
         assert list(run.steps) == [61], "no pin is left"
 
 
-def test_the_newest_can_be_loaded_while_steps_come_and_go(directory: str) -> None:
+def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str) -> None:
     """No pin of the caller's: a load pins by itself, and looks again where what it knew was deleted."""
     stop = threading.Event()
     errors: list[BaseException] = []
@@ -116,7 +116,7 @@ with ckptcore.Checkpointer(sys.argv[1], preservation_policy=LatestN(1), context=
 
 
 @pytest.mark.system
-def test_an_evaluator_in_another_process(local: str) -> None:
+def test_an_evaluator_can_run_in_another_process(local: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", WRITER, local], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         seen = evaluate(local, 100)
@@ -131,7 +131,7 @@ def test_an_evaluator_in_another_process(local: str) -> None:
         assert list(run.steps) == [101]
 
 
-def test_waiting_for_a_step(directory: str) -> None:
+def test_wait_for_a_step_returns_new_steps(directory: str) -> None:
     reader = CheckpointReader(directory)
     assert reader.wait_for_new_step(timeout=0) is None
     assert reader.wait_for_new_step(timeout=0.02, poll_seconds=0.005) is None
@@ -150,7 +150,7 @@ def test_waiting_for_a_step(directory: str) -> None:
         late.join()
 
 
-def test_a_step_that_was_deleted_before_it_was_asked_for_is_left_out(directory: str) -> None:
+def test_a_deleted_step_is_skipped(directory: str) -> None:
     reader = CheckpointReader(directory)
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2, 3])
@@ -187,7 +187,7 @@ def test_a_directory_that_cannot_be_written_is_read_without_pins(directory: str)
     assert keys_of(directory) == before
 
 
-def test_a_reader_changes_no_checkpoint_and_leaves_nothing(directory: str) -> None:
+def test_a_reader_changes_no_checkpoint_and_leaves_no_files(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
     before = keys_of(directory)
@@ -200,7 +200,7 @@ def test_a_reader_changes_no_checkpoint_and_leaves_nothing(directory: str) -> No
     assert keys_of(directory) == before
 
 
-def test_a_reader_of_nothing_makes_nothing(tmp_path: Path) -> None:
+def test_a_reader_of_a_missing_directory_creates_no_files(tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path / "none")
     assert (reader.latest, reader.steps, reader.root_metadata) == (None, (), {})
     with pytest.raises(FileNotFoundError):
@@ -211,7 +211,7 @@ def test_a_reader_of_nothing_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_what_a_step_says_of_itself(directory: str) -> None:
+def test_a_step_has_its_metadata(directory: str) -> None:
     with Checkpointer(directory) as run:
         run.save_blocking(1, tree(1), metadata={"a": 1})
         run.save_checkpointables(2, {"model": tree(2)}, metadata={"b": 2})

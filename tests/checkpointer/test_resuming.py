@@ -76,7 +76,7 @@ DAMAGES: Final[list[Callable[[str, str], None]]] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_the_step_before_a_damaged_one_is_loaded(directory: str, damage: Callable[[str, str], None]) -> None:
+def test_a_load_falls_back_from_a_damaged_step(directory: str, damage: Callable[[str, str], None]) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [10, 20, 30])
     damage(directory, "30")
@@ -100,7 +100,7 @@ def test_the_step_before_a_damaged_one_is_loaded(directory: str, damage: Callabl
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_members_of_several_can_be_damaged_too(directory: str, damage: Callable[[str, str], None]) -> None:
+def test_a_load_falls_back_from_a_damaged_checkpointable(directory: str, damage: Callable[[str, str], None]) -> None:
     with Checkpointer(directory) as run:
         for step in (10, 20):
             run.save_checkpointables(step, {"model": tree(step), "rng": np.random.default_rng(step)})
@@ -113,7 +113,7 @@ def test_members_of_several_can_be_damaged_too(directory: str, damage: Callable[
         assert [skip.step for skip in run.skipped_steps] == [20]
 
 
-def test_a_damaged_root_of_several(directory: str) -> None:
+def test_a_load_falls_back_from_a_damaged_root_of_several_checkpointables(directory: str) -> None:
     with Checkpointer(directory) as run:
         for step in (10, 20):
             run.save_checkpointables(step, {"model": tree(step)})
@@ -122,7 +122,7 @@ def test_a_damaged_root_of_several(directory: str) -> None:
         assert_is_step(run.load_checkpointables()["model"], 10)
 
 
-def test_files_of_objects_can_be_damaged_too(directory: str) -> None:
+def test_a_load_falls_back_from_damaged_files_of_an_object(directory: str) -> None:
     iterators = pytest.importorskip("grain")
 
     def iterator() -> Any:
@@ -142,7 +142,7 @@ def test_files_of_objects_can_be_damaged_too(directory: str) -> None:
         assert next(other) == 1
 
 
-def test_a_claim_is_passed_over_unseen(memory: str) -> None:
+def test_a_claim_is_ignored_without_a_warning(memory: str) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1])
         store_of(memory).put(f"2/{ROOT}", encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
@@ -153,7 +153,7 @@ def test_a_claim_is_passed_over_unseen(memory: str) -> None:
             reader.load(2)
 
 
-def test_where_all_are_broken_all_are_told(directory: str) -> None:
+def test_the_error_lists_all_broken_steps(directory: str) -> None:
     with Checkpointer(directory) as run:
         with pytest.raises(CheckpointNotFoundError, match="no committed step"):
             run.load()
@@ -169,7 +169,7 @@ def test_where_all_are_broken_all_are_told(directory: str) -> None:
             run.load_into(target())
 
 
-def test_what_is_asked_wrongly_is_told_at_once(directory: str) -> None:
+def test_a_mismatch_is_raised_without_a_fallback(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
         with pytest.raises(TreeMismatchError):
@@ -185,7 +185,7 @@ def test_what_is_asked_wrongly_is_told_at_once(directory: str) -> None:
         assert run.skipped_steps == () and run.restored_step is None
 
 
-def test_a_failing_storage_is_no_damage(directory: str) -> None:
+def test_a_storage_error_is_not_treated_as_damage(directory: str) -> None:
     watch = Watch()
     with Checkpointer(through(directory), context=watched(watch)) as run:
         save_steps(run, [1, 2])
@@ -216,7 +216,7 @@ def newer_version(directory: str, step: str) -> None:
     store.put(f"{step}/{ROOT}", body + b',"checksum":"xxh3_64:' + checksum + b'"}\n')
 
 
-def test_a_newer_version_is_no_damage(directory: str) -> None:
+def test_a_newer_format_version_is_not_treated_as_damage(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
     newer_version(directory, "2")
@@ -231,7 +231,7 @@ def target() -> dict[str, Any]:
     return {"b": np.full(7, -1), "step": -1, "w": np.full((3, 5), -1, np.float32)}
 
 
-def test_a_half_filled_target_is_filled_whole_by_the_step_before(directory: str) -> None:
+def test_a_partly_filled_target_is_filled_completely_from_the_older_step(directory: str) -> None:
     big = {"a": np.arange(1 << 20), "z": np.arange(1 << 20)}
     into = {"a": np.zeros(1 << 20, np.int64), "z": np.zeros(1 << 20, np.int64)}
     with Checkpointer(directory) as run:
@@ -253,7 +253,7 @@ def test_a_half_filled_target_is_filled_whole_by_the_step_before(directory: str)
             run.load_into(into)
 
 
-def test_a_target_that_was_changed_is_told_whatever_comes_after(directory: str) -> None:
+def test_a_changed_target_is_reported_with_any_later_error(directory: str) -> None:
     """The newer step fills it in part; then the older one is too broken, or too different, to touch it."""
     into = {"a": np.zeros(1 << 20, np.int64), "z": np.zeros(1 << 20, np.int64)}
     with Checkpointer(directory) as run:
@@ -268,7 +268,7 @@ def test_a_target_that_was_changed_is_told_whatever_comes_after(directory: str) 
             run.load_into(into)
 
 
-def test_the_run_is_set_back_to_what_was_loaded(directory: str) -> None:
+def test_the_run_continues_from_the_loaded_step(directory: str) -> None:
     """The epoch of the damaged step is saved again, and the step that was loaded stays."""
     with Checkpointer(directory) as run:
         for step, epoch in [(10, 1), (20, 2), (30, 3)]:
@@ -286,7 +286,7 @@ def test_the_run_is_set_back_to_what_was_loaded(directory: str) -> None:
         assert run.should_save(29, epoch=3)
 
 
-def test_who_reads_finds_what_came_after_what_it_knew(directory: str) -> None:
+def test_a_reader_finds_newer_steps(directory: str) -> None:
     with Checkpointer(directory) as run:
         reader = CheckpointReader(directory)
         with pytest.raises(CheckpointNotFoundError):
@@ -300,7 +300,7 @@ def test_who_reads_finds_what_came_after_what_it_knew(directory: str) -> None:
         assert reader.skipped_steps == () and reader.restored_step == 2
 
 
-def test_a_step_that_lost_a_part_is_passed_over(directory: str) -> None:
+def test_a_step_with_a_missing_checkpointable_is_skipped(directory: str) -> None:
     with Checkpointer(directory) as checkpointer:
         for step in (1, 2):
             checkpointer.save_checkpointables(step, {"model": {"w": step}, "optimizer": {"m": step}})

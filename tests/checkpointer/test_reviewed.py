@@ -111,7 +111,7 @@ def test_a_step_that_is_being_replaced_cannot_be_deleted(directory: str) -> None
         assert_is_step(run.load(), 102)
 
 
-def test_policies_look_back_to_the_step_that_was_loaded(directory: str) -> None:
+def test_policies_count_from_the_loaded_step(directory: str) -> None:
     asked: list[SaveContext] = []
 
     def note(context: SaveContext) -> bool:
@@ -132,7 +132,7 @@ def test_policies_look_back_to_the_step_that_was_loaded(directory: str) -> None:
     assert [context.last_step for context in asked] == [9009, 2002, 2002, 9009, 1001]
 
 
-def test_epochs_too_are_those_of_the_step_that_was_loaded(directory: str) -> None:
+def test_epochs_are_counted_from_the_loaded_step(directory: str) -> None:
     with Checkpointer(directory) as run:
         for step in (10, 20, 30):
             run.save(step, tree(step), epoch=step // 10)
@@ -142,7 +142,7 @@ def test_epochs_too_are_those_of_the_step_that_was_loaded(directory: str) -> Non
         assert run.should_save(20, epoch=2)
 
 
-def test_who_saves_below_a_newer_step_is_warned(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_below_a_newer_step_warns(directory: str, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [10, 20, 30, 40])
     with caplog.at_level(logging.WARNING, "ckptcore"):
@@ -164,7 +164,7 @@ def test_who_saves_below_a_newer_step_is_warned(directory: str, caplog: pytest.L
     assert CheckpointReader(directory).steps == (10, 20, 25, 30)
 
 
-def test_a_job_goes_back_as_the_documentation_says(directory: str) -> None:
+def test_a_job_can_go_back_as_documented(directory: str) -> None:
     def work(coordinator: Coordinator) -> tuple[int, ...]:
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         with Checkpointer(directory, preservation_policy=LatestN(4), context=context) as run:
@@ -197,7 +197,9 @@ def gone(directory: str, step: str) -> None:
 
 @pytest.mark.parametrize("damage", [cut_off, gone])
 @pytest.mark.parametrize("kind", ["tree", "several"])
-def test_the_only_step_with_whole_files_stays(directory: str, kind: str, damage: Callable[[str, str], None]) -> None:
+def test_the_only_step_with_complete_files_is_kept(
+    directory: str, kind: str, damage: Callable[[str, str], None]
+) -> None:
     testing = pytest.importorskip("click.testing")
     pytest.importorskip("rich")
     from ckptcore_tools.cli.application import application
@@ -221,7 +223,7 @@ def test_the_only_step_with_whole_files_stays(directory: str, kind: str, damage:
         assert_is_step(run.load() if kind == "tree" else run.load_checkpointables()["model"], 10)
 
 
-def test_a_step_of_several_without_its_root_is_told_and_replaced(directory: str) -> None:
+def test_a_step_of_several_checkpointables_without_a_root_is_reported_and_replaced(directory: str) -> None:
     def train(until: int) -> tuple[int | None, list[int]]:
         """Ten steps a save; what it resumed from, and what it passed over."""
         rng = np.random.default_rng(0)
@@ -254,7 +256,7 @@ class Position:
         self.position = state["position"]
 
 
-def test_processes_agree_whether_the_step_that_was_named_is_loaded(directory: str) -> None:
+def test_processes_agree_on_the_named_step(directory: str) -> None:
     def work(coordinator: Coordinator) -> tuple[str, int | None, int | None]:
         with Checkpointer(
             directory, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
@@ -280,7 +282,7 @@ def test_processes_agree_whether_the_step_that_was_named_is_loaded(directory: st
 # --- directories ------------------------------------------------------------------------------------------------------
 
 
-def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_directory_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "first")
@@ -300,7 +302,7 @@ def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("step", ["50", "60"])
-def test_a_step_is_no_directory_of_steps(directory: str, step: str) -> None:
+def test_a_step_is_not_a_directory_of_steps(directory: str, step: str) -> None:
     with Checkpointer(directory) as run:
         run.save_checkpointables(50, {"model": tree(50)})
         run.save(60, tree(60))
@@ -315,7 +317,7 @@ def test_a_step_is_no_directory_of_steps(directory: str, step: str) -> None:
         assert not (Path(place) / ".ckptcore").exists()
 
 
-def test_a_pin_makes_nothing_where_there_is_nothing(directory: str, tmp_path: Path) -> None:
+def test_a_pin_of_a_missing_step_creates_no_files(directory: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError), CheckpointReader(directory).pin(5):
         raise AssertionError
     assert keys_of(directory) == []
@@ -364,7 +366,7 @@ atexit.register(lambda: print(repr(handle).split()[-1], verify(sys.argv[1] + "/2
 
 
 @pytest.mark.system
-def test_a_save_that_the_end_of_the_program_waited_for_is_not_told_as_failed(local: str) -> None:
+def test_a_save_finished_at_exit_is_not_reported_as_failed(local: str) -> None:
     ended = run_program(ENDS_WHILE_SAVING, local)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "committed> True\n", "")
     assert CheckpointReader(local).latest == 2
@@ -399,6 +401,6 @@ print("alive", flush=True)
         ("signal.signal(signal.SIGTERM, lambda *a: print('heard', flush=True))", "ready\nheard\nalive\n", 0),
     ],
 )
-def test_a_run_that_was_dropped_leaves_sigterm_as_it_was(local: str, before: str, printed: str, code: int) -> None:
+def test_a_dropped_checkpointer_restores_the_sigterm_handler(local: str, before: str, printed: str, code: int) -> None:
     ended = run_program(DROPPED.format(before=before), local)
     assert (ended.stdout, ended.returncode) == (printed, code), ended.stderr

@@ -36,7 +36,7 @@ from ckptcore.step_names import StepNameFormat, StepNames
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, keys_of, save_steps, store_of, through, tree, watched
 
 
-def test_a_tree_comes_back(directory: str) -> None:
+def test_a_tree_is_restored(directory: str) -> None:
     with Checkpointer(directory) as run:
         assert run.latest is None and list(run.steps) == []
         handle = run.save(3, tree(3))
@@ -54,7 +54,7 @@ def test_a_tree_comes_back(directory: str) -> None:
         assert reader.restored_step == 3
 
 
-def test_several_objects_come_back(directory: str) -> None:
+def test_several_objects_are_restored(directory: str) -> None:
     generator = np.random.default_rng(1)
     with Checkpointer(directory) as run:
         handle = run.save_checkpointables(7, {"model": tree(7), "rng": generator})
@@ -72,7 +72,7 @@ def test_several_objects_come_back(directory: str) -> None:
         assert list(run.steps) == [7]
 
 
-def test_what_is_kept_with_a_step(directory: str) -> None:
+def test_metadata_of_a_step_is_stored(directory: str) -> None:
     with Checkpointer(directory, metadata={"run": "a", "tags": [1, None]}) as run:
         before = time.time()
         run.save(
@@ -98,7 +98,7 @@ def test_what_is_kept_with_a_step(directory: str) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {1: 2}, {"x": {1: 2}}])
-def test_metadata_of_a_directory_must_come_back_as_it_is(directory: str, metadata: Any) -> None:
+def test_metadata_of_a_directory_must_be_json(directory: str, metadata: Any) -> None:
     with pytest.raises(ValueError, match="metadata= must be JSON"):
         Checkpointer(directory, metadata=metadata)
     Checkpointer(directory).close()  # it was let go
@@ -127,7 +127,7 @@ def test_damaged_metadata_of_a_directory_can_be_written_again(directory: str) ->
         (CustomSave(lambda context: context.step == 1 or context.last_step == 1), [1, 2]),
     ],
 )
-def test_the_policy_decides(directory: str, policy: SavePolicy | None, saved: list[int]) -> None:
+def test_the_policy_decides_which_steps_are_saved(directory: str, policy: SavePolicy | None, saved: list[int]) -> None:
     with Checkpointer(directory, save_policy=policy) as run:
         for step in range(7):
             wanted = run.should_save(step, epoch=step // 2)
@@ -139,7 +139,7 @@ def test_the_policy_decides(directory: str, policy: SavePolicy | None, saved: li
         assert run.save_blocking(101, tree(101), epoch=99) is (policy is None)
 
 
-def test_force_saves_whatever_the_policy_says(directory: str) -> None:
+def test_force_saves_regardless_of_the_policy(directory: str) -> None:
     def refuse(context: SaveContext) -> bool:
         raise AssertionError("it is not asked")
 
@@ -162,7 +162,7 @@ def test_an_epoch_that_was_saved_is_not_saved_again_after_a_resume(directory: st
             run.save(8, tree(8))
 
 
-def test_the_time_of_the_last_save_is_that_of_an_earlier_run(directory: str) -> None:
+def test_the_time_of_the_last_save_is_taken_from_an_earlier_run(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1])
     with Checkpointer(directory, save_policy=TimeInterval(10_000)) as run:
@@ -171,7 +171,7 @@ def test_the_time_of_the_last_save_is_that_of_an_earlier_run(directory: str) -> 
         assert not run.should_save(2)
 
 
-def test_a_save_that_cannot_begin_counts_for_no_policy(directory: str) -> None:
+def test_a_save_that_cannot_start_is_not_counted_by_policies(directory: str) -> None:
     with Checkpointer(directory, save_policy=EpochInterval(1)) as run:
         with pytest.raises(UnsupportedLeafError):
             run.save(1, {"x": object()}, epoch=0)
@@ -183,7 +183,7 @@ def test_a_save_that_cannot_begin_counts_for_no_policy(directory: str) -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "1", True, 2**63, None])
-def test_a_step_is_a_whole_number(directory: str, step: Any) -> None:
+def test_a_step_is_an_integer(directory: str, step: Any) -> None:
     with Checkpointer(directory) as run:
         for call in (
             lambda: run.save(step, tree(1)),
@@ -195,7 +195,7 @@ def test_a_step_is_a_whole_number(directory: str, step: Any) -> None:
         assert run.latest is None
 
 
-def test_a_step_that_is_there_is_not_replaced_unasked(directory: str) -> None:
+def test_an_existing_step_is_replaced_only_on_request(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1])
         for _ in range(2):
@@ -217,7 +217,7 @@ def test_a_step_that_is_there_is_not_replaced_unasked(directory: str) -> None:
             run.save(1, tree(2), overwrite="perhaps")  # type: ignore[arg-type]
 
 
-def test_a_step_is_there_under_any_of_its_names(directory: str) -> None:
+def test_a_step_is_found_under_any_of_its_names(directory: str) -> None:
     with Checkpointer(directory, step_names=StepNames.of("step_00000010")) as run:
         save_steps(run, [10])
         assert f"step_00000010/{'checkpoint.json'}" in keys_of(directory)
@@ -236,7 +236,7 @@ def test_a_step_is_there_under_any_of_its_names(directory: str) -> None:
         assert_is_step(run.load(), 10)
 
 
-def test_steps_of_other_software(local: str) -> None:
+def test_steps_of_other_software_are_found(local: str) -> None:
     numpy_safetensors = pytest.importorskip("safetensors.numpy")
     for step in (7, 9):
         path = Path(local) / f"step_{step}"
@@ -264,7 +264,7 @@ def test_steps_of_other_software(local: str) -> None:
     assert (Path(local) / "step_8" / "notes.txt").exists()
 
 
-def test_saves_go_on_while_the_loop_does(directory: str) -> None:
+def test_saves_run_during_the_training_loop(directory: str) -> None:
     watch = Watch()
     gate = Gate(watch)
     with Checkpointer(through(directory), context=watched(watch)) as run:
@@ -278,7 +278,7 @@ def test_saves_go_on_while_the_loop_does(directory: str) -> None:
         assert_is_step(run.load(), 1)
 
 
-def test_who_asks_for_nonsense_is_told(directory: str) -> None:
+def test_invalid_arguments_are_refused(directory: str) -> None:
     with pytest.raises(ValueError, match="when_busy='never'"):
         Checkpointer(directory, when_busy="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="if_in_use='kill'"):

@@ -35,7 +35,7 @@ class _StaleLists:
         patch.setattr(MemoryStorage, "list", list_keys)
 
 
-def test_a_deleted_step_that_is_still_listed_is_gone(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_step_in_a_stale_list_is_ignored(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1, 2, 3])
         run.delete(3)
@@ -48,7 +48,7 @@ def test_a_deleted_step_that_is_still_listed_is_gone(memory: str, monkeypatch: p
         assert_is_step(run.load(), 2)
 
 
-def test_a_saved_step_that_is_not_listed_yet_is_there(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_step_missing_from_a_stale_list_is_found(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1, 2, 3])
         _StaleLists(monkeypatch, memory, [1, 2])
@@ -59,7 +59,7 @@ def test_a_saved_step_that_is_not_listed_yet_is_there(memory: str, monkeypatch: 
         assert run.steps == (1, 2, 3)
 
 
-def test_a_step_that_another_process_deleted_is_gone(memory: str) -> None:
+def test_a_step_deleted_by_another_process_is_ignored(memory: str) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1, 2, 3])
         for key in keys_of(memory, "3"):

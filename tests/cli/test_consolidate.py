@@ -21,7 +21,7 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-def test_text(run: Run, sharded: Path, tmp_path: Path) -> None:
+def test_prints_a_report(run: Run, sharded: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     options = ["--subtree", "model", "--max-file-size", "1.2kB", "--file", tmp_path / "config.json"]
     result = run("consolidate", sharded, tmp_path / "hf", *options)
@@ -30,14 +30,14 @@ def test_text(run: Run, sharded: Path, tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "config.json").is_file()
 
 
-def test_json(run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
+def test_prints_json(run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
     code, document = run_json(ConsolidateDocument, "consolidate", sharded, tmp_path / "hf", "--stem", "adapter_model")
     assert (code, document["arrays"], document["nbytes"]) == (0, 2, 2400)
     assert document["files"] == ["adapter_model.safetensors"]
     assert set(load_file(tmp_path / "hf" / "adapter_model.safetensors")) == {"model.a", "model.b"}
 
 
-def test_metadata_and_tied_arrays(run_json: RunJson, tmp_path: Path) -> None:
+def test_options_for_metadata_and_tied_arrays_are_used(run_json: RunJson, tmp_path: Path) -> None:
     shared = np.ones(300, np.float32)
     ckptcore.save(tmp_path / "tied", {"a": shared, "b": shared})
     options = ["--metadata", "by=us", "--metadata", "license=a=b", "--max-file-size", "1.2kB"]
@@ -52,19 +52,19 @@ def test_metadata_and_tied_arrays(run_json: RunJson, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["by", "=us", ""])
-def test_what_is_no_entry(entry: str, run: Run, sharded: Path, tmp_path: Path) -> None:
+def test_an_invalid_entry_is_refused(entry: str, run: Run, sharded: Path, tmp_path: Path) -> None:
     result = run("consolidate", sharded, tmp_path / "hf", "--metadata", entry)
     assert result.exit_code == 2 and not (tmp_path / "hf").exists()
 
 
-def test_a_part_that_is_not_there(run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
+def test_a_missing_part_is_refused(run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
     code, document = run_json(ErrorDocument, "consolidate", sharded, tmp_path / "hf", "--subtree", "optimizer")
     assert (code, document["error"]) == (6, "TreeMismatchError")
     assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "5 apples", "GB", "1e9", "0.0001kB"])
-def test_what_is_no_size(size: str, run: Run, sharded: Path, tmp_path: Path) -> None:
+def test_an_invalid_size_is_refused(size: str, run: Run, sharded: Path, tmp_path: Path) -> None:
     result = run("consolidate", sharded, tmp_path / "hf", "--max-file-size", size)
     assert result.exit_code == 2 and not (tmp_path / "hf").exists()
 
@@ -72,6 +72,6 @@ def test_what_is_no_size(size: str, run: Run, sharded: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("size", "files"), [("1200", 2), ("1.2 KB", 2), ("1KiB", 2), ("3kb", 1), ("1MB", 1), ("1TiB", 1)]
 )
-def test_sizes(size: str, files: int, run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
+def test_sizes_have_units(size: str, files: int, run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
     _, document = run_json(ConsolidateDocument, "consolidate", sharded, tmp_path / "hf", "--max-file-size", size)
     assert len(document["files"]) == files

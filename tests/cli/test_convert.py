@@ -25,13 +25,13 @@ def test_a_bare_file_becomes_a_checkpoint(run: Run, run_json: RunJson, tmp_path:
     assert run("diff", tmp_path / "model.safetensors", tmp_path / "ours").exit_code == 0
 
 
-def test_text(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_prints_a_report(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     result = run("convert", checkpoint, tmp_path / "copy")
     assert result.stdout == f"written: 5 arrays of 66 B to {tmp_path / 'copy'} as safetensors\n"
     assert ckptcore.metadata(tmp_path / "copy").custom == {"accuracy": 0.5}
 
 
-def test_replaces_only_when_told(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_replaces_only_on_request(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "there", {"x": 1})
     code, document = run_json(ErrorDocument, "convert", checkpoint, tmp_path / "there")
     assert (code, document["error"]) == (7, "CheckpointExistsError")
@@ -40,7 +40,7 @@ def test_replaces_only_when_told(run: Run, run_json: RunJson, checkpoint: Path, 
     assert run("diff", checkpoint, tmp_path / "there").exit_code == 0
 
 
-def test_a_layout_that_is_not_installed(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_missing_layout_is_an_error(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     code, document = run_json(ErrorDocument, "convert", checkpoint, tmp_path / "copy", "--layout", "parchment")
     assert (code, document["error"]) == (5, "UnknownPluginError")
     assert "safetensors" in document["message"]
@@ -53,11 +53,11 @@ def test_damage_is_not_copied(run_json: RunJson, checkpoint: Path, tmp_path: Pat
     assert not (tmp_path / "copy").exists()
 
 
-def test_nothing_there(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(run_json: RunJson, tmp_path: Path) -> None:
     assert run_json(ErrorDocument, "convert", tmp_path / "nothing", tmp_path / "copy")[0] == 3
 
 
-def test_a_map_and_the_way_back(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_a_map_converts_in_both_directions(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     arrays: dict[str, HostArray] = {"model.embed_tokens.weight": np.ones((4, 2)), "model.norm.weight": np.ones(2)}
     for layer in range(2):
         arrays |= {f"model.layers.{layer}.self_attn.{part}_proj.weight": np.full((4, 2), layer) for part in "qkv"}
@@ -124,12 +124,12 @@ def test_names_with_a_prefix_are_mapped_by_it(run: Run, run_json: RunJson, tmp_p
 
 
 @pytest.mark.parametrize("option", [("--prefix", "text."), ("--head-dim", "64"), ("--rope-type", "default")])
-def test_what_is_of_a_map_needs_one(run: Run, checkpoint: Path, tmp_path: Path, option: tuple[str, str]) -> None:
+def test_options_of_a_map_need_a_map(run: Run, checkpoint: Path, tmp_path: Path, option: tuple[str, str]) -> None:
     result = run("convert", checkpoint, tmp_path / "copy", *option)
     assert result.exit_code == 2 and "need --map" in result.output and not (tmp_path / "copy").exists()
 
 
-def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_map_of_another_model_is_refused(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     code, document = run_json(ErrorDocument, "convert", checkpoint, tmp_path / "copy", "--map", "llama-to-scanned")
     assert (code, document["error"]) == (6, "TransformError")
     assert "'model.embed_tokens.weight' matches nothing" in document["message"]
@@ -148,7 +148,7 @@ def test_several_checkpointables_are_not_mapped(run_json: RunJson, tmp_path: Pat
     assert not (tmp_path / "copy").exists()
 
 
-def test_quantised_weights_are_made_numbers_before_they_are_mapped(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_quantised_weights_are_dequantised_before_they_are_mapped(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     values = np.full((4, 2), 0.5, dtype_from_name("float8_e4m3fn"))
     arrays = {"encoder.layer.0.attention.output.dense.weight": values, "w.weight": np.ones(3, np.float32)}
     scales = {"encoder.layer.0.attention.output.dense.weight_scale_inv": np.full((1, 1), 3, np.float32)}

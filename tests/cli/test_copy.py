@@ -23,7 +23,7 @@ def _run_of(directory: Path, steps: range) -> str:
     return str(directory)
 
 
-def test_a_checkpoint(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_copies_a_checkpoint(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     there = f"memory://{tmp_path.name}-copy/step"
     code, document = run_json(CopyDocument, "copy", checkpoint, there)
     copied = document["copied"]
@@ -49,7 +49,7 @@ def test_errors(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_run(run: Run, run_json: RunJson, tmp_path: Path, scheme: str) -> None:
+def test_copies_a_run(run: Run, run_json: RunJson, tmp_path: Path, scheme: str) -> None:
     here = _run_of(tmp_path / "run", range(4))
     there = str(tmp_path / "copy") if scheme == "file" else f"memory://{tmp_path.name}-run/copy"
     code, document = run_json(CopyStepsDocument, "copy", here, there, "--steps", "3,1")
@@ -66,7 +66,7 @@ def test_a_run(run: Run, run_json: RunJson, tmp_path: Path, scheme: str) -> None
     assert run_json(ErrorDocument, "copy", here, there, "--steps", "9")[0] == 3
 
 
-def test_a_step_that_is_damaged_keeps_no_other_back(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_a_damaged_step_does_not_stop_the_others(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     here = _run_of(tmp_path / "run", range(3))
     flip(tmp_path / "run" / "1" / "model.safetensors", 300)
     code, document = run_json(CopyStepsDocument, "copy", here, tmp_path / "copy")
@@ -77,7 +77,7 @@ def test_a_step_that_is_damaged_keeps_no_other_back(run: Run, run_json: RunJson,
     assert "step 1  damaged: " in result.stdout
 
 
-def test_a_run_that_a_job_owns(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_destination_in_use_or_with_steps_is_refused(run_json: RunJson, tmp_path: Path) -> None:
     here = _run_of(tmp_path / "run", range(1))
     with ckptcore.Checkpointer(tmp_path / "copy"):
         code, document = run_json(ErrorDocument, "copy", here, tmp_path / "copy")
@@ -88,7 +88,7 @@ def test_a_run_that_a_job_owns(run_json: RunJson, tmp_path: Path) -> None:
     assert (code, document["error"]) == (7, "CheckpointExistsError")
 
 
-def test_options_of_storages(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_options_of_storages_are_used(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     assert run("copy", checkpoint, tmp_path / "copy", "--option", "file.direct_io=false").exit_code == 0
     refused = run("inspect", checkpoint, "--option", 'file.direct_io="no"')
     assert refused.exit_code == 2

@@ -65,7 +65,7 @@ def _read(storage: FarStorage) -> set[str]:
     return {request.key.rpartition("/")[2] for request in storage.requests if request.kind == "get"}
 
 
-def test_what_only_looks_reads_no_data(run: Run, steps: FarStorage) -> None:
+def test_commands_that_only_list_read_no_data(run: Run, steps: FarStorage) -> None:
     for arguments in (["inspect", "far://runs/run/3"], ["ls", "far://runs/run"], ["steps", "far://runs/run"]):
         steps.forget()
         result = run(*arguments)
@@ -84,7 +84,7 @@ def test_what_only_looks_reads_no_data(run: Run, steps: FarStorage) -> None:
         ["gc", "far://runs/run", "--policy", "latest_n=2", "--dry-run"],
     ],
 )
-def test_steps_are_not_asked_one_after_the_other(run: Run, steps: FarStorage, arguments: list[str]) -> None:
+def test_steps_are_requested_concurrently(run: Run, steps: FarStorage, arguments: list[str]) -> None:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") >= _STEPS
@@ -92,14 +92,14 @@ def test_steps_are_not_asked_one_after_the_other(run: Run, steps: FarStorage, ar
     assert steps.count() <= 6 * _STEPS
 
 
-def test_a_run_is_listed_by_one_small_request_for_each_step(steps: FarStorage) -> None:
+def test_a_run_is_listed_with_one_small_request_per_step(steps: FarStorage) -> None:
     with ckptcore.CheckpointReader("far://runs/run") as reader:
         assert len(reader.steps) == _STEPS
     assert steps.peak_at_once >= _ENOUGH_AT_ONCE
     assert steps.count("get") <= _STEPS + 2
 
 
-def test_a_copy_has_many_requests_under_way(run: Run, far: FarStorage, tmp_path: Path) -> None:
+def test_a_copy_sends_many_requests_at_once(run: Run, far: FarStorage, tmp_path: Path) -> None:
     latency, far.latency = far.latency, 0.0
     layout = ckptcore.SafetensorsLayout(max_file_bytes=1 << 20)
     state = {f"w{number}": np.full(1 << 20, number, np.uint8) for number in range(12)}
@@ -117,14 +117,14 @@ def test_a_copy_has_many_requests_under_way(run: Run, far: FarStorage, tmp_path:
     assert far.count() <= 6
 
 
-def test_a_run_that_goes_on_looks_for_what_dead_saves_left_at_several_steps_at_once(steps: FarStorage) -> None:
+def test_a_resumed_run_looks_for_leftovers_of_several_steps_at_once(steps: FarStorage) -> None:
     with ckptcore.Checkpointer("far://runs/run") as run:
         assert run.latest == _STEPS - 1
     assert steps.peak_at_once >= _ENOUGH_AT_ONCE
     assert steps.count() <= _STEPS + 15
 
 
-def test_objects_are_not_verified_one_after_the_other(run: Run, far: FarStorage) -> None:
+def test_objects_are_verified_concurrently(run: Run, far: FarStorage) -> None:
     latency, far.latency = far.latency, 0.0
     ckptcore.save("far://runs/one", {f"w{number}": np.arange(10) for number in range(20)}, layout="zarr3")
     far.latency = latency

@@ -73,7 +73,7 @@ def test_inspect(run: Run, run_json: RunJson, shelf: Path) -> None:
     assert run_json(InspectDocument, "inspect", shelf / "params")[1]["totals"]["nbytes"] == 48
 
 
-def test_inspect_shows_all_where_a_plain_load_gives_one(run_json: RunJson, tmp_path: Path) -> None:
+def test_inspect_shows_all_members_if_a_plain_load_returns_one(run_json: RunJson, tmp_path: Path) -> None:
     put_on_shelf(tmp_path / "c", {"tree": {"w": np.ones(2)}, "ema": {"w": np.ones(2)}})
     _, document = run_json(CheckpointablesDocument, "inspect", tmp_path / "c")
     assert [one["name"] for one in document["checkpointables"]] == ["ema", "tree"]
@@ -81,7 +81,7 @@ def test_inspect_shows_all_where_a_plain_load_gives_one(run_json: RunJson, tmp_p
     assert run_json(InspectDocument, "inspect", tmp_path / "one")[1]["schema"] == "ckptcore.inspect/1"
 
 
-def test_what_nobody_reads_is_named(run: Run, run_json: RunJson, shelf: Path) -> None:
+def test_unsupported_members_are_named(run: Run, run_json: RunJson, shelf: Path) -> None:
     code, document = run_json(CheckpointablesDocument, "inspect", strange(shelf))
     assert code == 0 and list(document["unreadable"]) == ["ema"]
     assert "ema  cannot be read: " in run("inspect", shelf).stdout

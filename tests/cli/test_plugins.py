@@ -30,7 +30,7 @@ def test_lists_what_the_builtin_plugin_offers(run: Run, run_json: RunJson) -> No
 
 
 @pytest.mark.system
-def test_says_why_one_failed_to_load(tmp_path: Path) -> None:
+def test_shows_why_a_plugin_failed_to_load(tmp_path: Path) -> None:
     (tmp_path / "ckptcore_broken.py").write_text("import a_library_that_is_missing\n")
     information = tmp_path / "ckptcore_broken-1.2.dist-info"
     information.mkdir()
@@ -63,7 +63,7 @@ def test_says_why_one_failed_to_load(tmp_path: Path) -> None:
     assert "failed to load: ModuleNotFoundError: No module named 'a_library_that_is_missing'" in text.stdout
 
 
-def test_says_which_layout_cannot_be_used(run_json: RunJson, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_which_layout_cannot_be_used(run_json: RunJson, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptcore import plugins
 
     installed = plugins.installed_plugins().with_plugins([Incomplete()], {})

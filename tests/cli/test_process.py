@@ -66,7 +66,7 @@ def test_commands_on_runs_import_no_framework(arguments: list[str], tmp_path: Pa
     assert imported_by(*arguments, tmp_path / "run").isdisjoint(FRAMEWORKS)
 
 
-def test_the_check_for_frameworks_sees_one(tmp_path: Path) -> None:
+def test_the_check_for_frameworks_detects_one(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("")
     finished = subprocess.run(
         [sys.executable, "-c", "import torch, sys; sys.exit('torch' in sys.modules)"],
@@ -76,7 +76,7 @@ def test_the_check_for_frameworks_sees_one(tmp_path: Path) -> None:
     assert finished.returncode == 1
 
 
-def test_the_core_alone_says_what_to_install(tmp_path: Path) -> None:
+def test_the_core_alone_names_the_package_to_install(tmp_path: Path) -> None:
     (tmp_path / "ckptcore_tools.py").write_text("raise ModuleNotFoundError('', name='ckptcore_tools')")
     finished = subprocess.run(
         [sys.executable, "-m", "ckptcore", "--help"],
@@ -101,13 +101,13 @@ def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" in program("inspect", tmp_path / "nothing", "--debug").stderr
 
 
-def test_a_wrong_call_is_2() -> None:
+def test_a_usage_error_has_exit_code_2() -> None:
     assert program("inspect").returncode == 2
     assert program("unknown").returncode == 2
     assert program("diff", "a").returncode == 2
 
 
-def test_help_tells_exit_codes(run: Run) -> None:
+def test_help_lists_exit_codes(run: Run) -> None:
     text = run("--help").stdout
     for code in ExitCode:
         if code is not ExitCode.BROKEN_PIPE:
@@ -132,7 +132,9 @@ def test_every_error_has_an_exit_code_of_failure() -> None:
         assert exit_code_of(kind.__new__(kind)) not in (ExitCode.OK, ExitCode.FOUND, ExitCode.USAGE, ExitCode.BUG)
 
 
-def test_a_bug_is_told_apart_from_differences(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_has_another_exit_code_than_a_difference(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(location: object, context: object) -> None:
         raise RuntimeError("oh dear")
 
@@ -142,7 +144,7 @@ def test_a_bug_is_told_apart_from_differences(run: Run, checkpoint: Path, monkey
     assert "RuntimeError: oh dear. This is a bug" in result.stderr
 
 
-def test_an_interrupt_is_130(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_has_exit_code_130(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(location: object, context: object) -> None:
         raise KeyboardInterrupt
 
@@ -153,7 +155,7 @@ def test_an_interrupt_is_130(run: Run, checkpoint: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_reader_that_goes_away_is_told_by_141(tmp_path: Path, options: list[str]) -> None:
+def test_a_closed_pipe_has_exit_code_141(tmp_path: Path, options: list[str]) -> None:
     ckptcore.save(tmp_path / "many", {f"leaf_{number}": number for number in range(5000)})
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     saw = subprocess.Popen(

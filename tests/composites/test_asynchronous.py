@@ -16,7 +16,7 @@ from tests.crashes.states import same_value
 
 
 @pytest.mark.parametrize("save_bytes", [None, 1, 1000])
-def test_what_changes_afterwards_is_not_in_the_checkpoint(save_bytes: int | None, place: str) -> None:
+def test_changes_after_the_call_are_not_saved(save_bytes: int | None, place: str) -> None:
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=save_bytes))
     model, data, files = Linear(3), Counter(4), Files({"a": b"then"})
     params: dict[str, Any] = {"layers": [np.arange(500.0), [1, 2]], "name": "then"}
@@ -52,7 +52,7 @@ def _bounded(location: str, objects: dict[str, object], context: ckptcore.Contex
     return ckptcore.save_checkpointables_async(location, objects, metadata={"at": 1}, context=context)
 
 
-def test_the_state_is_the_callers_again_before_the_files_are_written(tmp_path: Path) -> None:
+def test_the_caller_can_change_the_state_before_the_files_are_written(tmp_path: Path) -> None:
     """The save returned, and its writer stands still in the middle."""
     go_on = threading.Event()
     files = Files({"a": b"1"})
@@ -65,7 +65,7 @@ def test_the_state_is_the_callers_again_before_the_files_are_written(tmp_path: P
 
 
 @pytest.mark.parametrize("limit", [50_000, 400_000])
-def test_a_bound_on_memory_holds_across_members(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_limit_applies_to_all_members(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = most = 0
     lock = threading.Lock()
     copy, release = StagingMemory.copy, StagingMemory.release

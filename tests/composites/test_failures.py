@@ -44,7 +44,7 @@ _BROKEN: dict[str, Callable[[], object]] = {"at once": _fails_at_once, "late": _
 
 @pytest.mark.parametrize("save_bytes", ["blocking", None, 10])
 @pytest.mark.parametrize("name", _BROKEN)
-def test_an_object_that_fails_to_save(name: str, save_bytes: Any, place: str) -> None:
+def test_an_error_of_an_object_fails_the_save(name: str, save_bytes: Any, place: str) -> None:
     context = ckptcore.Context(
         memory=ckptcore.context.MemoryOptions(save_bytes=None if save_bytes == "blocking" else save_bytes)
     )
@@ -77,7 +77,7 @@ def test_an_object_that_fails_to_save(name: str, save_bytes: Any, place: str) ->
     assert ckptcore.load_checkpointables(place + "/c")["model"]["bias"].tolist() == Linear(2).bias.tolist()
 
 
-def test_overwriting_that_fails_leaves_the_old(tmp_path: Path) -> None:
+def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": Linear(1), "files": Files({"x": b"old"})})
     for make in _BROKEN.values():
         with pytest.raises(RuntimeError):
@@ -87,7 +87,7 @@ def test_overwriting_that_fails_leaves_the_old(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["c"]
 
 
-def test_an_object_that_fails_to_load(place: str) -> None:
+def test_an_error_of_an_object_fails_the_load(place: str) -> None:
     objects = {"model": Linear(3), "files": Files({"a": b"1"}), "params": {"w": np.ones(3)}}
     ckptcore.save_checkpointables(place + "/c", objects)
     model, broken = Linear(0), Files({"as it": b"was"})
@@ -102,14 +102,14 @@ class _BrokenSetter(Counter):
         raise KeyError("position")
 
 
-def test_a_state_that_is_not_taken(place: str) -> None:
+def test_a_state_that_an_object_refuses_is_an_error(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"data": Counter(3)})
     with pytest.raises(TargetUndefinedError, match=f"{place}/c/data"):
         ckptcore.load_checkpointables(place + "/c", into={"data": _BrokenSetter()})
 
 
 @pytest.mark.parametrize("with_files", [False, True])
-def test_what_was_changed_and_then_deleted_is_not_said_to_be_as_it_was(with_files: bool, place: str) -> None:
+def test_a_deletion_after_an_object_was_changed_leaves_the_target_undefined(with_files: bool, place: str) -> None:
     location = place + "/c"
 
     class Gone(Counter):
@@ -128,7 +128,7 @@ def test_what_was_changed_and_then_deleted_is_not_said_to_be_as_it_was(with_file
         ckptcore.load_checkpointables(location, into={"it": found})
 
 
-def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> None:
+def test_the_error_of_late_damage_names_changed_objects(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(
         tmp_path / "c", {"model": Linear(3), "params": {"w": np.ones(3)}, "files": Files({"a": b"1"})}
     )
@@ -146,7 +146,7 @@ def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> Non
     assert model.bias.tolist() == Linear(0).bias.tolist()  # new values are built first
 
 
-def test_what_is_refused_changes_nothing(place: str) -> None:
+def test_a_refused_load_changes_no_object(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"model": Linear(3), "data": Counter(3), "files": Files({"a": b"1"})})
     wrong = Linear(0)
     wrong.weight = np.zeros((9, 9), np.float32)
@@ -156,7 +156,7 @@ def test_what_is_refused_changes_nothing(place: str) -> None:
     assert files.files == {"as it": b"was"} and data.position == 0
 
 
-def test_a_local_disk_that_fails_while_files_are_copied_out(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_while_copying_files_fails_the_load(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files({"a": b"1"})})
 
     def no_room(directory: Any, exist_ok: bool = False) -> None:
@@ -171,7 +171,7 @@ def test_a_local_disk_that_fails_while_files_are_copied_out(place: str, monkeypa
 
 
 @pytest.mark.system
-def test_what_a_killed_process_left_staged_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_staged_files_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, ckptcore\n"
         "from tests.composites.objects import Files\n"
@@ -192,7 +192,7 @@ def test_what_a_killed_process_left_staged_is_removed_by_the_next(tmp_path: Path
     assert ckptcore.load_checkpointables(tmp_path / "c")["files"] == {"a": b"2"}
 
 
-def test_what_a_living_process_staged_is_left_alone(tmp_path: Path) -> None:
+def test_staged_files_of_a_running_process_are_not_removed(tmp_path: Path) -> None:
     first = Files({"a": b"1"})
     first.then = lambda directory: ckptcore.save_checkpointables(
         tmp_path / "inner", {"files": Files({"b": b"2"})}, context=ckptcore.Context()

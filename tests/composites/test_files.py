@@ -32,7 +32,7 @@ from tests.composites.objects import Files, Linear
 LARGE = (16 << 20) + 12345
 
 
-def test_files_of_every_sort(place: str) -> None:
+def test_files_of_every_size_and_name_are_restored(place: str) -> None:
     content = random.Random(0).randbytes(LARGE)
     files = {
         "empty": b"", "one": b"1", "a/b/c/d": b"deep", "a/b/empty": b"", "large": content, "block": bytes(BLOCK_BYTES),
@@ -49,14 +49,14 @@ def test_files_of_every_sort(place: str) -> None:
     assert ckptcore.verify(place + "/c").ok
 
 
-def test_no_files_at_all(place: str) -> None:
+def test_an_object_can_write_no_files(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files()})
     found = Files({"a": b""})
     ckptcore.load_checkpointables(place + "/c", into={"files": found})
     assert found.files == {}
 
 
-def test_the_report_of_a_load_of_files(place: str) -> None:
+def test_a_load_of_files_has_a_report(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files({"a": b"12345", "b": b""})})
     report = ckptcore.results.LoadReport()
     assert ckptcore.load(place + "/c/files", report=report) == {"a": b"12345", "b": b""}
@@ -82,7 +82,7 @@ class Directories:
         self.found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_dir())
 
 
-def test_empty_directories(place: str) -> None:
+def test_empty_directories_are_restored(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"it": Directories("shards", "a/b/ä", "full/none", "a/.hidden", "x.y")})
     found = Directories()
     ckptcore.load_checkpointables(place + "/c", into={"it": found})
@@ -92,12 +92,12 @@ def test_empty_directories(place: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["checkpoint.dir", "/".join("d" * 201)])
-def test_empty_directories_that_are_refused(key: str, place: str) -> None:
+def test_invalid_empty_directories_are_refused(key: str, place: str) -> None:
     with pytest.raises(CheckpointError, match=r"in 'it'.*(checkpoint\.dir|201 directories deep)"):
         ckptcore.save_checkpointables(place + "/c", {"it": Directories(key)})
 
 
-def test_a_state_of_files_keeps_empty_directories_alone() -> None:
+def test_a_state_of_files_lists_only_empty_directories() -> None:
     assert empty_directories(state_of_files(())) == ()
     assert list(empty_directories(state_of_files(["a/b", "c"]))) == ["a/b", "c"]
     assert list(empty_directories({"of a later version": 1})) == []
@@ -112,13 +112,13 @@ def test_a_state_of_files_keeps_empty_directories_alone() -> None:
     ]
     + [{"empty_directories": [f"{number}" + "/d" * 199 for number in range(700)]}],
 )
-def test_a_hostile_state_of_files(state: Any) -> None:
+def test_a_hostile_state_of_files_is_refused(state: Any) -> None:
     with pytest.raises(CorruptCheckpointError):
         empty_directories(state)
 
 
 @pytest.mark.parametrize("key", ["full/file", "full/file/below", "../../escaped"])
-def test_hostile_empty_directories_of_a_checkpoint(key: str, tmp_path: Path) -> None:
+def test_hostile_empty_directories_of_a_checkpoint_are_refused(key: str, tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"it": Directories()})
     root = open_checkpoint(tmp_path / "c" / "it", default_context()).root
     assert root is not None
@@ -146,7 +146,7 @@ def _pipe(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_link, _linked_directory, _pipe])
-def test_what_is_no_plain_file_is_refused(make: object, place: str) -> None:
+def test_special_files_are_refused(make: object, place: str) -> None:
     odd = Files({"fine": b""})
     odd.then = make  # type: ignore[assignment]  # one of the above
     with pytest.raises(UnsupportedLeafError, match=r"in 'odd'.*(link|pipe)"):
@@ -156,13 +156,13 @@ def test_what_is_no_plain_file_is_refused(make: object, place: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["checkpoint.json", "checkpoint.x", "checkpoint.dir/x"])
-def test_names_of_the_cores_own_files_are_refused(key: str, place: str) -> None:
+def test_reserved_file_names_are_refused(key: str, place: str) -> None:
     with pytest.raises(NameCollisionError, match=f"in 'files'.*{key}"):
         ckptcore.save_checkpointables(place + "/c", {"files": Files({key: b"x"})})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every directory")
-def test_a_directory_that_cannot_be_read_is_not_left_out(place: str) -> None:
+def test_an_unreadable_directory_is_an_error(place: str) -> None:
     odd = Files({"sub/fine": b""})
     odd.then = lambda directory: (directory / "sub").chmod(0)
     with pytest.raises(PermissionError):
@@ -193,7 +193,7 @@ def test_one_flipped_bit_is_found(position: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "gone"])
-def test_a_file_that_is_not_what_it_was(change: str, tmp_path: Path) -> None:
+def test_a_changed_file_is_detected(change: str, tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b"0123456789", "b": b""})})
     path = tmp_path / "c" / "files" / "a"
     match change:
@@ -214,7 +214,7 @@ def test_a_file_that_is_not_what_it_was(change: str, tmp_path: Path) -> None:
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
 
 
-def test_a_tree_that_files_replace_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_of_a_tree_replaced_by_files_returns_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save_checkpointables(tmp_path / "a", {"m": {"w": np.ones(3)}})
     ckptcore.save_checkpointables(tmp_path / "b", {"m": Files({"f": b"1"})})
     read = Load.read

@@ -24,13 +24,13 @@ class _Position:
         self.position = int((directory / "position").read_text())
 
 
-def test_the_files_come_as_bytes(tmp_path: Path) -> None:
+def test_files_are_returned_as_bytes(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"data": _Position(7), "w": np.ones(2)})
     assert ckptcore.load(tmp_path / "c" / "data") == {"position": b"7"}
     assert ckptcore.load_checkpointables(tmp_path / "c", ["data"]) == {"data": {"position": b"7"}}
 
 
-def test_no_tree_is_made_of_files(tmp_path: Path) -> None:
+def test_files_cannot_be_loaded_as_a_tree(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"data": _Position(7)})
     target = {"w": np.zeros(2)}
     with pytest.raises(TreeMismatchError, match="files of an object"):
@@ -43,7 +43,7 @@ def test_no_tree_is_made_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"0123", b"0123456789 and more"])
-def test_a_file_of_another_size_is_not_given(content: bytes, tmp_path: Path) -> None:
+def test_a_file_of_another_size_is_an_error(content: bytes, tmp_path: Path) -> None:
     """Also where no checksums are kept."""
     context = ckptcore.Context(io=ckptcore.context.IOOptions(checksums=False))
     ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b"0123456789"})}, context=context)

@@ -88,7 +88,7 @@ def test_everything_is_loaded_by_name(shelf: Path, context: ckptcore.Context) ->
     assert loaded["data"] == FILES["data"]
 
 
-def test_only_what_is_asked_for_is_read(shelf: Path, context: ckptcore.Context) -> None:
+def test_only_requested_members_are_read(shelf: Path, context: ckptcore.Context) -> None:
     shutil.rmtree(shelf / "moments")
     (shelf / "data" / "position").unlink()
     assert same(ckptcore.load_checkpointables(shelf, ["params"], context=context)["params"], PARAMS)
@@ -108,7 +108,7 @@ def test_objects_are_restored_in_place(shelf: Path, context: ckptcore.Context) -
     assert files.files == FILES["data"]
 
 
-def test_mismatch_changes_nothing(shelf: Path, context: ckptcore.Context) -> None:
+def test_a_mismatch_changes_no_object(shelf: Path, context: ckptcore.Context) -> None:
     model = Linear(9)
     with pytest.raises(TreeMismatchError):
         ckptcore.load_checkpointables(shelf, into={"params": model, "data": Linear(1)}, context=context)
@@ -121,19 +121,19 @@ def test_mismatch_changes_nothing(shelf: Path, context: ckptcore.Context) -> Non
     assert model.bias.tolist() == Linear(9).bias.tolist()
 
 
-def test_an_object_that_fails_half_way_is_told(shelf: Path, context: ckptcore.Context) -> None:
+def test_an_error_of_an_object_names_it(shelf: Path, context: ckptcore.Context) -> None:
     files = Files()
     files.load_error = RuntimeError("no")
     with pytest.raises(TargetUndefinedError, match="step_7/data"):
         ckptcore.load_checkpointables(shelf, into={"data": files}, context=context)
 
 
-def test_each_opens_by_its_own_location(shelf: Path, context: ckptcore.Context) -> None:
+def test_each_member_opens_by_its_own_location(shelf: Path, context: ckptcore.Context) -> None:
     assert same(ckptcore.load(shelf / "params", context=context), PARAMS)
     assert ckptcore.metadata(shelf / "params", context=context).layout == "shelf"
 
 
-def test_a_member_of_another_layout(shelf: Path, context: ckptcore.Context) -> None:
+def test_members_can_have_different_layouts(shelf: Path, context: ckptcore.Context) -> None:
     """Which layout reads a tree is found out for each."""
     ckptcore.save(shelf.parent / "ours", PARAMS)
     (shelf / "head").mkdir()
@@ -145,7 +145,7 @@ def test_a_member_of_another_layout(shelf: Path, context: ckptcore.Context) -> N
     assert ckptcore.verify(shelf, context=context).ok
 
 
-def test_one_tree_has_the_name_that_its_software_gives_it(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, context: ckptcore.Context) -> None:
     put_on_shelf(tmp_path / "one", {"tree": PARAMS}, metrics={"loss": 2}, created=CREATED)
     assert same(ckptcore.load(tmp_path / "one", context=context), PARAMS)
     loaded = ckptcore.load_checkpointables(tmp_path / "one", context=context)
@@ -159,7 +159,7 @@ def test_one_tree_has_the_name_that_its_software_gives_it(tmp_path: Path, contex
     assert ckptcore.metadata(tmp_path / "ours").metrics == {"loss": 2}
 
 
-def test_a_plain_load_may_mean_one_of_several(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_a_plain_load_can_select_one_of_several_members(tmp_path: Path, context: ckptcore.Context) -> None:
     """As in the software that wrote it; but to describe, verify or convert it means all of it."""
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
     assert same(ckptcore.load(tmp_path / "c", context=context), PARAMS)
@@ -170,7 +170,7 @@ def test_a_plain_load_may_mean_one_of_several(tmp_path: Path, context: ckptcore.
     assert list(ckptcore.load_checkpointables(tmp_path / "ours")) == ["ema", "tree"]
 
 
-def test_a_tree_is_not_taken_from_several(shelf: Path, context: ckptcore.Context) -> None:
+def test_a_plain_load_of_several_members_is_refused(shelf: Path, context: ckptcore.Context) -> None:
     for function in (ckptcore.load, ckptcore.open):
         with pytest.raises(CompositeCheckpointError, match="params") as caught:
             function(shelf, context=context)
@@ -180,7 +180,7 @@ def test_a_tree_is_not_taken_from_several(shelf: Path, context: ckptcore.Context
     assert caught.value.names == ("data", "moments", "params")
 
 
-def test_a_layout_that_says_nothing_of_a_plain_load(
+def test_a_plain_load_is_refused_if_the_layout_selects_no_member(
     shelf: Path, context: ckptcore.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.composites.shelf.ShelfLayout.inspect", lambda *_: None)
@@ -189,7 +189,7 @@ def test_a_layout_that_says_nothing_of_a_plain_load(
     assert ckptcore.load_checkpointables(shelf, ["data"], context=context) == FILES
 
 
-def test_what_is_no_composite_has_no_names(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_other_checkpoints_have_no_member_names(tmp_path: Path, context: ckptcore.Context) -> None:
     put_on_shelf(tmp_path / "c", {"params": PARAMS})
     with pytest.raises(CompositeCheckpointError, match="one tree and has no names"):
         ckptcore.load_checkpointables(tmp_path / "c" / "params", context=context)
@@ -202,7 +202,7 @@ def test_what_is_no_composite_has_no_names(tmp_path: Path, context: ckptcore.Con
 # --- what cannot be read, or is not there
 
 
-def test_what_nobody_reads_is_named_and_the_others_load(shelf: Path, context: ckptcore.Context) -> None:
+def test_unsupported_members_are_named_and_the_others_load(shelf: Path, context: ckptcore.Context) -> None:
     strange(shelf)
     with pytest.raises(CheckpointNotFoundError, match=r"'ema' .* load_checkpointables: data, moments, params"):
         ckptcore.load_checkpointables(shelf, context=context)
@@ -213,7 +213,7 @@ def test_what_nobody_reads_is_named_and_the_others_load(shelf: Path, context: ck
     assert same(ckptcore.load_checkpointables(shelf, ["params", "data"], context=context)["params"], PARAMS)
 
 
-def test_what_nobody_reads_is_described(shelf: Path, context: ckptcore.Context) -> None:
+def test_unsupported_members_are_described(shelf: Path, context: ckptcore.Context) -> None:
     found = ckptcore.metadata(strange(shelf), context=context)
     assert list(found.checkpointables) == ["data", "moments", "params"] and found.checkpointables.deleted == ()
     assert (
@@ -222,21 +222,19 @@ def test_what_nobody_reads_is_described(shelf: Path, context: ckptcore.Context) 
     )
 
 
-def test_what_nobody_reads_is_a_problem(shelf: Path, context: ckptcore.Context) -> None:
+def test_unsupported_members_are_reported_by_verify(shelf: Path, context: ckptcore.Context) -> None:
     (problem,) = ckptcore.verify(strange(shelf), context=context).problems
     assert problem.key == "ema" and "ema" in problem.message
 
 
-def test_what_nobody_reads_is_not_left_out_of_a_conversion(
-    shelf: Path, context: ckptcore.Context, tmp_path: Path
-) -> None:
+def test_unsupported_members_stop_a_conversion(shelf: Path, context: ckptcore.Context, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="'ema'") as caught:
         ckptcore.copy(strange(shelf), tmp_path / "ours", layout="safetensors", context=context)
     assert "by location" in "".join(caught.value.__notes__)
     assert not (tmp_path / "ours").exists()
 
 
-def test_what_is_listed_and_not_there_was_deleted(shelf: Path, context: ckptcore.Context) -> None:
+def test_listed_members_without_files_count_as_deleted(shelf: Path, context: ckptcore.Context) -> None:
     (shelf / MARK).write_text(json.dumps({"also": ["gone"]}))
     assert list(ckptcore.load_checkpointables(shelf, context=context)) == ["data", "moments", "params"]
     with pytest.raises(CheckpointNotFoundError, match="'gone' was saved and deleted later"):
@@ -246,12 +244,12 @@ def test_what_is_listed_and_not_there_was_deleted(shelf: Path, context: ckptcore
     assert not has_expected_sizes(shelf, context)
 
 
-def test_sizes_of_what_is_there(shelf: Path, context: ckptcore.Context) -> None:
+def test_sizes_of_existing_members_are_reported(shelf: Path, context: ckptcore.Context) -> None:
     assert has_expected_sizes(shelf, context)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc", "", ".", "..", "params/deep", "a\0b", "\ud800"])
-def test_names_that_lead_elsewhere_are_refused(name: str, shelf: Path, context: ckptcore.Context) -> None:
+def test_names_outside_of_the_checkpoint_are_refused(name: str, shelf: Path, context: ckptcore.Context) -> None:
     put_on_shelf(shelf.parent / "outside", {"w": PARAMS})
     (shelf / MARK).write_text(json.dumps({"also": [name]}))
     for function in (ckptcore.load_checkpointables, ckptcore.metadata, ckptcore.load):
@@ -260,7 +258,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, shelf: Path, context: 
     assert not ckptcore.verify(shelf, context=context).ok
 
 
-def test_what_was_never_finished(shelf: Path, context: ckptcore.Context) -> None:
+def test_an_unfinished_checkpoint_is_refused(shelf: Path, context: ckptcore.Context) -> None:
     (shelf / MARK).write_text('{"unfinished": true}')
     for function in (ckptcore.load_checkpointables, ckptcore.metadata, ckptcore.verify):
         with pytest.raises(UncommittedCheckpointError):
@@ -268,13 +266,13 @@ def test_what_was_never_finished(shelf: Path, context: ckptcore.Context) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[1]", b"3", b"\xff", b'{"metrics": {"a": "b"}}'])
-def test_marks_that_are_damaged(content: bytes, shelf: Path, context: ckptcore.Context) -> None:
+def test_damaged_metadata_files_are_refused(content: bytes, shelf: Path, context: ckptcore.Context) -> None:
     (shelf / MARK).write_bytes(content)
     with pytest.raises(CorruptCheckpointError):
         ckptcore.load_checkpointables(shelf, context=context)
 
 
-def test_arrays_that_are_damaged(shelf: Path, context: ckptcore.Context) -> None:
+def test_damaged_arrays_are_refused(shelf: Path, context: ckptcore.Context) -> None:
     (shelf / "params" / "0.bin").write_bytes(b"short")
     with pytest.raises(CorruptCheckpointError, match="weight"):
         ckptcore.load_checkpointables(shelf, context=context)
@@ -285,7 +283,7 @@ def test_arrays_that_are_damaged(shelf: Path, context: ckptcore.Context) -> None
         ckptcore.load_checkpointables(shelf, into={"params": model}, context=context)
 
 
-def test_a_composite_of_ours_without_its_root_is_none_of_theirs(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, context: ckptcore.Context) -> None:
     """It has their marks: but what was deleted or replaced in it since, only its root tells."""
     ckptcore.save_checkpointables(
         tmp_path / "c", {"params": PARAMS, "moments": PARAMS}, layout="shelf", context=context
@@ -301,7 +299,7 @@ def test_a_composite_of_ours_without_its_root_is_none_of_theirs(tmp_path: Path, 
 # --- what it says
 
 
-def test_what_it_says_of_itself(shelf: Path, context: ckptcore.Context) -> None:
+def test_metadata_describes_the_members(shelf: Path, context: ckptcore.Context) -> None:
     found = ckptcore.metadata(shelf, context=context)
     assert (found.created, found.writer, found.custom, found.metrics) == (
         CREATED,
@@ -324,7 +322,7 @@ def test_what_it_says_of_itself(shelf: Path, context: ckptcore.Context) -> None:
     assert same(ckptcore.load(shelf / "params", found.checkpointables["params"].abstract, context=context), PARAMS)
 
 
-def test_verification_reads_all_of_it(shelf: Path, context: ckptcore.Context) -> None:
+def test_verification_reads_all_members(shelf: Path, context: ckptcore.Context) -> None:
     told: list[tuple[int, int]] = []
     report = ckptcore.verify(shelf, progress=lambda *moved: told.append(moved), context=context)
     assert report.ok and report.nbytes == 165 and max(told) == (165, 165)
@@ -394,7 +392,7 @@ def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "shelf"])
-def test_converting(layout: str, shelf: Path, context: ckptcore.Context, tmp_path: Path) -> None:
+def test_members_are_converted(layout: str, shelf: Path, context: ckptcore.Context, tmp_path: Path) -> None:
     ckptcore.copy(shelf, tmp_path / "ours", layout=layout, context=context)
     assert ckptcore.verify(tmp_path / "ours", context=context).ok
     loaded = ckptcore.load_checkpointables(tmp_path / "ours", context=context)
@@ -405,9 +403,7 @@ def test_converting(layout: str, shelf: Path, context: ckptcore.Context, tmp_pat
     assert (tmp_path / "ours" / MARK).exists() == (layout == "shelf")
 
 
-def test_names_that_ckptcore_has_for_itself_are_not_converted(
-    shelf: Path, context: ckptcore.Context, tmp_path: Path
-) -> None:
+def test_reserved_names_are_not_converted(shelf: Path, context: ckptcore.Context, tmp_path: Path) -> None:
     (shelf / "data").rename(shelf / "checkpoint.data")
     assert ckptcore.load_checkpointables(shelf, ["checkpoint.data"], context=context) == {
         "checkpoint.data": FILES["data"]
@@ -421,7 +417,7 @@ def test_names_that_ckptcore_has_for_itself_are_not_converted(
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_save_of_ours_replaces_it_only_when_asked(shelf: Path, context: ckptcore.Context) -> None:
+def test_a_save_replaces_a_foreign_composite_only_on_request(shelf: Path, context: ckptcore.Context) -> None:
     with pytest.raises(ckptcore.errors.CheckpointExistsError):
         ckptcore.save(shelf, PARAMS, context=context)
     with pytest.raises(ckptcore.errors.CheckpointExistsError):
@@ -431,7 +427,7 @@ def test_a_save_of_ours_replaces_it_only_when_asked(shelf: Path, context: ckptco
 # --- while it is replaced
 
 
-def test_what_is_read_is_the_foreign_one_or_ours(tmp_path: Path) -> None:
+def test_a_concurrent_reader_gets_the_foreign_checkpoint_or_ours(tmp_path: Path) -> None:
     """Before each operation of a load it makes place for a checkpoint of ours: the result is of one of the two."""
     counting = FaultPlan()
     location = f"file://{tmp_path}/count"

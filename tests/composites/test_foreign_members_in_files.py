@@ -69,7 +69,7 @@ def _without_files(listed: Path, context: ckptcore.Context) -> ckptcore.Context:
     return context
 
 
-def test_a_file_that_is_gone_is_told(listed: Path, context: ckptcore.Context) -> None:
+def test_a_missing_file_is_an_error(listed: Path, context: ckptcore.Context) -> None:
     assert set(ckptcore.load_checkpointables(listed, context=context)) == {"weights.safetensors", "inner"}
     with pytest.raises(CheckpointNotFoundError, match=r"'gone.safetensors' was saved and deleted later"):
         ckptcore.load_checkpointables(listed, ["gone.safetensors"], context=context)
@@ -89,7 +89,7 @@ def test_a_file_is_verified_and_converted(listed: Path, tmp_path: Path, context:
     }  # fmt: skip
 
 
-def test_files_beside_directories_of_ours_are_no_members(tmp_path: Path) -> None:
+def test_other_files_next_to_our_members_are_ignored(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
     for path in (tmp_path / "c" / "b").iterdir():
         path.unlink()

@@ -45,7 +45,7 @@ def _save(location: str, size: int = SIZE, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_each_rank_gets_its_own_back(background: bool, place: str) -> None:
+def test_each_rank_restores_its_own_state(background: bool, place: str) -> None:
     def save(rank: int, context: ckptcore.Context) -> None:
         if background:
             ckptcore.save_checkpointables_async(place + "/c", _objects(rank), context=context).result()
@@ -83,7 +83,7 @@ def test_each_rank_gets_its_own_back(background: bool, place: str) -> None:
     assert ckptcore.load(place + "/c/data.rank_2")["position"] == 20
 
 
-def test_another_number_of_processes(place: str) -> None:
+def test_another_number_of_processes_can_load(place: str) -> None:
     _save(place + "/c")
 
     def load(rank: int, context: ckptcore.Context) -> None:
@@ -104,13 +104,13 @@ def test_another_number_of_processes(place: str) -> None:
         _run(load, size)
 
 
-def test_a_job_of_one_has_no_ranks_in_its_names(place: str) -> None:
+def test_a_job_of_one_process_has_no_rank_in_its_names(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", _objects(0))
     assert ckptcore.load(place + "/c/data")["position"] == 0
     assert ckptcore.load_checkpointables(place + "/c")["seed"]["name"] == "rank 0"
 
 
-def test_the_state_of_one_process_is_gone(tmp_path: Path) -> None:
+def test_a_missing_state_of_one_process_is_an_error(tmp_path: Path) -> None:
     _save(str(tmp_path / "c"))
     ckptcore.delete(tmp_path / "c" / "data.rank_1")
 
@@ -149,7 +149,7 @@ def _fail_to_describe(objects: dict[str, object]) -> None:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank_that_fails", [0, 2])
 @pytest.mark.parametrize("fail", [_fail_at_once, _fail_late, _fail_to_describe])
-def test_one_rank_that_fails_fails_all(
+def test_an_error_on_one_rank_fails_all(
     fail: Callable[[dict[str, object]], None], rank_that_fails: int, background: bool, tmp_path: Path
 ) -> None:
     _save(str(tmp_path / "c"))
@@ -198,7 +198,7 @@ def _bad_name(objects: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("rank_that_differs", [0, 1])
 @pytest.mark.parametrize("change", [_other_name, _fewer, _other_kind, _not_shared, _other_tree, _bad_name])
-def test_ranks_that_save_something_else(
+def test_ranks_that_save_different_names_are_refused(
     change: Callable[[dict[str, object]], None], rank_that_differs: int, tmp_path: Path
 ) -> None:
     def save(rank: int, context: ckptcore.Context) -> None:

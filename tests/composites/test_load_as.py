@@ -27,7 +27,7 @@ def location(place: str) -> str:
     return place + "/c"
 
 
-def test_each_has_its_own_options(location: str) -> None:
+def test_each_checkpointable_has_its_own_options(location: str) -> None:
     report = LoadReport()
     wanted = {
         "params": LoadAs(
@@ -47,7 +47,7 @@ def test_each_has_its_own_options(location: str) -> None:
     assert ckptcore.load_checkpointables(location, {"params": LoadAs(PLACEHOLDER)}) == {}
 
 
-def test_an_object_is_restored_of_what_transforms_make(place: str) -> None:
+def test_an_object_is_restored_from_transformed_arrays(place: str) -> None:
     stored = Linear(3)
     renamed = {f"old_{name}": value for name, value in stored.get_state_tree().items()}
     ckptcore.save_checkpointables(place + "/d", {"model": renamed})
@@ -60,7 +60,7 @@ def test_an_object_is_restored_of_what_transforms_make(place: str) -> None:
         np.testing.assert_array_equal(value, stored.get_state_tree()[name])
 
 
-def test_nothing_is_changed_where_something_does_not_fit(location: str) -> None:
+def test_a_mismatch_changes_no_object(location: str) -> None:
     model, data = Linear(0), Counter()
     before = model.weight.tobytes()
     for wrong, error in (
@@ -73,13 +73,13 @@ def test_nothing_is_changed_where_something_does_not_fit(location: str) -> None:
         assert model.weight.tobytes() == before and data.position == 0
 
 
-def test_files_are_no_tree(location: str) -> None:
+def test_files_cannot_be_loaded_as_a_tree(location: str) -> None:
     with pytest.raises(TreeMismatchError, match="request it without LoadAs"):
         ckptcore.load_checkpointables(location, into={"files": LoadAs(Files(), transforms=[Rename("a", "b")])})
     assert ckptcore.load_checkpointables(location, {"files": LoadAs(None)})["files"] == {"a": b"one"}
 
 
-def test_processes_load_one_together(place: str) -> None:
+def test_processes_load_one_checkpointable_together(place: str) -> None:
     location = place + "/c"
     ckptcore.save_checkpointables(location, {"params": PARAMS})
     network = ThreadNetwork(2, timeout_seconds=120)

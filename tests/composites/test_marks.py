@@ -65,7 +65,7 @@ def mark(place: str) -> Any:
     return json.loads(installed_plugins().storage(scheme)(place, StorageOptions()).get(MARK))
 
 
-def test_one_tree_is_marked_and_the_marks_are_its_objects(place: str, context: ckptcore.Context) -> None:
+def test_metadata_files_of_a_tree_are_its_objects(place: str, context: ckptcore.Context) -> None:
     layout = Told()
     ckptcore.save(place + "/c", ARRAYS, layout=layout, metadata={"run": 1}, context=context)
     found = ckptcore.metadata(place + "/c", context=context)
@@ -75,7 +75,7 @@ def test_one_tree_is_marked_and_the_marks_are_its_objects(place: str, context: c
     assert ckptcore.verify(place + "/c", context=context).ok
 
 
-def test_damage_to_a_mark_is_found(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_damage_to_a_metadata_file_is_found(tmp_path: Path, context: ckptcore.Context) -> None:
     ckptcore.save(tmp_path / "c", ARRAYS, layout="shelf", context=context)
     (tmp_path / "c" / MARK).write_bytes(b"?" * (tmp_path / "c" / MARK).stat().st_size)
     assert [problem.key for problem in ckptcore.verify(tmp_path / "c", context=context).problems] == [MARK]
@@ -84,7 +84,7 @@ def test_damage_to_a_mark_is_found(tmp_path: Path, context: ckptcore.Context) ->
     assert not has_expected_sizes(tmp_path / "c", context)
 
 
-def test_several_are_marked_once_beside_their_directories(place: str, context: ckptcore.Context) -> None:
+def test_several_checkpointables_have_one_set_of_metadata_files(place: str, context: ckptcore.Context) -> None:
     layout = Told()
     state = {"params": ARRAYS, "ema": ARRAYS, "data": Counter(3), "words": Files({"a": b"b"})}
     ckptcore.save_checkpointables(place + "/c", state, layout=layout, metadata={"run": 1}, context=context)
@@ -101,7 +101,7 @@ def test_several_are_marked_once_beside_their_directories(place: str, context: c
     assert ckptcore.verify(place + "/c", context=context).ok and has_expected_sizes(place + "/c", context)
 
 
-def test_metrics_of_a_step_are_told(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_the_layout_gets_the_metrics_of_a_step(tmp_path: Path, context: ckptcore.Context) -> None:
     with ckptcore.Checkpointer(tmp_path / "run", layout="shelf", context=context) as checkpointer:
         checkpointer.save(1, ARRAYS, metrics={"loss": 0.5})
         checkpointer.save_checkpointables(2, {"params": ARRAYS}, metrics={"loss": float("nan")})
@@ -109,13 +109,13 @@ def test_metrics_of_a_step_are_told(tmp_path: Path, context: ckptcore.Context) -
     assert mark(str(tmp_path / "run" / "2"))["metrics"] == {"loss": "nan"}
 
 
-def test_nothing_is_marked_where_there_is_no_tree(place: str, context: ckptcore.Context) -> None:
+def test_no_metadata_files_are_written_without_a_tree(place: str, context: ckptcore.Context) -> None:
     layout = Told()
     ckptcore.save_checkpointables(place + "/c", {"words": Files({"a": b"b"})}, layout=layout, context=context)
     assert layout.about == [] and MARK not in keys(place + "/c")
 
 
-def test_states_of_processes_are_told_by_directory(tmp_path: Path) -> None:
+def test_the_layout_gets_the_directories_of_process_states(tmp_path: Path) -> None:
     location = f"memory://{tmp_path.name}/step"
     layout = Told()
 
@@ -135,7 +135,7 @@ def test_states_of_processes_are_told_by_directory(tmp_path: Path) -> None:
     assert sorted(layout.names) == ["data", "data", "params", "params"]
 
 
-def test_it_is_what_the_other_software_reads(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_the_other_software_reads_the_checkpoint(tmp_path: Path, context: ckptcore.Context) -> None:
     """Without our roots it is a checkpoint of theirs."""
     ckptcore.save(tmp_path / "one", ARRAYS, layout="shelf", metadata={"run": 1}, context=context)
     ckptcore.save_checkpointables(tmp_path / "c", {"params": ARRAYS, "ema": ARRAYS}, layout="shelf", context=context)
@@ -151,7 +151,7 @@ def test_it_is_what_the_other_software_reads(tmp_path: Path, context: ckptcore.C
 # --- metadata files do not affect saves
 
 
-def test_deleting_replacing_and_converting(place: str, context: ckptcore.Context) -> None:
+def test_metadata_files_are_deleted_replaced_and_converted(place: str, context: ckptcore.Context) -> None:
     location = place + "/c"
     state = {"params": ARRAYS, "data": Counter(3)}
     ckptcore.save_checkpointables(location, state, layout="shelf", context=context)
@@ -169,7 +169,7 @@ def test_deleting_replacing_and_converting(place: str, context: ckptcore.Context
     assert keys(location) == []
 
 
-def test_what_lost_its_root_is_still_replaced_only_when_asked(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_a_checkpoint_without_a_root_is_replaced_only_on_request(tmp_path: Path, context: ckptcore.Context) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"params": ARRAYS}, layout="shelf", context=context)
     (tmp_path / "c" / "checkpoint.json").unlink()
     with pytest.raises(ckptcore.errors.CheckpointExistsError, match="overwrite=True"):
@@ -178,7 +178,7 @@ def test_what_lost_its_root_is_still_replaced_only_when_asked(tmp_path: Path, co
     assert ckptcore.load(tmp_path / "c", context=context)["bias"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_run_of_marked_steps(tmp_path: Path, context: ckptcore.Context) -> None:
+def test_steps_have_metadata_files(tmp_path: Path, context: ckptcore.Context) -> None:
     policy = ckptcore.policies.LatestN(2)
     options: dict[str, Any] = {"layout": "shelf", "preservation_policy": policy, "context": context}
     with ckptcore.Checkpointer(tmp_path / "run", **options) as checkpointer:
@@ -194,21 +194,21 @@ def test_a_run_of_marked_steps(tmp_path: Path, context: ckptcore.Context) -> Non
 
 
 @pytest.mark.parametrize("key", ["checkpoint.json", "checkpoint.mark", "params/mark", "data/mark"])
-def test_marks_in_the_wrong_place_are_refused(key: str, place: str, context: ckptcore.Context) -> None:
+def test_metadata_files_in_a_wrong_directory_are_refused(key: str, place: str, context: ckptcore.Context) -> None:
     state = {"params": ARRAYS, "data": Counter(3)}
     with pytest.raises(PluginError, match=key):
         ckptcore.save_checkpointables(place + "/c", state, layout=Told(key), context=context)
     assert keys(place) == []
 
 
-def test_a_mark_that_is_an_object_of_the_tree_is_refused(place: str, context: ckptcore.Context) -> None:
+def test_a_metadata_file_with_the_key_of_an_array_object_is_refused(place: str, context: ckptcore.Context) -> None:
     for key in ("tree/index.shelf", "checkpoint.mark", "checkpoint.json"):
         with pytest.raises(PluginError, match=key):
             ckptcore.save(place + "/c", ARRAYS, layout=Told(key), context=context)
         assert keys(place) == []
 
 
-def test_a_layout_that_fails_to_mark_fails_the_save(place: str, context: ckptcore.Context) -> None:
+def test_an_error_of_write_metadata_files_fails_the_save(place: str, context: ckptcore.Context) -> None:
     layout = Told("half", error=RuntimeError("no marks today"))
     for save in (ckptcore.save, ckptcore.save_checkpointables):
         with pytest.raises(RuntimeError, match="no marks today"):
@@ -248,7 +248,9 @@ def save_both(location: str, version: int, plan: FaultPlan) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_save_that_dies_leaves_the_old_or_the_new(scheme: str, tmp_path: Path, context: ckptcore.Context) -> None:
+def test_a_crashed_save_leaves_the_old_or_the_new_checkpoint(
+    scheme: str, tmp_path: Path, context: ckptcore.Context
+) -> None:
     """On a storage without directories readers see nothing or the new checkpoint, never one of other software."""
     outcomes = set()
     for location, plan in faults(scheme, tmp_path):

@@ -60,7 +60,7 @@ def test_every_function_takes_the_location_of_a_member(place: str) -> None:
 
 
 @pytest.mark.parametrize("into", ["alone", "deep/down/alone", "other/model"])
-def test_a_member_that_was_copied_out_loads(into: str, tmp_path: Path) -> None:
+def test_a_member_copied_to_another_directory_loads(into: str, tmp_path: Path) -> None:
     save_all(str(tmp_path / "c"))
     (tmp_path / into).parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(tmp_path / "c" / "model", tmp_path / into)
@@ -69,7 +69,7 @@ def test_a_member_that_was_copied_out_loads(into: str, tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / into).ok
 
 
-def test_a_member_in_another_composite_does_not_count(tmp_path: Path) -> None:
+def test_a_member_in_another_composite_is_ignored(tmp_path: Path) -> None:
     save_all(str(tmp_path / "one"), 1)
     save_all(str(tmp_path / "two"), 2)
     shutil.rmtree(tmp_path / "two" / "model")
@@ -86,7 +86,7 @@ def test_a_member_in_another_composite_does_not_count(tmp_path: Path) -> None:
     assert ckptcore.load_checkpointables(tmp_path / "two", ["data"])["data"]["position"] == 2
 
 
-def test_a_member_of_a_claim_does_not_count(tmp_path: Path) -> None:
+def test_a_member_of_a_claim_is_ignored(tmp_path: Path) -> None:
     location = f"memory://{tmp_path.name}/c"
     save_all(location)
     store = installed_plugins().storage("memory")(location, StorageOptions())
@@ -100,7 +100,7 @@ def test_a_member_of_a_claim_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rooted", [False, True])
-def test_a_member_of_a_hidden_directory_does_not_count(rooted: bool, tmp_path: Path) -> None:
+def test_a_member_of_a_hidden_directory_is_ignored(rooted: bool, tmp_path: Path) -> None:
     """A save under way, or dead right before its rename, or a checkpoint that was replaced and is being deleted."""
     save_all(str(tmp_path / "c"))
     hidden = tmp_path / ".c.0123456789abcdef.ckptcore"
@@ -142,7 +142,7 @@ def test_a_member_that_became_a_composite_is_refused(place: str) -> None:
     assert not ckptcore.verify(place + "/c").ok
 
 
-def test_overwriting_replaces_all_of_it(place: str) -> None:
+def test_overwriting_replaces_all_members(place: str) -> None:
     save_all(place + "/c", 1)
     ckptcore.save_checkpointables(place + "/c", {"other": {"a": 1}}, overwrite="non-atomic")
     assert ckptcore.load_checkpointables(place + "/c") == {"other": {"a": 1}}
@@ -156,7 +156,7 @@ def test_overwriting_replaces_all_of_it(place: str) -> None:
         save_all(place + "/c")
 
 
-def test_deleting_the_whole(place: str) -> None:
+def test_delete_removes_all_members(place: str) -> None:
     save_all(place + "/c")
     save_all(place + "/d")
     ckptcore.delete(place + "/c")

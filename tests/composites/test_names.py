@@ -36,7 +36,7 @@ def save_all(location: str, **options: Any) -> None:
     ckptcore.save_checkpointables(location, objects, **options)
 
 
-def test_none_gives_everything_in_types_of_python(place: str) -> None:
+def test_none_loads_everything_as_python_types(place: str) -> None:
     save_all(place + "/c")
     loaded = ckptcore.load_checkpointables(place + "/c")
     assert list(loaded) == ["params", "model", "data", "files"]
@@ -46,14 +46,14 @@ def test_none_gives_everything_in_types_of_python(place: str) -> None:
     assert loaded["files"] == {"a/b": b"one", "c": b""}
 
 
-def test_names_give_these_in_the_order_asked(place: str) -> None:
+def test_requested_names_are_returned_in_order(place: str) -> None:
     save_all(place + "/c")
     assert list(ckptcore.load_checkpointables(place + "/c", ["data", "params"])) == ["data", "params"]
     assert ckptcore.load_checkpointables(place + "/c", []) == {}
     assert list(ckptcore.load_checkpointables(place + "/c", ("model",))) == ["model"]
 
 
-def test_objects_are_restored_in_place_and_trees_built_anew(place: str) -> None:
+def test_objects_are_restored_in_place_and_trees_are_new(place: str) -> None:
     save_all(place + "/c")
     model, data, files = Linear(0), Counter(), Files()
     weight = model.weight
@@ -73,7 +73,7 @@ def test_objects_are_restored_in_place_and_trees_built_anew(place: str) -> None:
     assert abstract["layers"][1] is ckptcore.PLACEHOLDER  # what was asked with is as it was
 
 
-def test_objects_with_a_state_are_not_built_anew(place: str) -> None:
+def test_objects_with_a_state_are_refused_in_the_abstract_mapping(place: str) -> None:
     save_all(place + "/c")
     model = Linear(0)
     for name, wrong in (("model", model), ("files", Files()), ("data", {"in": [Counter()]})):
@@ -86,7 +86,7 @@ def test_objects_with_a_state_are_not_built_anew(place: str) -> None:
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
 
-def test_trees_are_filled_in_place_too(place: str) -> None:
+def test_trees_can_be_filled_in_place(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"params": {"w": np.arange(3), "step": 7}})
     weight = np.zeros(3, np.int64)
     tree = {"w": weight, "step": 0}
@@ -94,7 +94,7 @@ def test_trees_are_filled_in_place_too(place: str) -> None:
     assert tree["w"] is weight and weight.tolist() == [0, 1, 2] and tree["step"] == 7
 
 
-def test_a_placeholder_leaves_a_name_out_even_one_that_is_not_there(place: str) -> None:
+def test_a_placeholder_skips_a_name_even_if_it_does_not_exist(place: str) -> None:
     save_all(place + "/c")
     wanted = {"params": ckptcore.PLACEHOLDER, "nothing": ckptcore.PLACEHOLDER, "data": None}
     assert list(ckptcore.load_checkpointables(place + "/c", wanted)) == ["data"]
@@ -102,7 +102,7 @@ def test_a_placeholder_leaves_a_name_out_even_one_that_is_not_there(place: str) 
     assert ckptcore.load_checkpointables(place + "/c", wrapped) == {}
 
 
-def test_a_name_that_was_never_saved(place: str) -> None:
+def test_an_unknown_name_is_an_error(place: str) -> None:
     save_all(place + "/c")
     model = Linear(0)
     with pytest.raises(CheckpointNotFoundError, match=r"has no 'parms'.*did you mean 'params'"):
@@ -142,7 +142,7 @@ def test_removing_one_by_hand_leaves_the_others(keep_directory: bool, tmp_path: 
     assert ckptcore.metadata(tmp_path / "c").checkpointables.deleted == ("files",)
 
 
-def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str) -> None:
+def test_loading_all_names_reports_deleted_ones(place: str) -> None:
     location, context = place + "/c", ckptcore.Context()
     save_all(location)
     with recorded_load(location, context) as recording:
@@ -153,7 +153,7 @@ def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str)
             CompositeLoad(location, CompositeRequest(absent="error"), context, recording).run()
 
 
-def test_a_deletion_that_died_leaves_the_others() -> None:
+def test_an_interrupted_deletion_leaves_the_others() -> None:
     """On storage without directories a deletion first turns the root into a claim."""
     from ckptcore.commit.root import ROOT_KEY, Claim
     from ckptcore.commit.root_json import encode_claim
@@ -190,7 +190,7 @@ _BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", [*_BAD_NAMES, 3, None])
-def test_bad_names(name: Any, place: str) -> None:
+def test_invalid_names_are_refused(name: Any, place: str) -> None:
     with pytest.raises(InvalidLocationError):
         check_name(name)
     for save in (ckptcore.save_checkpointables, ckptcore.save_checkpointables_async):
@@ -203,19 +203,19 @@ def test_bad_names(name: Any, place: str) -> None:
 @pytest.mark.parametrize(
     "name", ["model", "a name", "ä", "x.rank_", "rank_0", "model.safetensors", "checkpoint", "ä" * 100]
 )
-def test_good_names(name: str, place: str) -> None:
+def test_valid_names_are_accepted(name: str, place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {name: {"w": np.ones(2)}})
     assert ckptcore.load_checkpointables(place + "/c", [name])[name]["w"].tolist() == [1, 1]
     assert ckptcore.load(f"{place}/c/{name}")["w"].tolist() == [1, 1]
 
 
-def test_one_name_as_text_is_refused_and_not_read_letter_by_letter(place: str) -> None:
+def test_a_string_instead_of_a_list_of_names_is_refused(place: str) -> None:
     save_all(place + "/c")
     with pytest.raises(TypeError, match=r"\['model'\]"):
         ckptcore.load_checkpointables(place + "/c", "model")
 
 
-def test_each_kind_says_which_function_loads_it(place: str) -> None:
+def test_the_error_names_the_function_that_loads_each_kind(place: str) -> None:
     save_all(place + "/several")
     ckptcore.save(place + "/one", PARAMS)
     with pytest.raises(CompositeCheckpointError, match="load_checkpointables") as caught:
@@ -240,7 +240,7 @@ def test_metadata_of_several_objects_has_no_tree_of_its_own(place: str) -> None:
     assert not ckptcore.metadata(place + "/one").is_composite
 
 
-def test_none_at_all(place: str) -> None:
+def test_a_checkpoint_can_have_no_checkpointables(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {})
     assert ckptcore.load_checkpointables(place + "/c") == {}
     assert ckptcore.verify(place + "/c").ok
@@ -270,7 +270,7 @@ def test_errors_name_the_checkpointable(place: str) -> None:
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
 
-def test_per_process_is_for_names(place: str) -> None:
+def test_per_process_needs_names(place: str) -> None:
     with pytest.raises(UnsupportedLeafError, match="save_checkpointables"):
         ckptcore.save(place + "/c", ckptcore.PerProcess({"a": 1}))
     ckptcore.save_checkpointables(place + "/c", {"seed": ckptcore.PerProcess({"a": 1})})

@@ -43,7 +43,7 @@ def test_objects_in_a_tree_are_restored_in_place(place: str) -> None:
     assert isinstance(params["w"], ckptcore.AbstractArray)  # a tree without objects is built new
 
 
-def test_a_leaf_beside_an_object_that_nothing_can_replace(place: str) -> None:
+def test_an_immutable_leaf_next_to_an_object_is_refused(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"train": Train(Linear(3), 7)})
     model = Linear(0)
     with pytest.raises(TreeMismatchError, match=r"step.*its own name"):
@@ -53,7 +53,7 @@ def test_a_leaf_beside_an_object_that_nothing_can_replace(place: str) -> None:
     assert found.model is model and model.bias.tolist() == Linear(3).bias.tolist()
 
 
-def test_a_tree_of_objects_that_does_not_fit_is_left_as_it_was(place: str) -> None:
+def test_a_mismatch_in_a_tree_of_objects_changes_nothing(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"train": {"model": Linear(3), "step": 7}, "z": {"model": Linear(3)}})
     train: dict[str, Any] = {"model": Linear(0), "other": 0}
     before = copy.deepcopy(train)
@@ -64,7 +64,7 @@ def test_a_tree_of_objects_that_does_not_fit_is_left_as_it_was(place: str) -> No
     assert first["model"].bias.tolist() == Linear(0).bias.tolist()
 
 
-def test_an_object_in_a_tree_that_fails(place: str) -> None:
+def test_an_error_of_an_object_in_a_tree_is_raised(place: str) -> None:
     class Broken(Counter):
         def set_state(self, state: dict[str, Any]) -> None:
             raise KeyError("position")
@@ -75,13 +75,13 @@ def test_an_object_in_a_tree_that_fails(place: str) -> None:
 
 
 @pytest.mark.parametrize("save", [ckptcore.save, ckptcore.save_checkpointables])
-def test_an_object_that_writes_files_has_no_place_in_a_tree(save: Any, place: str) -> None:
+def test_an_object_that_writes_files_is_refused_in_a_tree(save: Any, place: str) -> None:
     with pytest.raises(
         UnsupportedLeafError, match=r"it is a .*Files, .*under a separate name with save_checkpointables"
     ):
         save(place + "/c", {"train": {"it": Files({"a": b"1"})}})
 
 
-def test_an_object_that_writes_files_is_no_tree(place: str) -> None:
+def test_an_object_that_writes_files_is_refused_as_a_tree(place: str) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"under a separate name with save_checkpointables"):
         ckptcore.save(place + "/c", Files({"a": b"1"}))

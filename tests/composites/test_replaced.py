@@ -44,7 +44,7 @@ def _verify(location: str, context: ckptcore.Context) -> set[Any]:
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("read", [_load_member, _member_metadata, _metadata, _verify])
-def test_what_is_read_is_of_one_save(
+def test_a_load_returns_the_state_of_one_save(
     read: Callable[[str, ckptcore.Context], set[Any]], scheme: str, tmp_path: Path
 ) -> None:
     """It is replaced before each operation of a read: nothing fails, and all is of the old one or of the new one."""
@@ -62,7 +62,7 @@ def test_what_is_read_is_of_one_save(
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("composite", [False, True])
-def test_a_source_that_is_replaced_while_it_is_converted(composite: bool, scheme: str, tmp_path: Path) -> None:
+def test_a_source_replaced_during_the_conversion_is_detected(composite: bool, scheme: str, tmp_path: Path) -> None:
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     source, destination = f"{tmp_path}/source", f"{above}/destination"
 
@@ -86,7 +86,7 @@ def test_a_source_that_is_replaced_while_it_is_converted(composite: bool, scheme
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_what_somebody_else_saved_meanwhile_is_not_converted_over(scheme: str, tmp_path: Path) -> None:
+def test_a_conversion_does_not_replace_a_concurrent_save(scheme: str, tmp_path: Path) -> None:
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     source, destination = f"{above}/source", f"{above}/destination"
     ckptcore.save(source, {"w": np.full(3, 1)})

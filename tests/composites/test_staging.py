@@ -25,7 +25,7 @@ def _left_behind() -> Path:
     return directory.path
 
 
-def test_what_nobody_holds_is_removed_by_the_next() -> None:
+def test_unlocked_staged_files_are_removed_by_the_next_process() -> None:
     left = _left_behind()
     held = StagingDirectory()
     assert not left.exists()
@@ -34,7 +34,7 @@ def test_what_nobody_holds_is_removed_by_the_next() -> None:
     held.close()
 
 
-def test_what_another_machine_made_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_files_of_another_machine_are_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be held there: on some network file systems a lock holds on one machine only."""
     with monkeypatch.context() as there:
         there.setattr(staging, "_prefix", lambda: "ckptcore-staging-0123456789abcdef-")
@@ -45,7 +45,7 @@ def test_what_another_machine_made_is_left_alone(monkeypatch: pytest.MonkeyPatch
     path.rmdir()
 
 
-def test_a_place_that_cannot_be_locked_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_lock_is_an_error_and_leaves_no_staged_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = fcntl.flock
 
     def flock(descriptor: int, operation: int) -> None:
@@ -61,7 +61,7 @@ def test_a_place_that_cannot_be_locked_keeps_nothing(monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_place_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_temporary_directory_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
         with pytest.raises(StorageError, match="not there.*TMPDIR"):

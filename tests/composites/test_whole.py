@@ -23,7 +23,7 @@ def save_all(location: str, version: int = 3, **options: object) -> None:
     ckptcore.save_checkpointables(location, objects, **options)  # type: ignore[arg-type]  # passed on
 
 
-def test_metadata_by_name(place: str) -> None:
+def test_metadata_can_be_read_by_name(place: str) -> None:
     save_all(place + "/c", metadata={"note": [1, None]})
     found = ckptcore.metadata(place + "/c")
     assert found.custom == {"note": [1, None]} and found.checkpointables.deleted == ()
@@ -41,7 +41,7 @@ def test_metadata_by_name(place: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_loading_one_name_reads_nothing_of_the_others(scheme: str, tmp_path: Path) -> None:
+def test_loading_one_name_does_not_read_the_others(scheme: str, tmp_path: Path) -> None:
     location = f"file://{tmp_path}/c" if scheme == "file" else f"memory://{tmp_path.name}/c"
     save_all(location)
     wanted: Sequence[dict[str, Any]] = (
@@ -59,7 +59,7 @@ def test_loading_one_name_reads_nothing_of_the_others(scheme: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_what_is_there_costs_one_listing_however_many_processes_saved(scheme: str, tmp_path: Path) -> None:
+def test_members_are_found_with_one_listing_for_any_number_of_processes(scheme: str, tmp_path: Path) -> None:
     location = f"file://{tmp_path}/c" if scheme == "file" else f"memory://{tmp_path.name}/c"
     ckptcore.save_checkpointables(location, {f"tree {number}": {"w": np.ones(1)} for number in range(20)})
     plan = FaultPlan()
@@ -89,7 +89,7 @@ def test_verification_covers_every_object(tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "c").ok
 
 
-def test_converting_to_another_place_and_layout(tmp_path: Path) -> None:
+def test_all_members_convert_to_another_location_and_layout(tmp_path: Path) -> None:
     source, middle = str(tmp_path / "c"), f"memory://{tmp_path.name}/middle"
     save_all(source, metadata={"note": "kept"})
     ckptcore.copy(source, middle, layout="safetensors")
@@ -124,7 +124,7 @@ def test_all_roots_have_one_format_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_load_that_is_overtaken_is_of_one_save(scheme: str, tmp_path: Path) -> None:
+def test_a_load_during_an_overwrite_returns_one_save(scheme: str, tmp_path: Path) -> None:
     """The checkpoint is replaced before each operation of a load: the load returns one save, old or new."""
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     save_all(f"{above}/count")

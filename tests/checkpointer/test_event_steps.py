@@ -23,7 +23,7 @@ def phases(events: list[Event], operation: str, step: int | None) -> set[str]:
     return {event.phase for event in events if event.operation == operation and event.step == step}
 
 
-def test_saves_loads_and_deletions_say_which_step(directory: str) -> None:
+def test_events_of_saves_loads_and_deletions_have_the_step(directory: str) -> None:
     events: list[Event] = []
     context = ckptcore.Context(observers=(events.append,))
     with Checkpointer(directory, context=context, preservation_policy=LatestN(2)) as run:
@@ -51,7 +51,7 @@ def test_saves_loads_and_deletions_say_which_step(directory: str) -> None:
             assert event.location == f"{directory}/{event.step}"
 
 
-def test_a_failed_load_is_told_with_its_step(directory: str) -> None:
+def test_the_event_of_a_failed_load_has_the_step(directory: str) -> None:
     events: list[Event] = []
     with Checkpointer(directory, context=ckptcore.Context(observers=(events.append,))) as run:
         save_steps(run, [1, 2])
@@ -61,7 +61,7 @@ def test_a_failed_load_is_told_with_its_step(directory: str) -> None:
     assert loads == [(2, False), (1, True)]
 
 
-def test_the_table_says_what_is_told(tmp_path: Path) -> None:
+def test_the_documented_table_matches_the_events(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     events: list[Event] = []
     context = ckptcore.Context(observers=(events.append,))
