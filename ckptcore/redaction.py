@@ -59,20 +59,20 @@ def _redacted_url(matched: re.Match[str]) -> str:
         return matched[0]
     stripped = rest.rstrip(_TAIL)
     rest, tail = stripped, rest[len(stripped) :]
-    begin = min([place for place in (rest.find("?"), rest.find("#")) if place >= 0], default=len(rest))
-    place, query = rest[:begin], rest[begin:]
+    begin = min([index for index in (rest.find("?"), rest.find("#")) if index >= 0], default=len(rest))
+    address, query = rest[:begin], rest[begin:]
     if query:
         query = re.sub(r"=[^&;#]*", f"={_HIDDEN}", query) if "=" in query else query[0] + _HIDDEN
-    return f"{scheme}{slashes}{_without_password(place, scheme)}{query}{tail}"
+    return f"{scheme}{slashes}{_without_password(address, scheme)}{query}{tail}"
 
 
-def _without_password(place: str, scheme: str) -> str:
+def _without_password(address: str, scheme: str) -> str:
     """Return the authority and path of a URL without the password, which may have unescaped slashes."""
-    authority = place.partition("/")[0]
-    if "@" not in authority and (re.match(_PORT, authority) or "@" not in place):
-        return place
-    user, _, host = (authority if "@" in authority else place).rpartition("@")
-    rest = place[len(authority) :] if "@" in authority else ""
+    authority = address.partition("/")[0]
+    if "@" not in authority and (re.match(_PORT, authority) or "@" not in address):
+        return address
+    user, _, host = (authority if "@" in authority else address).rpartition("@")
+    rest = address[len(authority) :] if "@" in authority else ""
     name, colon, _ = user.partition(":")
     if colon:
         return f"{name}:{_HIDDEN}@{host}{rest}"

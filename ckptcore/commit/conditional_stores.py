@@ -127,9 +127,9 @@ def _is_refused(store: StorageBackend, root: bytes, condition: PutCondition) -> 
 
 def _other_tag(tag: str) -> str:
     """Return another tag of the same form: services refuse malformed tags without reading the object."""
-    for place in range(len(tag) - 1, -1, -1):
-        if tag[place] in "0123456789abcdef":
-            return f"{tag[:place]}{'1' if tag[place] == '0' else '0'}{tag[place + 1 :]}"
+    for index in range(len(tag) - 1, -1, -1):
+        if tag[index] in "0123456789abcdef":
+            return f"{tag[:index]}{'1' if tag[index] == '0' else '0'}{tag[index + 1 :]}"
     return f"{tag}0"
 
 

@@ -43,12 +43,12 @@ class _ContiguousPart:
 
     Attributes:
         ranges: the box.
-        place: the position of its first element in the box of the result, in C order.
+        offset: the position of its first element in the box of the result, in C order.
         count: its number of elements.
     """
 
     ranges: _Ranges
-    place: int
+    offset: int
     count: int
 
 
@@ -93,7 +93,7 @@ class Reshaped:
             return None  # NumPy copied
         views = []
         for pieces in itertools.product(*groups):
-            view = merged[tuple([slice(piece.place, piece.place + piece.count) for piece in pieces])]
+            view = merged[tuple([slice(piece.offset, piece.offset + piece.count) for piece in pieces])]
             views.append(view.reshape(_box([piece.ranges for piece in pieces]).shape))
         return views
 
@@ -125,7 +125,7 @@ class Reshaped:
             )
             shape.extend([high - low for low, high in of_box])
             strides.extend([step * stride for step in steps])
-        origin: HostArray = merged[tuple([slice(place, None) for place in start])]
+        origin: HostArray = merged[tuple([slice(offset, None) for offset in start])]
         return np.lib.stride_tricks.as_strided(origin, shape, strides, writeable=False).view(around.dtype)
 
     def _of_groups(self, box: Box) -> Iterator[tuple[_AxisGroup, _Ranges]]:
@@ -202,13 +202,13 @@ def _pieces(group: _AxisGroup, of_box: _Ranges) -> Iterator[_ContiguousPart]:
     along = max(whole - 1, 0)
     length = _size(of_box[along:])
     within = sum([low * step for (low, _), step in zip(of_box[along:], steps[along:], strict=True)])
-    place = 0
+    offset = 0
     for index in itertools.product(*[range(low, high) for low, high in of_box[:along]]):
         first = within + sum([number * step for number, step in zip(index, steps[:along], strict=True)])
         for ranges in _runs(group.inner, first, first + length):
             count = _size(ranges)
-            yield _ContiguousPart(ranges, place, count)
-            place += count
+            yield _ContiguousPart(ranges, offset, count)
+            offset += count
 
 
 def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:

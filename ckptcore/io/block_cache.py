@@ -220,13 +220,13 @@ class BlockCache:
                 self._verify(begin, cached, None)
                 self._recent.keep(self._key, begin, cached)
             return cached
-        stamp, place = self._stamped.stamp(), (self._token, begin)
-        if stamp is None and _spare.block == place and _spare.memory is not None:
+        stamp, key = self._stamped.stamp(), (self._token, begin)
+        if stamp is None and _spare.block == key and _spare.memory is not None:
             return _spare.memory[:nbytes]
         block = _spare.take(nbytes)
         self._verify(begin, block, stamp)
         if stamp is None:
-            _spare.block = place
+            _spare.block = key
         return block
 
     def _verify_block(self, number: int) -> None:

@@ -216,12 +216,12 @@ class _Located:
 
     def _locate(self, chunks: Sequence[_RequestedChunk]) -> None:
         """Locate the chunks of one array. Copies inline chunks and fill values, and collects the others."""
-        places = self._index.locate([one.chunk for one in chunks], self._store)
-        encoded, inline, fills, checksums = places.encoded, places.inline, places.fills, places.checksums
+        located = self._index.locate([one.chunk for one in chunks], self._store)
+        encoded, inline, fills, checksums = located.encoded, located.inline, located.fills, located.checksums
         at: dict[tuple[str, int], Chunk] = {}
-        for row, (one, key, start) in enumerate(zip(chunks, places.keys, places.starts, strict=True)):
+        for row, (one, key, start) in enumerate(zip(chunks, located.keys, located.starts, strict=True)):
             if row in encoded:
-                self._encoded.append(_Encoded(one, key, start, places.stops.get(row), inline.get(row)))
+                self._encoded.append(_Encoded(one, key, start, located.stops.get(row), inline.get(row)))
             elif row in fills or row in inline:
                 if row in fills:
                     _fill(one, fills[row])

@@ -67,22 +67,22 @@ class ObjectShape(NamedTuple):
 class RunDestination:
     """An array that takes the bytes `start` to `stop` of an object unchanged, at one offset of its memory."""
 
-    __slots__ = ("_array", "_memory", "_place", "number", "start", "stop")
+    __slots__ = ("_array", "_array_offset", "_memory", "number", "start", "stop")
 
-    def __init__(self, number: int, start: int, stop: int, array: HostArray, place: int) -> None:
-        """`place` is the offset in the memory of the array, in bytes; -1 if the bytes fill the array."""
+    def __init__(self, number: int, start: int, stop: int, array: HostArray, array_offset: int) -> None:
+        """`array_offset` is the offset in the memory of the array, in bytes; -1 if the bytes fill the array."""
         self.number = number
         self.start = start
         self.stop = stop
         self._array = array
-        self._place = place
+        self._array_offset = array_offset
         self._memory: memoryview | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
         """Return the memory for bytes `start` to `stop` of the object."""
         if self._memory is None:
             self._memory = bytes_of(self._array)
-        shift = max(self._place, 0) - self.start
+        shift = max(self._array_offset, 0) - self.start
         return self._memory[start + shift : stop + shift]
 
     def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
@@ -92,7 +92,7 @@ class RunDestination:
         """
         start = max(start, self.start)
         stop = min(stop, self.stop)
-        if self._place < 0 and stop - start <= _SMALL_BYTES and stop - start == self.stop - self.start:
+        if self._array_offset < 0 and stop - start <= _SMALL_BYTES and stop - start == self.stop - self.start:
             array = self._array
             array[...] = np.ndarray(array.shape, array.dtype, window, start - base)
             return stop - start
@@ -168,8 +168,8 @@ class BoxDestination:
             position = self._offset + sum(map(int.__mul__, low, self._strides)) - base
             source = np.ndarray(shape, self._array.dtype, window, position, self._strides)
             origin = self._origin
-            place = tuple(map(slice, map(int.__sub__, low, origin), map(int.__sub__, high, origin)))
-            np.copyto(self._array[place], source)
+            slices = tuple(map(slice, map(int.__sub__, low, origin), map(int.__sub__, high, origin)))
+            np.copyto(self._array[slices], source)
             taken += source.nbytes
         return taken
 
@@ -240,10 +240,10 @@ def _part_destinations(
     run_bytes = prod(lengths[axis:]) * itemsize
     little = is_little(array.dtype)
     if little and (prod(lengths[:axis]) == 1 or run_bytes >= shape.sizes.run):
-        places = runs(array.shape, inside, axis)
-        for (_, flat), (_, place) in zip(runs(chunk_shape, extent, axis), places, strict=True):
+        array_runs = runs(array.shape, inside, axis)
+        for (_, flat), (_, first) in zip(runs(chunk_shape, extent, axis), array_runs, strict=True):
             start = read.offset + flat * itemsize
-            yield RunDestination(number, start, start + run_bytes, array, place * itemsize)
+            yield RunDestination(number, start, start + run_bytes, array, first * itemsize)
     elif shape.keeps_elements(read.offset - base, itemsize):
         yield BoxDestination(number, read.offset, chunk_shape, extent, array.view(little_dtype(array.dtype)), origin)
     else:

@@ -160,10 +160,10 @@ class StagingPool:
         """
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
-            place = bisect.bisect_left(self._free, (size,))
+            index = bisect.bisect_left(self._free, (size,))
             # Use memory that is a little larger, so that it is reused when a shape changes a little.
-            if place < len(self._free) and self._free[place][0] <= size + size // 8:
-                pages = self._free.pop(place)[2]
+            if index < len(self._free) and self._free[index][0] <= size + size // 8:
+                pages = self._free.pop(index)[2]
                 self._free_bytes -= pages.nbytes
             else:
                 self._peak_bytes = max(self._peak_bytes, self._used_bytes + size)

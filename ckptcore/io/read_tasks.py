@@ -152,22 +152,22 @@ def plan_object(
             chunks with inline checksums overlap.
     """
     others: list[Destination] = []
-    by_place: dict[tuple[int, int, str], _CheckedChunk] = {}
+    by_extent: dict[tuple[int, int, str], _CheckedChunk] = {}
     for read in reads:
         checksum = read.checksum if verify else None
         if checksum is None:
             others.extend(destinations_of(shape, read))
         elif found := list(destinations_of(shape, read, 0 if shape.step > 1 else read.offset)):
             stop = read.offset + prod(map(int.__sub__, read.box.stop, read.box.start)) * read.itemsize
-            place = read.offset, stop, checksum.name
-            chunk = by_place.get(place)
+            extent = read.offset, stop, checksum.name
+            chunk = by_extent.get(extent)
             if chunk is None:
-                chunk = by_place[place] = _CheckedChunk(read.offset, stop, checksum)
+                chunk = by_extent[extent] = _CheckedChunk(read.offset, stop, checksum)
             chunk.reads.append(read)
             chunk.destinations.extend(found)
-    if not by_place:
+    if not by_extent:
         return _plan_destinations(shape, others)
-    chunks = sorted(by_place.values(), key=lambda chunk: chunk.start)
+    chunks = sorted(by_extent.values(), key=lambda chunk: chunk.start)
     _refuse_overlap(shape.key, chunks)
     if shape.step > 1:
         by_blocks, chunks = _divide(shape, chunks)
@@ -366,9 +366,9 @@ def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tup
     """Add each destination to the windows that contain the bytes (start, stop) it needs."""
     starts = list(map(_START, windows))
     for start, stop, destination in ranges:
-        place = bisect.bisect_right(starts, start) - 1
+        index = bisect.bisect_right(starts, start) - 1
         while start < stop:
-            window = windows[place]
+            window = windows[index]
             end = min(window.stop, stop)
             found = window.destinations
             if found and found[-1][0] is destination and isinstance(destination, BoxDestination):
@@ -376,6 +376,6 @@ def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tup
             else:
                 found.append((destination, start, end))
             start = end
-            place += 1
+            index += 1
     for window in windows:
         window.choose_direct(shape.sizes.direct)

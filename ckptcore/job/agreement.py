@@ -48,8 +48,8 @@ class Agreement:
     """The exchanges of one operation. A job of one process exchanges nothing.
 
     In the first stage every rank sends a random token, and the leader sends the tokens of each block back to it. If a
-    rank does not find its token, the answer is a stale one of an earlier operation. The keys of later exchanges contain
-    the token of the leader, which is unique to the operation.
+    rank does not find its token, the response is stale: it belongs to an earlier operation. The keys of later
+    exchanges contain the token of the leader, which is unique to the operation.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Agreement:
         self._block_ranks = block_ranks
         self._key = key
         self._recording = recording
-        self._is_verified = False  # True once the answer to the token of this rank was received
+        self._is_verified = False  # True once the response to the token of this rank was received
         self.rank = coordinator.rank
         self.size = coordinator.size
 
@@ -178,12 +178,14 @@ class Agreement:
 
         leads = verdict is not None
         if token is not None:
-            answer = json.loads(self._gathering.broadcast_to_blocks(f"{key}/verdict", message if leads else None))
+            response = json.loads(self._gathering.broadcast_to_blocks(f"{key}/verdict", message if leads else None))
         else:
-            answer = json.loads(self._gathering.broadcast(f"{key}/verdict", message(range(0)) if leads else None))
-        if answer["leader"] is not None and token is not None:
-            self._verify_answer(key, token, answer)
-        return _Verdict([(rank, reason) for rank, reason in answer["failed"]], answer["others"], answer["unknown"])
+            response = json.loads(self._gathering.broadcast(f"{key}/verdict", message(range(0)) if leads else None))
+        if response["leader"] is not None and token is not None:
+            self._verify_response(key, token, response)
+        return _Verdict(
+            [(rank, reason) for rank, reason in response["failed"]], response["others"], response["unknown"]
+        )
 
     def _report_missing(self, key: str, token: str | None, error: CoordinationTimeoutError) -> None:
         """Report the missing ranks to all ranks, so that none waits for them."""
@@ -196,16 +198,16 @@ class Agreement:
         except Exception as failure:  # noqa: BLE001  # the error that stopped the stage is raised
             error.add_note(f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}")
 
-    def _verify_answer(self, key: str, token: str, answer: Mapping[str, Any]) -> None:
-        """Check that the leader's answer is for this operation. Later exchanges use keys unique to the operation."""
-        if answer["tokens"][self.rank - answer["first"]] != token:
+    def _verify_response(self, key: str, token: str, response: Mapping[str, Any]) -> None:
+        """Check that the leader's response is for this operation. Later exchanges use keys unique to the operation."""
+        if response["tokens"][self.rank - response["first"]] != token:
             raise RankFailedError(
                 f"rank {self.rank} received a stale message in the exchange {key!r}: it belongs to an operation that "
                 "failed, or to one that a process joined before it was restarted alone. All ranks must begin the same "
                 "operations: restart all processes of the job, or give them a Context with a new coordinator"
             )
         self._is_verified = True
-        self._key = f"{self._key}/{answer['leader']}"
+        self._key = f"{self._key}/{response['leader']}"
 
     def lead(self, name: str, decide: Callable[[], T]) -> T:
         """Return the decision of the leader on every rank.
@@ -221,10 +223,10 @@ class Agreement:
             return decide()
         key = f"{self._key}/{name}"
         if self.rank != 0:
-            answer = json.loads(self._coordinator.broadcast(key, None))
-            if answer["error"] is not None:
-                raise RankFailedError(f"rank 0: {answer['error']}")
-            decision: T = answer["decision"]
+            response = json.loads(self._coordinator.broadcast(key, None))
+            if response["error"] is not None:
+                raise RankFailedError(f"rank 0: {response['error']}")
+            decision: T = response["decision"]
             return decision
         try:
             decision = decide()

@@ -144,7 +144,7 @@ class Gathering:
             if self.rank != block[0]:
                 raise  # this rank could not send its own payload
             # If the error names no ranks, the connection itself failed: all others count as missing.
-            missing = [block[place] for place in error.missing] or list(block[1:])
+            missing = [block[index] for index in error.missing] or list(block[1:])
         if self.rank != block[0]:
             return None
         relays = range(0, self.size, self._block_ranks)
@@ -153,7 +153,7 @@ class Gathering:
             # Other relays may start one deadline later than this rank, and wait up to one deadline for their blocks.
             batches = self._groups.within(relays, deadlines=2).gather(f"{key}/blocks", batch)
         except CoordinationTimeoutError as error:
-            raise self._timed_out(key, [*missing, *[relays[place] for place in error.missing]]) from error
+            raise self._timed_out(key, [*missing, *[relays[index] for index in error.missing]]) from error
         if batches is None:
             return None
         gathered = list(of_block or ())

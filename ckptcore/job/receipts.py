@@ -69,14 +69,14 @@ def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]
 
 def _encode(receipt: Receipt, tree: TreeMetadata, writer: _Columns) -> dict[str, JSON]:
     items = ItemColumns.of(tree.leaves, receipt.items)
-    places: list[JSON] = []
-    state = _without_columns(receipt.state, (), places, writer)
+    column_paths: list[JSON] = []
+    state = _without_columns(receipt.state, (), column_paths, writer)
     objects = receipt.objects
     return {
         "rank": receipt.rank,
         "items": [writer.add(items.leaf), writer.add(items.counts), writer.add(items.bounds)],
         "state": state,
-        "places": places,
+        "places": column_paths,
         "keys": [record.key for record in objects],
         "sizes": writer.add(np.array([record.size for record in objects], np.int64)),
         "sums": writer.add(np.array([len(record.checksums) for record in objects], np.int64)),
@@ -106,12 +106,12 @@ def _decode(encoded: dict[str, Any], tree: TreeMetadata, columns: Sequence[HostA
     return Receipt(encoded["rank"], ItemColumns(tree.leaves, leaf, counts, bounds), state, tuple(objects))
 
 
-def _without_columns(document: JSON, path: _Path, places: list[JSON], writer: _Columns) -> JSON:
-    """Replace long lists of integers in a document by columns, and append their paths to `places`."""
+def _without_columns(document: JSON, path: _Path, column_paths: list[JSON], writer: _Columns) -> JSON:
+    """Replace long lists of integers in a document by columns, and append their paths to `column_paths`."""
     if isinstance(document, Mapping):
-        return {name: _without_columns(inner, (*path, name), places, writer) for name, inner in document.items()}
+        return {name: _without_columns(inner, (*path, name), column_paths, writer) for name, inner in document.items()}
     if isinstance(document, IntegerColumn):
-        places.append([path, writer.add(document.array)])
+        column_paths.append([path, writer.add(document.array)])
         return None
     if not isinstance(document, list | tuple):
         return document
@@ -120,9 +120,9 @@ def _without_columns(document: JSON, path: _Path, places: list[JSON], writer: _C
             column = np.array(document, np.int64)
         except OverflowError:
             return document  # too large for a column
-        places.append([path, writer.add(column)])
+        column_paths.append([path, writer.add(column)])
         return None
-    return [_without_columns(inner, (*path, number), places, writer) for number, inner in enumerate(document)]
+    return [_without_columns(inner, (*path, number), column_paths, writer) for number, inner in enumerate(document)]
 
 
 class _Columns:

@@ -39,7 +39,7 @@ _PROBES: Final = f"{INTERNAL_DIRECTORY}/probe-"
 
 
 @contextmanager
-def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], bool]) -> Iterator[None]:
+def seen_by_all(agreement: Agreement, name: str, directory: str, look: Callable[[], bool]) -> Iterator[None]:
     """Check that every process sees the object that the leader creates in the body. Call it on every rank in a stage.
 
     Costs one exchange, after which the other ranks look for the object. The end of the stage reports ranks that do not
@@ -48,7 +48,7 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
     Args:
         agreement: the agreement of the job. In a job of one process, nothing is checked.
         name: the name of the exchange.
-        place: the directory as seen by this process: an absolute path or a URL.
+        directory: the directory as seen by this process: an absolute path or a URL.
         look: returns True if the object exists; may raise `ObjectNotFoundError`.
 
     Raises:
@@ -64,9 +64,9 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
         if agreement.rank == 0:
             agreement.lead(name, lambda: None)  # the others wait for this; the end of the stage reports the error
         raise
-    leader_place: str | None = agreement.lead(name, lambda: f"{place} on {_host()}")
-    if agreement.rank != 0 and leader_place is not None:
-        _look_for(look, place, leader_place)
+    leader_directory: str | None = agreement.lead(name, lambda: f"{directory} on {_host()}")
+    if agreement.rank != 0 and leader_directory is not None:
+        _look_for(look, directory, leader_directory)
 
 
 def sees_claim(claimed: Claim, location: Location) -> bool:
@@ -89,13 +89,13 @@ def expect_claim(claimed: Claim, location: Location) -> None:
     _look_for(lambda: sees_claim(claimed, location), location.absolute, location.display)
 
 
-def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str) -> None:
+def expect_one_directory(agreement: Agreement, store: StorageBackend, directory: str) -> None:
     """Check that all processes share the directory of steps that the leader opened. Call it on every rank.
 
     Args:
         agreement: the agreement of the job. In a job of one process, nothing is checked.
         store: the storage, opened at the directory; it need not be durable.
-        place: the directory as seen by this process: an absolute path or a URL.
+        directory: the directory as seen by this process: an absolute path or a URL.
 
     Raises:
         NotSharedError: this process does not see the object of the leader.
@@ -105,7 +105,7 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
         return
     key = _PROBES + agreement.lead("probe", lambda: os.urandom(8).hex())
     try:
-        with agreement.stage("shared"), seen_by_all(agreement, "probed", place, lambda: store.size(key) == 0):
+        with agreement.stage("shared"), seen_by_all(agreement, "probed", directory, lambda: store.size(key) == 0):
             if agreement.rank == 0:
                 of_killed_leaders = [name for name in store.list(INTERNAL_DIRECTORY) if name.startswith(_PROBES)]
                 store.delete(of_killed_leaders)
@@ -115,7 +115,7 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
             store.delete([key])
 
 
-def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
+def _look_for(look: Callable[[], bool], directory: str, leader_directory: str) -> None:
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     pause = _FIRST_PAUSE_SECONDS
     while True:
@@ -127,7 +127,7 @@ def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
-        f"{place}: {_host()} cannot see the files that rank 0 created in {leader_place} (waited "
+        f"{directory}: {_host()} cannot see the files that rank 0 created in {leader_directory} (waited "
         f"{_TIMEOUT_SECONDS:g} s). All processes of a job must share one directory: use a file system that all hosts "
         "mount, or the URL of an object store. Or save in each process alone, into separate directories, with a "
         "Context whose coordinator has one rank"

@@ -83,8 +83,8 @@ class Derived:
         held = 0
         numbers = range(len(plan.items))
         for leaf, together in itertools.groupby(numbers, lambda number: plan.items[number].leaf):
-            places = [BoxOutput(number, plan.items[number].box, buffers[number]) for number in together]
-            for fill in self._fills(self.derivations[leaf], places):
+            outputs = [BoxOutput(number, plan.items[number].box, buffers[number]) for number in together]
+            for fill in self._fills(self.derivations[leaf], outputs):
                 for owner in fill.owners:
                     left[owner] += 1
                 if batch and held + fill.held_bytes > self.most_bytes:
@@ -172,18 +172,18 @@ class Derived:
                 for there in below.read(plan, [reads[number].buffer for number in numbers]):
                     yield numbers[there]
 
-    def _fills(self, derivation: DerivedArray, places: Sequence[BoxOutput]) -> Sequence[_Fill]:
+    def _fills(self, derivation: DerivedArray, outputs: Sequence[BoxOutput]) -> Sequence[_Fill]:
         """Return the fills of boxes of an array: one fill, or several pieces if one fill needs too much memory.
 
         Pieces are used only if they read few additional bytes. A piece is a band across all boxes, because stored
         elements between those of one box may belong to another box.
         """
-        fill = _Fill.of(derivation, places)
+        fill = _Fill.of(derivation, outputs)
         if fill.held_bytes <= self.most_bytes:
             return [fill]
         count = -(-fill.held_bytes // self.most_bytes)
-        filled = [place for place in places if place.box.size]
-        around = _bounding_box([place.box for place in filled])
+        filled = [output for output in outputs if output.box.size]
+        around = _bounding_box([output.box for output in filled])
         for axis, extent in enumerate(around.shape):
             step = -(-extent // count)
             if step == extent:
@@ -193,7 +193,7 @@ class Derived:
             if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MAX_REREAD and all(
                 map(self._reads_runs, pieces)
             ):
-                empty = [place for place in places if not place.box.size]
+                empty = [output for output in outputs if not output.box.size]
                 # A layer of a stack may still be too large: cut it along another axis.
                 parts = [
                     [piece] if piece.held_bytes <= self.most_bytes else self._fills(derivation, band)
@@ -204,8 +204,8 @@ class Derived:
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
             return [fill]  # separate boxes would read the bytes between their elements several times
-        half = len(places) // 2
-        return [*self._fills(derivation, places[:half]), *self._fills(derivation, places[half:])]
+        half = len(outputs) // 2
+        return [*self._fills(derivation, outputs[:half]), *self._fills(derivation, outputs[half:])]
 
     def _reads_runs(self, fill: _Fill) -> bool:
         """Return True if a piece reads long contiguous ranges of stored elements, or whole arrays.
@@ -299,11 +299,11 @@ def _bounding_box(boxes: Sequence[Box]) -> Box:
     return Box(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
 
-def _in_band(places: Sequence[BoxOutput], band: Box) -> list[BoxOutput]:
+def _in_band(outputs: Sequence[BoxOutput], band: Box) -> list[BoxOutput]:
     """Return the parts of outputs that are in a band."""
     return [
         BoxOutput(owner, common, out[common.within(box)])
-        for owner, box, out in places
+        for owner, box, out in outputs
         if (common := box.intersect(band)) is not None
     ]
 
@@ -364,12 +364,12 @@ class _Fill:
     _results: dict[WholeArray, list[HostArray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, derivation: DerivedArray, places: Sequence[BoxOutput]) -> _Fill:
+    def of(cls, derivation: DerivedArray, outputs: Sequence[BoxOutput]) -> _Fill:
         """Plan the fill of boxes. Reads nothing; allocated memory is not touched before it is read into."""
-        fill = cls([place.owner for place in places])
-        for _, box, out in places:
+        fill = cls([output.owner for output in outputs])
+        for _, box, out in outputs:
             if box.size:
-                fill._place(derivation, box, out)
+                fill._plan(derivation, box, out)
         fill._parts.clear()
         return fill
 
@@ -385,7 +385,7 @@ class _Fill:
         for step in steps:
             step()
 
-    def _place(self, derivation: DerivedArray, box: Box, out: HostArray) -> None:
+    def _plan(self, derivation: DerivedArray, box: Box, out: HostArray) -> None:
         """Plan the reads and steps that write a box of an array to `out`."""
         if isinstance(derivation, Stored):
             if out.flags.c_contiguous:
@@ -401,7 +401,7 @@ class _Fill:
         needed, views = derivation.needed(box), derivation.views(box, out)
         if views is not None:
             for part, view in zip(needed, views, strict=True):
-                self._place(derivation.inputs[part.number], part.box, view)
+                self._plan(derivation.inputs[part.number], part.box, view)
             return
         parts = [self._computed(derivation.inputs[part.number], part.box) for part in needed]
         self.steps.append(functools.partial(derivation.make, box, parts, out))
@@ -421,7 +421,7 @@ class _Fill:
         if (out := self._parts.get((derivation, box))) is None:
             out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))
             self.held_bytes += out.nbytes
-            self._place(derivation, box, out)
+            self._plan(derivation, box, out)
         return out
 
 

@@ -171,7 +171,7 @@ class CheckpointMetadata:
         return self.contents
 
 
-def describe_checkpoint(place: AnyLocation, context: Context) -> CheckpointMetadata:
+def describe_checkpoint(location: AnyLocation, context: Context) -> CheckpointMetadata:
     """Describe a checkpoint of one tree or of several objects. See `ckptcore.metadata`.
 
     Raises:
@@ -181,19 +181,19 @@ def describe_checkpoint(place: AnyLocation, context: Context) -> CheckpointMetad
     def describe(found: Checkpoint | CompositeCheckpoint) -> CheckpointMetadata:
         if isinstance(found, Checkpoint):
             return describe_opened(found, context)
-        return _describe_composite(found, place, context)
+        return _describe_composite(found, location, context)
 
-    return ConsistentRead(place, context, open_either).retry_if_replaced(describe)
+    return ConsistentRead(location, context, open_either).retry_if_replaced(describe)
 
 
-def describe_tree(place: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
+def describe_tree(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
     """Describe a checkpoint of one tree, or the tree that `ckptcore.load` loads.
 
     Raises:
         CompositeCheckpointError: it has several objects, and `ckptcore.load` loads none of them.
         Errors of `describe_checkpoint`.
     """
-    return tree_attempts(place, context).retry_if_replaced(
+    return tree_attempts(location, context).retry_if_replaced(
         lambda opened: describe_opened(transformed(opened, transforms, context), context)
     )
 

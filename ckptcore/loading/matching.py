@@ -59,7 +59,7 @@ def match_leaves(
     *,
     by_name: bool,
     matching: Matching = EXACT,
-    place: tuple[int, int] = (0, 1),
+    rank_and_size: tuple[int, int] = (0, 1),
     chosen: frozenset[int] | None = None,
 ) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree.
@@ -84,7 +84,8 @@ def match_leaves(
         display: the location, for errors.
         by_name: True if other software wrote the checkpoint.
         matching: the allowed differences.
-        place: the rank of this process and the size of the job, for handlers that check if a leaf has a value to keep.
+        rank_and_size: the rank of this process and the size of the job. Handlers use them to check if a leaf has a
+            value to keep.
         chosen: the numbers of the stored leaves to load; None: all. Other leaves are not differences; if they are
             requested, they become placeholders.
 
@@ -119,7 +120,7 @@ def match_leaves(
             names = [format_path(tree.paths[number]) for number in unexpected]
             before.extend(of_trees.missing_leaves([format_path(paths[position]) for position in absent], names))
         elif matching.missing == "keep":
-            before.extend(compared.of_valueless(absent, place))
+            before.extend(compared.of_valueless(absent, rank_and_size))
         if matching.unexpected == "error":
             before.extend(of_trees.unexpected_leaves([format_path(tree.paths[number]) for number in unexpected]))
         if not is_same and not by_name:
@@ -282,7 +283,7 @@ class _Comparison:
             and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
         ]
 
-    def of_valueless(self, absent: Sequence[int], place: tuple[int, int]) -> list[Difference]:
+    def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""
         from ckptcore.loading.differences import Difference, Remedy  # only if the trees differ
 
@@ -293,7 +294,7 @@ class _Comparison:
             if isinstance(self._described(handler, position), ValueRecord):
                 continue
             try:
-                handler.shards(leaf, *place)  # raises for a leaf without elements
+                handler.shards(leaf, *rank_and_size)  # raises for a leaf without elements
             except UnsupportedLeafError as error:
                 name = format_path(self.paths[position])
                 line = f"missing: {name} is not stored, and the abstract leaf has no value to keep: {error}"

@@ -97,20 +97,20 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
             return found
         _ = self._state.opened  # raises if the checkpoint is closed
         keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
-        place = _descend(self, keys)
-        if place is None:
+        entry = _descend(self, keys)
+        if entry is None:
             raise self._nothing_at(keys)
-        found = place if isinstance(place, StoredTree) else self._value(place)
+        found = entry if isinstance(entry, StoredTree) else self._value(entry)
         if isinstance(found, StoredTree | StoredArray):
             self._found[path] = found
         return found
 
-    def _value(self, place: _LeafAt) -> Any:
+    def _value(self, entry: _LeafAt) -> Any:
         """Return a `StoredArray`, or read a small value."""
-        state, leaf = self._state, place.leaf
+        state, leaf = self._state, entry.leaf
         record = state.opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
-            return StoredArray(state, leaf, place.path, record.spec)
+            return StoredArray(state, leaf, entry.path, record.spec)
         array, value = default_handlers(runtime_of(state.context).registry)
         handler = array if isinstance(record, ArrayRecord) else value
         (found,) = state.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], state.context))

@@ -199,10 +199,10 @@ def find_plain_extent(opened: Checkpoint, leaf: int) -> PlainExtent | None:
     native = native_reader(index)
     if native is not None and native.reads(leaf, opened.store):
         return None
-    places = index.locate([chunk], opened.store)
-    if places.encoded or places.inline or places.fills:
+    located = index.locate([chunk], opened.store)
+    if located.encoded or located.inline or located.fills:
         return None
-    return PlainExtent(places.keys[0], places.starts[0], bool(places.checksums))
+    return PlainExtent(located.keys[0], located.starts[0], bool(located.checksums))
 
 
 def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> HostArray:
@@ -227,23 +227,23 @@ def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> Host
         return np.ndarray(spec.shape, spec.numpy_dtype, b"")
     if not is_little(spec.numpy_dtype):
         raise _refusal(opened, name, "has another byte order in files than this machine has in memory")
-    place = find_plain_extent(opened, leaf)
-    if place is None:
+    extent = find_plain_extent(opened, leaf)
+    if extent is None:
         raise _refusal(
             opened,
             name,
             f"is compressed or in several pieces in the layout {opened.layout.name}",
         )
     root = unquote(address.url.removeprefix(_FILE), errors="surrogateescape").rstrip("/") or "/"
-    file = LocalFile(place.key, f"{root}/{place.key}", os.path.dirname(root))
-    stop = place.offset + spec.nbytes
+    file = LocalFile(extent.key, f"{root}/{extent.key}", os.path.dirname(root))
+    stop = extent.offset + spec.nbytes
     if stop > file.status.st_size:
         raise CorruptCheckpointError(
-            f"{place.key!r} is too short: expected bytes {place.offset} to {stop}, found {file.status.st_size} bytes. "
-            "It was truncated: restore it from a copy, or load another checkpoint",
-            key=place.key, start=min(place.offset, file.status.st_size), stop=stop,
+            f"{extent.key!r} is too short: expected bytes {extent.offset} to {stop}, found {file.status.st_size} "
+            "bytes. It was truncated: restore it from a copy, or load another checkpoint",
+            key=extent.key, start=min(extent.offset, file.status.st_size), stop=stop,
         )  # fmt: skip
-    return np.ndarray(spec.shape, spec.numpy_dtype, file.map(), place.offset)
+    return np.ndarray(spec.shape, spec.numpy_dtype, file.map(), extent.offset)
 
 
 def _refusal(opened: Checkpoint, name: str, reason: str) -> NotMappableError:

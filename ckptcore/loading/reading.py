@@ -203,7 +203,7 @@ class TreeRead:
             buffers.append(buffer)
         return buffers
 
-    def place(self, leaf_read: LeafRead, buffers: Sequence[HostArray]) -> None:
+    def finish_leaf(self, leaf_read: LeafRead, buffers: Sequence[HostArray]) -> None:
         """Build the leaf of an array that has been read, or fill it in place."""
         boxes = list(zip(leaf_read.boxes, buffers, strict=True))
         try:
@@ -268,7 +268,7 @@ def _read_here(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
     for leaf_read in leaf_reads:
         buffers = reading.buffers_of(leaf_read)
         if leaf_read.array is not None or not buffers:
-            reading.place(leaf_read, buffers)
+            reading.finish_leaf(leaf_read, buffers)
             continue
         owners.extend([len(read)] * len(buffers))
         read.append(leaf_read)
@@ -281,7 +281,7 @@ def _read_here(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
         owner = owners[number]
         missing[owner] -= 1
         if not missing[owner]:
-            reading.place(read[owner], held[owner])
+            reading.finish_leaf(read[owner], held[owner])
     for leaf_read, count in zip(read, missing, strict=True):
         if count > 0:
             raise incomplete_read(opened, leaf_read.leaf)

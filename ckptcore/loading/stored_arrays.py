@@ -265,7 +265,7 @@ class StoredArray:
                     return None
             except CheckpointError as error:
                 self._state.explain(error)
-            copy_elements(array[part.place], view[part.indexed.elements])
+            copy_elements(array[part.slices], view[part.indexed.elements])
         if self._is_plain:
             return array
         return array.view(self.dtype) if self._is_little else self._copy(array)
@@ -273,12 +273,12 @@ class StoredArray:
     def _find(self) -> BlockCache | Literal[False]:
         """Return the object that contains the array; False if it must be read like a load."""
         state = self._state
-        place = state.attempt(lambda opened: find_plain_extent(opened, self._leaf))
-        held = None if place is None else state.hold(place.key)
-        if place is None or held is None or (place.has_checksum and state.context.io.verify and not held.is_verified):
+        extent = state.attempt(lambda opened: find_plain_extent(opened, self._leaf))
+        held = None if extent is None else state.hold(extent.key)
+        if extent is None or held is None or (extent.has_checksum and state.context.io.verify and not held.is_verified):
             self._held = False
             return False
-        self._offset = place.offset
+        self._offset = extent.offset
         self._held = held
         return held
 
@@ -300,7 +300,7 @@ class StoredArray:
             if batch and (held + nbytes > _BATCH_BYTES or len(batch) == _BATCH_PARTS):
                 self._read_batch(batch)
                 batch, held = [], 0
-            batch.append((part.indexed, array[part.place]))
+            batch.append((part.indexed, array[part.slices]))
             held += nbytes
         self._read_batch(batch)
 
@@ -317,16 +317,16 @@ class _IndexedPart:
     """A part of the requested elements, and its slices in the result."""
 
     indexed: AxisIndex
-    place: tuple[slice, ...]
+    slices: tuple[slice, ...]
 
     def cut(self, axis: int, low: int, high: int) -> _IndexedPart:
         """Return the part between two indices along an axis."""
-        indexed, origin = self.indexed, self.place[axis].start
-        starts, counts, place = list(indexed.starts), list(indexed.counts), list(self.place)
+        indexed, origin = self.indexed, self.slices[axis].start
+        starts, counts, slices = list(indexed.starts), list(indexed.counts), list(self.slices)
         starts[axis] += low * indexed.steps[axis]
         counts[axis] = high - low
-        place[axis] = slice(origin + low, origin + high)
-        return _IndexedPart(replace(indexed, starts=tuple(starts), counts=tuple(counts)), tuple(place))
+        slices[axis] = slice(origin + low, origin + high)
+        return _IndexedPart(replace(indexed, starts=tuple(starts), counts=tuple(counts)), tuple(slices))
 
 
 def _extent(indexed: AxisIndex, strides: tuple[int, ...]) -> tuple[int, int]:

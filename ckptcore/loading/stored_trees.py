@@ -155,12 +155,12 @@ class _Pruning:
         before = len(self.numbers)
         keys: list[Key] = []
         children: list[Skeleton] = []
-        keeps_places = _is_sequence(skeleton)
+        keeps_positions = _is_sequence(skeleton)
         found = False
         for key, child in zip(skeleton.keys, skeleton.children, strict=True):
             left = self.node(child)
             found = found or left is not None
-            if left is None and keeps_places:
+            if left is None and keeps_positions:
                 self.numbers.append(None)
                 left = LEAF
             if left is not None:

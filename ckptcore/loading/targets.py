@@ -292,7 +292,7 @@ def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRe
         checkpoint.location.display,
         by_name=checkpoint.root is None,
         matching=request.matching,
-        place=(job.rank, job.size),
+        rank_and_size=(job.rank, job.size),
         chosen=None if request.select is None else chosen_leaves(checkpoint, request.select, context),
     )
 

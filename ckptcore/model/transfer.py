@@ -17,7 +17,7 @@ __all__ = [
     "Checksum",
     "ChecksumSegment",
     "Chunk",
-    "ChunkPlaces",
+    "ChunkLocations",
     "ChunkRead",
     "IntegerColumn",
     "ItemColumns",
@@ -271,7 +271,7 @@ class Chunk(NamedTuple):
 _EMPTY: Final[Mapping[int, Any]] = {}
 
 
-class ChunkPlaces(NamedTuple):
+class ChunkLocations(NamedTuple):
     """The positions of a batch of chunks. Columns and mappings have a row for each chunk, in the order of the batch.
 
     Attributes:
@@ -312,12 +312,12 @@ class IntegerColumn(Sequence[int]):
         return len(self.array)
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[int]: ...
-    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         """Return an integer, or a list of integers."""
-        found: int | list[int] = self.array[place].tolist()
+        found: int | list[int] = self.array[index].tolist()
         return found
 
     def __iter__(self) -> Iterator[int]:
@@ -392,12 +392,12 @@ class ItemColumns(Sequence[WriteItem]):
         return len(self.leaf)
 
     @overload
-    def __getitem__(self, place: int) -> WriteItem: ...
+    def __getitem__(self, index: int) -> WriteItem: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[WriteItem]: ...
-    def __getitem__(self, place: int | slice) -> WriteItem | Sequence[WriteItem]:
+    def __getitem__(self, index: slice) -> Sequence[WriteItem]: ...
+    def __getitem__(self, index: int | slice) -> WriteItem | Sequence[WriteItem]:
         """Return an item, or several."""
-        return tuple(self)[place]
+        return tuple(self)[index]
 
     def __iter__(self) -> Iterator[WriteItem]:
         """Iterate over all items."""

@@ -10,7 +10,7 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Checksum, Chunk, ChunkPlaces, Pending
+from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations, Pending
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import covers_exactly, uncovered
 
@@ -107,29 +107,29 @@ class ChunkTable:
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """See `ChunkIndex.boxes`. Refuses incomplete arrays."""
-        place = self._whole.get(leaf) or self._whole_array(leaf)
-        if place is None:
+        location = self._whole.get(leaf) or self._whole_array(leaf)
+        if location is None:
             if (reason := self.uncovered(leaf)) is not None:
                 raise self.not_whole(leaf, reason)
             return self._chunks(leaf, _spec(self._tree, leaf), box)
         shape = _spec(self._tree, leaf).shape
         whole = box if box.stop == shape and not any(box.start) else Box.whole(shape)
-        return (Chunk(place[0], place[1], whole, True, self._checksum is None, leaf),)
+        return (Chunk(location[0], location[1], whole, True, self._checksum is None, leaf),)
 
     def _whole_array(self, leaf: int) -> tuple[str, int] | None:
         """Return the key and offset of an array that is a single chunk, and cache them; None if it is not."""
-        place = None if self._sliced is None else self._sliced.whole_array(leaf, _spec(self._tree, leaf).shape)
-        if place is not None:
-            self._whole[leaf] = place
-        return place
+        location = None if self._sliced is None else self._sliced.whole_array(leaf, _spec(self._tree, leaf).shape)
+        if location is not None:
+            self._whole[leaf] = location
+        return location
 
     def _chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
         return [] if self._sliced is None else self._sliced.chunks(leaf, spec, within, self._checksum is None)
 
-    def locate(self, chunks: Sequence[Chunk], store: object) -> ChunkPlaces:
+    def locate(self, chunks: Sequence[Chunk], store: object) -> ChunkLocations:
         """See `ChunkIndex.locate`. The table has all locations, so nothing is read."""
         checksums = {} if self._checksum is None else dict.fromkeys(range(len(chunks)), self._checksum)
-        return ChunkPlaces([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks], checksums=checksums)
+        return ChunkLocations([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks], checksums=checksums)
 
     def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
         """See `ChunkIndex.decode`. No chunk is encoded."""
@@ -149,8 +149,8 @@ class ChunkTable:
         record = self._tree.leaves[leaf]
         if not isinstance(record, ArrayRecord):
             return
-        if (place := self._whole.get(leaf)) is not None:
-            yield *place, place[1] + record.spec.nbytes
+        if (location := self._whole.get(leaf)) is not None:
+            yield *location, location[1] + record.spec.nbytes
         else:
             itemsize = record.spec.numpy_dtype.itemsize
             for chunk in self._chunks(leaf, record.spec):

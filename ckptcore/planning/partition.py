@@ -246,8 +246,8 @@ def _counts(low: HostArray, high: HostArray, grid: Sequence[int]) -> int:
     changes = np.zeros([extent + 1 for extent in grid], np.int64)
     for corner in range(1 << len(grid)):
         upper = [bool(corner >> axis & 1) for axis in range(len(grid))]
-        place = tuple([(high if up else low)[:, axis] for axis, up in enumerate(upper)])
-        np.add.at(changes, place, (-1) ** sum(upper))
+        indices = tuple([(high if up else low)[:, axis] for axis, up in enumerate(upper)])
+        np.add.at(changes, indices, (-1) ** sum(upper))
     for axis in range(len(grid)):
         np.cumsum(changes, axis=axis, out=changes)
     return int(changes.max())
@@ -269,12 +269,12 @@ class WrittenBoxes:
         widths = 2 * axes[leaf]
         self._order: HostArray = np.argsort(leaf, kind="stable")
         self._begins: HostArray = (np.cumsum(widths) - widths)[self._order]
-        self._places: HostArray = np.searchsorted(leaf[self._order], np.arange(len(leaves) + 1))
+        self._first_rows: HostArray = np.searchsorted(leaf[self._order], np.arange(len(leaves) + 1))
 
     def bounds(self, leaf: int) -> tuple[HostArray, HostArray]:
         """Return the starts and the stops of the boxes of an array, with a row for each box."""
         axes = int(self._axes[leaf])
-        begins = self._begins[self._places[leaf] : self._places[leaf + 1]]
+        begins = self._begins[self._first_rows[leaf] : self._first_rows[leaf + 1]]
         rows = self._bounds[begins[:, None] + np.arange(2 * axes)].astype(np.int64)
         return rows[:, :axes], rows[:, axes:]
 

@@ -296,10 +296,10 @@ def owned_cells(record: ArrayRecord, shard: Shard, owners: Owners | None) -> Ite
         yield shard.box, 0
         return
     for cell in itertools.product(*[range(len(axis)) for _, axis in ranges]):
-        place = [first + number for (first, _), number in zip(ranges, cell, strict=True)]
+        position = [first + number for (first, _), number in zip(ranges, cell, strict=True)]
         bounds = [axis[number] for (_, axis), number in zip(ranges, cell, strict=True)]
         box = Box(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds]))
-        yield box, owners.of(place) % shard.replicas
+        yield box, owners.of(position) % shard.replicas
 
 
 def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[int, int]]]] | None:

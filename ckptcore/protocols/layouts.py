@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime
 from ckptcore.errors import PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import Chunk, ChunkPlaces, ChunkRead, Pending, ReadItem, Receipt, Segment, WritePlan
+from ckptcore.model.transfer import Chunk, ChunkLocations, ChunkRead, Pending, ReadItem, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 
@@ -262,7 +262,7 @@ class ChunkIndex(Protocol):
         """
         return None
 
-    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkPlaces:
+    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkLocations:
         """Find the bytes of chunks of one array. May read indexes, tree nodes, or headers.
 
         Called for chunks without `Chunk.is_exact`, on the process that reads their bytes.
@@ -270,7 +270,7 @@ class ChunkIndex(Protocol):
         Raises:
             CorruptCheckpointError: a chunk without a fill value is missing, or metadata is damaged.
         """
-        return ChunkPlaces([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks])
+        return ChunkLocations([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks])
 
     def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
         """Decode the bytes of an encoded chunk to the elements of its box. The box may reach beyond the array.

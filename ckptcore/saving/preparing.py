@@ -54,8 +54,8 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         runtime.saves.raise_unnoticed()
         info = request.notes.info()
         recording.step = info.progress.get("step")
-        place, overwrite = request.destination.place, request.destination.overwrite
-        location = resolve_location(place, runtime.storages, to_write=True)
+        overwrite = request.destination.overwrite
+        location = resolve_location(request.destination.location, runtime.storages, to_write=True)
         target = CommitTarget(location, overwrite, request.hooks.before_commit)
         descriptions = _describe_parts(request, context, agreement)
         if not isinstance(request.values, OneTree):

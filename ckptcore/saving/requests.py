@@ -54,19 +54,19 @@ class SaveDestination(NamedTuple):
     """The requested location of a save.
 
     Attributes:
-        place: the path or URL.
+        location: the path or URL.
         overwrite: True to replace a checkpoint there. See `ckptcore.save`.
-        name: a name of the location that is equal on every rank of a job; None if `place` itself is equal.
+        name: a name of the location that is equal on every rank of a job; None if `location` itself is equal.
     """
 
-    place: AnyLocation
+    location: AnyLocation
     overwrite: Overwrite = False
     name: str | None = None
 
     @property
     def exchange_name(self) -> object:
         """The name of the exchanges of this save, equal on every rank."""
-        return self.place if self.name is None else self.name
+        return self.location if self.name is None else self.name
 
 
 class SaveNotes(NamedTuple):

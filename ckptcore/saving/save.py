@@ -116,8 +116,8 @@ def begin_save(
 @contextmanager
 def _recorded(request: SaveRequest, context: Context, *, in_background: bool = False) -> Iterator[Recording]:
     """Record a save. A save in the background ends its recording later, unless it fails to start."""
-    place, rank = str(request.destination.place), runtime_of(context).job().rank
-    recording = Recording("save", place, context.observers, step=request.notes.step, rank=rank)
+    location, rank = str(request.destination.location), runtime_of(context).job().rank
+    recording = Recording("save", location, context.observers, step=request.notes.step, rank=rank)
     try:
         yield recording
     except BaseException as error:

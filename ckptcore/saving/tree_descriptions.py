@@ -109,11 +109,11 @@ class TreeDescription(NamedTuple):
             if holders is None and position in self.holders.local:
                 shards[leaf] = self.holders.local[position]
                 continue
-            place, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
+            index, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
             handler = self.flat.handlers[position]
             assert handler is not None  # placeholders are for loading only
             try:
-                found = handler.shards(self.flat.leaves[position], place, count)
+                found = handler.shards(self.flat.leaves[position], index, count)
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
             shards[leaf] = found or ()

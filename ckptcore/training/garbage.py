@@ -232,7 +232,7 @@ class StepDeleter:
         self._deleting: dict[int, threading.Event] = {}
         """By step that is being deleted: an event that is set at the end of the deletion."""
 
-    def spare(self, step: int) -> None:
+    def keep_claim(self, step: int) -> None:
         """Do not remove the claim of a step in `clean`, because this process is about to save the step."""
         with self._claims:
             self._saved.add(step)
@@ -468,7 +468,7 @@ class StepDeleter:
             if summary is None:
                 return False  # other software wrote it, so the sizes are unknown
             if summary.save_id not in self._whole:
-                if not self._looks_complete(self._steps.place(step), self._context):
+                if not self._looks_complete(self._steps.location(step), self._context):
                     logger.warning(
                         "step %d in %s is damaged: a file is missing or truncated", step, self._steps.display
                     )
@@ -480,7 +480,7 @@ class StepDeleter:
         return True
 
     def _remove(self, step: int, intent: Lock, ended: threading.Event) -> None:
-        recording = Recording("delete", str(self._steps.place(step)), self._context.observers, step=step)
+        recording = Recording("delete", str(self._steps.location(step)), self._context.observers, step=step)
         try:
             with intent, self._lock:
                 self._owned.check()
@@ -497,4 +497,4 @@ class StepDeleter:
         recording.finish()
 
     def _location(self, step: int) -> Location:
-        return resolve_location(self._steps.place(step), runtime_of(self._context).storages, to_write=True)
+        return resolve_location(self._steps.location(step), runtime_of(self._context).storages, to_write=True)

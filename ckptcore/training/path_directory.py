@@ -170,11 +170,11 @@ class _PathRun:
 
     def target(self, step: int, name: str) -> StepTarget:
         """See `OwnedRun`."""
-        place, is_broken = SubPath(self.steps.directory, name), step in self.steps.broken
+        location, is_broken = SubPath(self.steps.directory, name), step in self.steps.broken
         if self.directory is None:
-            return StepTarget(place, is_broken)
-        self.directory.deleter.spare(step)
-        return StepTarget(place, is_broken, self.directory.lock.check)
+            return StepTarget(location, is_broken)
+        self.directory.deleter.keep_claim(step)
+        return StepTarget(location, is_broken, self.directory.lock.check)
 
     def allow(self, step: int, *, is_new: bool) -> None:
         """See `OwnedRun`."""

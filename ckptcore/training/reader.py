@@ -144,7 +144,7 @@ class StepReader(ExplainsAttributes):
             CheckpointNotFoundError, CorruptCheckpointError
         """
         step = as_integer("step", step)
-        return describe_checkpoint(self._directory_of(step).place(step), self._context)
+        return describe_checkpoint(self._directory_of(step).location(step), self._context)
 
     @explains_arguments
     def load(
@@ -171,8 +171,8 @@ class StepReader(ExplainsAttributes):
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
         return self._load(step, StepLoad(functools.partial(self._load_value, abstract, request)))
 
-    def _load_value(self, abstract: object, request: LoadRequest, place: AnyLocation, recording: Recording) -> Any:
-        return load_value(place, abstract, self._context, recording, request)
+    def _load_value(self, abstract: object, request: LoadRequest, location: AnyLocation, recording: Recording) -> Any:
+        return load_value(location, abstract, self._context, recording, request)
 
     @explains_arguments
     def load_into(
@@ -198,8 +198,8 @@ class StepReader(ExplainsAttributes):
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
-        def into(place: AnyLocation, recording: Recording) -> Any:
-            return load_into_target(place, target, self._context, recording, request)
+        def into(location: AnyLocation, recording: Recording) -> Any:
+            return load_into_target(location, target, self._context, recording, request)
 
         return self._load(step, StepLoad(into, "the target"))
 
@@ -226,8 +226,8 @@ class StepReader(ExplainsAttributes):
         # A run must not resume without a part of its state, unless the caller names the step.
         wanted = CompositeRequest(abstract, into, absent="error" if step is None else "skip")
 
-        def run(place: AnyLocation, recording: Recording) -> dict[str, Any]:
-            return CompositeLoad(place, wanted, self._context, recording).run()
+        def run(location: AnyLocation, recording: Recording) -> dict[str, Any]:
+            return CompositeLoad(location, wanted, self._context, recording).run()
 
         changes = "the state of the objects in into=" if into else None
         return self._load(step, StepLoad(run, changes))

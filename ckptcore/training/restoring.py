@@ -272,7 +272,7 @@ class StepLoader:
     def _attempt(self, copy: _StepCopy, loading: StepLoad[T], agreement: Agreement) -> T:
         """Load a copy of a step. All processes of `agreement` begin, or none."""
         steps, step = self._directories[copy.directory], copy.step
-        place = self._steps.copy_place(step, copy.directory)
+        location = self._steps.copy_location(step, copy.directory)
         with ExitStack() as held:
 
             def begin() -> JSON:
@@ -282,8 +282,8 @@ class StepLoader:
                 return None
 
             take_step(agreement, "pin", begin, is_current=lambda: True)
-            with recorded_load(place, self._context, step=step) as recording:
-                return loading.run(place, recording)
+            with recorded_load(location, self._context, step=step) as recording:
+                return loading.run(location, recording)
 
     def _pinned_to_load(self, copy: _StepCopy) -> Lock | nullcontext[None]:
         """Pin a step for a load. Return an empty context if the directory is not writable."""

@@ -82,7 +82,7 @@ class RunSteps(Protocol):
         """
         ...
 
-    def copy_place(self, step: int, number: int) -> AnyLocation:
+    def copy_location(self, step: int, number: int) -> AnyLocation:
         """Return the location of the copy of a step in one of the directories."""
         ...
 
@@ -131,13 +131,13 @@ class StepTarget:
     """The location of a new step, and the strategy that saves it.
 
     Attributes:
-        place: the directory of the step.
+        location: the directory of the step.
         is_unusable: True if an existing step is damaged or incomplete. Replacing it need not be atomic.
         before_commit: called by each process that commits, right before the commit. Its error stops the save.
         strategy: the strategy of the save.
     """
 
-    place: SubPath
+    location: SubPath
     is_unusable: bool = False
     before_commit: Callable[[], None] | None = None
     strategy: SaveStrategy[SaveDraft, Save] = field(default_factory=PlainSave)

@@ -234,7 +234,7 @@ class StepSaver:
         target, chosen = self._run.target(step, name), self._options.strategy
         return SaveRequest(
             destination=SaveDestination(
-                target.place,
+                target.location,
                 "non-atomic" if target.is_unusable else request.overwrite,
                 name=f"{self._directory}/{name}",  # hosts may have different paths of one directory
             ),

@@ -250,7 +250,7 @@ class StepDirectory:
         with self._lock:
             return self._found.get(step) or self.names.name(step)
 
-    def place(self, step: int) -> SubPath:
+    def location(self, step: int) -> SubPath:
         """Return the location of a step, or the location where a save would write it."""
         return SubPath(self.directory, self.name(step))
 
@@ -268,9 +268,9 @@ class StepDirectory:
         """Return ``(0,)`` if the step is committed, else ``()``. See `RunSteps`."""
         return (0,) if self.is_committed(step) else ()
 
-    def copy_place(self, step: int, number: int) -> AnyLocation:
+    def copy_location(self, step: int, number: int) -> AnyLocation:
         """Return the location of a step. See `RunSteps`."""
-        return self.place(step)
+        return self.location(step)
 
     def pin(self, step: int) -> Lock:
         """Keep a step from being deleted until the result is closed.

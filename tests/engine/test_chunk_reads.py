@@ -10,7 +10,7 @@ import pytest
 
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import IOThreads
-from ckptcore.model import ArraySpec, Box, Chunk, ChunkPlaces, HostArray, Pending, ReadItem
+from ckptcore.model import ArraySpec, Box, Chunk, ChunkLocations, HostArray, Pending, ReadItem
 from ckptcore.planning import uncovered
 from ckptcore.protocols import ChunkIndex, ReadStore
 from tests.engine.watched_storage import memory_storage
@@ -30,8 +30,8 @@ class EncodedChunks(ChunkIndex):
     def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
         return [("x", self.offsets[leaf], self.offsets[leaf] + 4)]
 
-    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkPlaces:
-        return ChunkPlaces(
+    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkLocations:
+        return ChunkLocations(
             ["x"] * len(chunks),
             [chunk.offset for chunk in chunks],
             stops={row: chunk.offset + 4 for row, chunk in enumerate(chunks)},

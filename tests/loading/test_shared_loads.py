@@ -166,14 +166,14 @@ def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.Mon
     """It has taken part to the end, so that no rank waits for it."""
     from ckptcore.loading.reading import TreeRead
 
-    place = TreeRead.place
+    finish_leaf = TreeRead.finish_leaf
 
     def fail(reading: TreeRead, leaf_read: Any, buffers: Any) -> None:
         if threading.current_thread().name == "rank 1":
             raise MemoryError("no room")
-        place(reading, leaf_read, buffers)
+        finish_leaf(reading, leaf_read, buffers)
 
-    monkeypatch.setattr(TreeRead, "place", fail)
+    monkeypatch.setattr(TreeRead, "finish_leaf", fail)
     small = MemoryOptions(exchange_bytes=800)
     errors = _errors(3, lambda context: ckptcore.load(saved, context=context), memory=small)
     assert isinstance(errors[1], MemoryError)

@@ -263,7 +263,7 @@ def test_what_is_only_read_whole_is_read_by_one(wanted: list[RequestedBoxes], da
         for part in plan.rounds:
             reads: list[tuple[object, ReadItem]] = [((rank, "direct"), item) for item in part.direct]
             reads += [
-                ((rank, message.place), item)
+                ((rank, message.order), item)
                 for message in part.messages
                 if message.reader == rank
                 for item in message.pieces

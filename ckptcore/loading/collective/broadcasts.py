@@ -104,34 +104,34 @@ class Broadcasts:
             self._error = error
 
     def _place_empty(self, leaf_read: LeafRead) -> None:
-        self._reading.place(leaf_read, self._reading.buffers_of(leaf_read))
+        self._reading.finish_leaf(leaf_read, self._reading.buffers_of(leaf_read))
 
     def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[LeafRead]], readers: BackgroundThreads) -> None:
-        places = _RoundBuffers(self._reading)
+        destinations = _RoundBuffers(self._reading)
         self._guard(
-            lambda: places.add([leaf_read for leaf in sorted(part.leaves) for leaf_read in by_leaf.get(leaf, ())])
+            lambda: destinations.add([leaf_read for leaf in sorted(part.leaves) for leaf_read in by_leaf.get(leaf, ())])
         )
         if self._failed or not part.direct:
-            self._send_all(part.messages, places, None, readers)
+            self._send_all(part.messages, destinations, None, readers)
         else:
-            direct = _DirectReads(self._reading.opened, part.direct, places)
+            direct = _DirectReads(self._reading.opened, part.direct, destinations)
             reader = readers.submit(direct.read)
             try:
-                self._send_all(part.messages, places, direct, readers)
-                self._guard(lambda: self._finish_direct(direct, reader, places))
+                self._send_all(part.messages, destinations, direct, readers)
+                self._guard(lambda: self._finish_direct(direct, reader, destinations))
             finally:
                 direct.stop()  # before its memory is released
                 wait([reader])
-        self._guard(places.expect_complete)
+        self._guard(destinations.expect_complete)
 
-    def _finish_direct(self, direct: _DirectReads, reader: Future[None], places: _RoundBuffers) -> None:
-        places.mark_complete(direct.all_completed())
+    def _finish_direct(self, direct: _DirectReads, reader: Future[None], destinations: _RoundBuffers) -> None:
+        destinations.mark_complete(direct.all_completed())
         reader.result()
 
     def _send_all(
         self,
         messages: Sequence[Message],
-        places: _RoundBuffers,
+        destinations: _RoundBuffers,
         direct: _DirectReads | None,
         readers: BackgroundThreads,
     ) -> None:
@@ -153,11 +153,11 @@ class Broadcasts:
                 memory = self._free.pop()
             in_flight.append((message, memory, self._start_sending(message, memory)))
             while len(in_flight) >= self._depth:
-                self._finish_message(*in_flight.popleft(), places)
+                self._finish_message(*in_flight.popleft(), destinations)
             if direct is not None:
-                self._guard(lambda: places.mark_complete(direct.completed()))
+                self._guard(lambda: destinations.mark_complete(direct.completed()))
         while in_flight:
-            self._finish_message(*in_flight.popleft(), places)
+            self._finish_message(*in_flight.popleft(), destinations)
 
     def _start_reading(self, message: Message, memory: HostArray, readers: BackgroundThreads) -> Future[None] | None:
         if self._failed:
@@ -172,14 +172,14 @@ class Broadcasts:
         return self._channels.broadcast(self._groups[message.members], message.reader, data)
 
     def _finish_message(
-        self, message: Message, memory: HostArray, pending: Pending[None], places: _RoundBuffers
+        self, message: Message, memory: HostArray, pending: Pending[None], destinations: _RoundBuffers
     ) -> None:
         """Wait for a message, and copy its elements to their destinations."""
         pending.result()
         if message.reader != self._rank and memory[0] == _FAILED:
             self._peer_failed = True
         views = self._views(message, memory)
-        self._guard(lambda: places.put(zip(message.pieces, views, strict=True)))
+        self._guard(lambda: destinations.put(zip(message.pieces, views, strict=True)))
         self._free.append(memory)
 
     def _views(self, message: Message, memory: HostArray) -> Sequence[HostArray]:
@@ -216,22 +216,22 @@ class _RoundBuffers:
 
     def __init__(self, reading: TreeRead) -> None:
         self._reading = reading
-        self._places: dict[int, list[_LeafBuffers]] = {}
+        self._destinations: dict[int, list[_LeafBuffers]] = {}
 
     def add(self, leaf_reads: Sequence[LeafRead]) -> None:
         """Allocate memory for arrays."""
         for leaf_read in leaf_reads:
-            place = _LeafBuffers(
+            destination = _LeafBuffers(
                 leaf_read, self._reading.buffers_of(leaf_read), sum([box.size for box in leaf_read.boxes])
             )
-            self._places.setdefault(leaf_read.leaf, []).append(place)
+            self._destinations.setdefault(leaf_read.leaf, []).append(destination)
 
     def memory_of(self, item: ReadItem) -> HostArray:
         """Return the memory of a requested box."""
         return next(
             buffer
-            for place in self._places[item.leaf]
-            for box, buffer in zip(place.leaf_read.boxes, place.buffers, strict=True)
+            for destination in self._destinations[item.leaf]
+            for box, buffer in zip(destination.leaf_read.boxes, destination.buffers, strict=True)
             if box == item.box
         )
 
@@ -242,19 +242,19 @@ class _RoundBuffers:
     def put(self, pieces: Iterable[tuple[ReadItem, HostArray]]) -> None:
         """Copy elements to all destinations, and build the leaves that are complete."""
         for item, elements in pieces:
-            places = self._places[item.leaf]
-            for place in places:
-                for box, buffer in zip(place.leaf_read.boxes, place.buffers, strict=True):
+            destinations = self._destinations[item.leaf]
+            for destination in destinations:
+                for box, buffer in zip(destination.leaf_read.boxes, destination.buffers, strict=True):
                     if box.contains(item.box):
                         if buffer is not elements:
                             part: HostArray = buffer[item.box.within(box)] if box.start else buffer
                             copy_elements(part, elements)
-                        place.missing -= item.box.size
+                        destination.missing -= item.box.size
             # Copy to all destinations before building: a built leaf owns its memory.
-            self._places[item.leaf] = [place for place in places if place.missing]
-            for place in places:
-                if not place.missing:
-                    self._reading.place(place.leaf_read, place.buffers)
+            self._destinations[item.leaf] = [destination for destination in destinations if destination.missing]
+            for destination in destinations:
+                if not destination.missing:
+                    self._reading.finish_leaf(destination.leaf_read, destination.buffers)
 
     def expect_complete(self) -> None:
         """Check that all arrays are complete.
@@ -262,18 +262,18 @@ class _RoundBuffers:
         Raises:
             CorruptCheckpointError
         """
-        for leaf, places in self._places.items():
-            if places:
+        for leaf, destinations in self._destinations.items():
+            if destinations:
                 raise incomplete_read(self._reading.opened, leaf)
 
 
 class _DirectReads:
     """Boxes that are read directly into their destination, on a separate thread."""
 
-    def __init__(self, opened: Checkpoint, items: Sequence[ReadItem], places: _RoundBuffers) -> None:
+    def __init__(self, opened: Checkpoint, items: Sequence[ReadItem], destinations: _RoundBuffers) -> None:
         self._opened = opened
         self._items = items
-        self._buffers = [places.memory_of(item) for item in items]
+        self._buffers = [destinations.memory_of(item) for item in items]
         self._completed: queue.SimpleQueue[ReadItem | None] = queue.SimpleQueue()
         self._is_stopped = False
 

@@ -63,14 +63,14 @@ class Message:
         pieces: its boxes, in storage order. If several members request parts of a chunk that is read whole, a member
             may request only some of the boxes.
         nbytes: its length, with the padding between pieces.
-        place: the sort key of its first piece in storage order.
+        order: the sort key of its first piece in storage order.
     """
 
     reader: int
     members: tuple[int, ...]
     pieces: tuple[ReadItem, ...]
     nbytes: int
-    place: Order
+    order: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +333,6 @@ def _in_turns(messages: Sequence[Message]) -> list[Message]:
         of_reader.setdefault(message.reader, []).append(message)
     turns = []
     for reader, own in of_reader.items():
-        own.sort(key=lambda message: (message.place, message.members))
+        own.sort(key=lambda message: (message.order, message.members))
         turns.extend([(turn, reader, message) for turn, message in enumerate(own)])
     return [message for _, _, message in sorted(turns, key=lambda entry: entry[:2])]

@@ -161,7 +161,7 @@ class LeaderSender:
     ) -> int:
         """See `StepSender`. Progress and result count only the bytes of this host."""
         context = self._context
-        near = resolve_location(self._near.place(step), runtime_of(context).storages)
+        near = resolve_location(self._near.location(step), runtime_of(context).storages)
         part = _read_host_part(near)
         copy_id, total = part.manifest.copy_id, part.manifest.nbytes
         to = resolve_location(SubPath(self._far.directory, name), runtime_of(context).storages, to_write=True)
@@ -298,7 +298,7 @@ class HostSender:
         if not self._near.is_committed(step) or _mark_key(str(copy_id), self._rank) in self._store.list(_UPLOADS):
             return False
         context = self._context
-        near = resolve_location(self._near.place(step), runtime_of(context).storages)
+        near = resolve_location(self._near.location(step), runtime_of(context).storages)
         part = _read_host_part(near)
         if part.manifest.copy_id != copy_id:
             return False  # another save of the step

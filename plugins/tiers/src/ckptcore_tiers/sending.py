@@ -77,7 +77,7 @@ class WholeStepSender:
         """See `StepSender`."""
         # Copy the arrays of bases, too: policies decide whether the bases themselves are uploaded.
         report = copy_whole(
-            self._near.place(step),
+            self._near.location(step),
             SubPath(self._far.directory, name),
             self._context,
             overwrite="non-atomic" if replaces else False,

@@ -102,7 +102,7 @@ class TieredRun:
         near = self.steps.directories[0]
         is_incomplete = self.hosts is not None and step not in near.candidates()
         if self.near is not None:
-            self.near.deleter.spare(step)
+            self.near.deleter.keep_claim(step)
         return StepTarget(
             SubPath(near.directory, name),
             is_unusable=is_incomplete or step in near.broken,

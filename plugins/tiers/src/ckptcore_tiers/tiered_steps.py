@@ -13,7 +13,7 @@ from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, Sto
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.fallback_places import FallbackLocation
+from ckptcore_tiers.fallback_locations import FallbackLocation
 from ckptcore_tiers.hosts import HostSteps
 
 __all__ = ["TieredSteps"]
@@ -91,12 +91,12 @@ class TieredSteps:
         """See `RunSteps`."""
         return any(tier.recheck(step) for tier in self.directories)
 
-    def copy_place(self, step: int, number: int) -> AnyLocation:
+    def copy_location(self, step: int, number: int) -> AnyLocation:
         """See `RunSteps`. Objects that a host lacks are read from the far directory."""
         near, far = self.directories
         if self.host_steps is not None and number == 0:
-            return FallbackLocation(near.place(step), far.place(step))
-        return self.directories[number].place(step)
+            return FallbackLocation(near.location(step), far.location(step))
+        return self.directories[number].location(step)
 
     def copies(self, step: int) -> Sequence[int]:
         """See `RunSteps`. Omits copies that are not valid.

@@ -341,7 +341,7 @@ class Uploader:
         return infos
 
     def _upload(self, step: int) -> None:
-        recording = Recording("upload", str(self._far.steps.place(step)), self._observers, step=step)
+        recording = Recording("upload", str(self._far.steps.location(step)), self._observers, step=step)
         try:
             recording.save_id = getattr(self._near.summary(step), "save_id", None)
             nbytes = self._send_if_missing(step)
@@ -372,7 +372,7 @@ class Uploader:
             logger.info("step %d or a later save of it is already in %s", step, steps.display)
             return 0
         name = steps.name(step)
-        self._far.deleter.spare(step)
+        self._far.deleter.keep_claim(step)
         sent = self._send(
             step,
             name,
@@ -396,7 +396,7 @@ class Uploader:
         with self._changed:
             self._state.skip(step, reason)
         logger.log(level, "step %d is not uploaded to %s: %s", step, self._far.steps.display, reason)
-        recording = Recording("upload", str(self._far.steps.place(step)), self._observers, step=step)
+        recording = Recording("upload", str(self._far.steps.location(step)), self._observers, step=step)
         recording.finish(error=UploadError(reason, [step]))
 
     def _fail(self, step: int, error: BaseException) -> None:

@@ -17,7 +17,7 @@ from ckptcore.model import (
     ArraySpec,
     Box,
     Chunk,
-    ChunkPlaces,
+    ChunkLocations,
     HostArray,
     Pending,
     ReadItem,
@@ -184,7 +184,7 @@ class ZarrIndex(ChunkIndex):
         stored = self._state.arrays.get(leaf)
         return stored.format.inner[0] if stored is not None and stored.format.inner else None
 
-    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkPlaces:
+    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkLocations:
         """See `ChunkIndex.locate`. Reads nodes of the database, and the index of each shard once."""
         leaf = chunks[0].leaf
         state, stored = self._state, self._state.arrays[leaf]
@@ -194,7 +194,7 @@ class ZarrIndex(ChunkIndex):
             location = locate_chunk(state, leaf, index, store, self._databases)
             if location is not None and location.inline is None:
                 expect_length(stored, index, location)
-                return ChunkPlaces(
+                return ChunkLocations(
                     (location.key,), (location.offset,), checksums={0: CRC32C} if format.checksum else {}
                 )
         per_chunk = prod(format.inner_grid)

@@ -8,7 +8,7 @@ from math import prod
 from weakref import WeakKeyDictionary
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.model import Checksum, ChunkPlaces, HostArray
+from ckptcore.model import Checksum, ChunkLocations, HostArray
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.ocdbt.database import Database
@@ -129,9 +129,9 @@ class LocatedChunks:
         """Add read chunks that are not stored."""
         self._fills.update(dict.fromkeys(rows, value))
 
-    def places(self) -> ChunkPlaces:
+    def places(self) -> ChunkLocations:
         """Return the locations of all chunks."""
-        return ChunkPlaces(
+        return ChunkLocations(
             self._keys, self._starts, self._stops, self.encoded, self._checksums, self._inline, self._fills
         )
 

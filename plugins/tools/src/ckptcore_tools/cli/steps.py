@@ -177,7 +177,7 @@ def _read_step_once(steps: StepDirectory, context: Context, step: int, version: 
 
 
 def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
-    found = describe_checkpoint(steps.place(step), context)
+    found = describe_checkpoint(steps.location(step), context)
     # A save may have committed since the root was looked for.
     state: StepState = "foreign" if found.save_id is None else "committed"
     return StepStatus(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
@@ -197,7 +197,7 @@ def _composite_bytes(steps: StepDirectory, step: int, data: bytes, summary: Root
     Raises:
         CorruptCheckpointError: if a root cannot be read. Names its directory.
     """
-    location = resolve_location(steps.place(step), runtime_of(context).storages)
+    location = resolve_location(steps.location(step), runtime_of(context).storages)
     composite = CompositeRoot(
         save_id=summary.save_id, created=summary.created, writer={}, members=summary.members or {}
     )

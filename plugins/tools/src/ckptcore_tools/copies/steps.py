@@ -155,7 +155,7 @@ class _RunCopy:
         self._lock.check()
         try:
             self._copied[step] = copy_whole(
-                self._source.place(step),
+                self._source.location(step),
                 SubPath(self._destination.directory, name),
                 self._context,
                 overwrite=self._overwrite,

@@ -332,7 +332,7 @@ def _simulate(
     request: PlanRequest, state: object, context: Context, wrap_leaf: WrapLeaf, agreement: Agreement
 ) -> _SimulatedSave:
     save_request = request.save_request(state)
-    recording = Recording("save", str(save_request.destination.place), rank=agreement.rank)
+    recording = Recording("save", str(save_request.destination.location), rank=agreement.rank)
     save = prepare_save(save_request, dry_run_context(context, wrap_leaf), recording, agreement)
     on_file_system = request.location is not None and save.target.location.commits.replaces_atomically
     kind: StorageKind = "directories" if on_file_system else "objects"

@@ -62,8 +62,8 @@ class _Steps:
     def copies(self, step):
         return [number for number, part in enumerate(self._parts) if part.copies(step)]
 
-    def copy_place(self, step, number):
-        return self._parts[number].copy_place(step, 0)
+    def copy_location(self, step, number):
+        return self._parts[number].copy_location(step, 0)
 
 
 class _Run:
