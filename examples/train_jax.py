@@ -89,7 +89,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
         directory,
         save_policy=FixedInterval(save_every),
         preservation_policy=AnyPreservation([LatestN(3), BestN(1, "loss", "min")]),
-        if_in_use="take over",  # only from a job without a sign of life
+        if_in_use="take over",  # only from a job that does not renew its lease
     ) as checkpointer:
         first = 0
         if checkpointer.latest is not None:

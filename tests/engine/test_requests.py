@@ -11,7 +11,7 @@ from ckptcore_testing.far_storage import FarStorage
 from ckptcore_testing.faulty_storage import FaultyStorage
 from ckptcore_testing.simulated_disk import SimulatedDisk
 from ckptcore_testing.simulated_storage import open_simulated
-from ckptcore_tiers.fallback_locations import FallbackStorage
+from ckptcore_tiers.fallback_storage import FallbackStorage
 
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.conditional_stores import FencedStore

@@ -107,7 +107,7 @@ def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3
     weather = _Weather(plan)
     with FaultProxy(server.server.url, weather, dialect=DIALECT) as proxy:
         context = _context(server, endpoint=proxy.url, retries=3, first_wait=0.01)
-        tier = NearTier(near, preservation_policy=LatestN(2), most_waiting=20)
+        tier = NearTier(near, preservation_policy=LatestN(2), max_waiting=20)
         with Checkpointer(tiers := TieredDirectory(tier, far), context=context) as run:
             for step in range(1, 6):
                 run.save(step, _large(step))

@@ -130,7 +130,7 @@ def test_who_falls_behind_makes_the_newest_safe_first_and_says_what_need_not_go(
 
 def test_no_more_steps_wait_than_the_near_tier_has_room_for(near: str, far: str) -> None:
     watch = Watch()
-    tier = NearTier(near, preservation_policy=LatestN(1), most_waiting=2)
+    tier = NearTier(near, preservation_policy=LatestN(1), max_waiting=2)
     with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch)) as run:
         stands = Standstill(watch)
         save_steps(run, [1])
@@ -142,7 +142,7 @@ def test_no_more_steps_wait_than_the_near_tier_has_room_for(near: str, far: str)
         stands.open()
         tiers.wait_for_uploads(60)
         (skip,) = tiers.uploads.skipped
-        assert skip.step == 2 and "most_waiting=2" in skip.reason
+        assert skip.step == 2 and "max_waiting=2" in skip.reason
     assert steps_in(far) == [1, 3, 4]
 
 
@@ -308,8 +308,8 @@ def test_tiers_do_not_lie_in_each_other(near: str) -> None:
     [
         ({"preservation_policy": LatestN}, "expected a preservation policy"),
         ({"upload_policy": PreserveAll()}, "expected a save policy"),
-        ({"most_waiting": 0}, "at least 1"),
-        ({"most_waiting": True}, "at least 1"),
+        ({"max_waiting": 0}, "at least 1"),
+        ({"max_waiting": True}, "at least 1"),
         ({"close_seconds": -1.0}, "at least 0"),
         ({"close_seconds": float("nan")}, "at least 0"),
         ({"seen_by": "rack"}, "expected one of"),

@@ -26,7 +26,7 @@ _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
         ({}, LatestN(1)),
         ({}, LatestN(5)),
         ({"upload_policy": FixedInterval(2)}, LatestN(5)),
-        ({"most_waiting": 1}, LatestN(5)),
+        ({"max_waiting": 1}, LatestN(5)),
     ],
 )
 def test_an_update_is_whole_in_the_far_tier(options: Any, policy: Any, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
 FEW = 1000
 """Number of elements that the controller may access: its own leaves, and uncommitted arrays."""
 
-MOST_BYTES = 40_000
+MAX_BYTES = 40_000
 """More than any message needs, and less than a sixth of one array."""
 
 
@@ -165,12 +165,12 @@ def test_arrays_load_onto_other_devices(layout: str, context: ckptcore.Context, 
     with watched() as messages:
         ckptcore.save(tmp_path / "it", tree, layout=layout, context=context)
     assert len(messages) == 4, "a request and a report for each worker"
-    assert max(messages) < MOST_BYTES
+    assert max(messages) < MAX_BYTES
     assert_same(ckptcore.load(tmp_path / "it", tree, context=ckptcore.Context()), expected)
     with watched() as messages:
         loaded = ckptcore.load(tmp_path / "it", asked, context=context)
     assert len(messages) == 4
-    assert max(messages) < MOST_BYTES
+    assert max(messages) < MAX_BYTES
     assert_same(loaded, expected)
     for name, leaf in asked.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
-from ckptcore_gcs_server import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Request, Response, StrictGcs
 from ckptcore_obstore.storage import ObjectStoreDirectory
 
 from ckptcore.errors import ConditionFailedError, StorageError
@@ -33,7 +33,7 @@ class Losing:
         self.lost: set[str] = set()
         self._lock = threading.Lock()
 
-    def __call__(self, request: Request, serve: Callable[[Request], Answer]) -> Answer | None:
+    def __call__(self, request: Request, serve: Callable[[Request], Response]) -> Response | None:
         """Answer that the client receives."""
         answer = serve(request)
         kind = (
@@ -98,11 +98,11 @@ def test_a_service_that_is_busy_is_asked_again_and_less(gcs: StrictGcs, status: 
     storage = _open(gcs)
     refused = 0
 
-    def throttle(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+    def throttle(request: Request, serve: Callable[[Request], Response]) -> Response:
         nonlocal refused
         if refused < 3:
             refused += 1
-            return Answer(status, {}, b"<Error><Code>SlowDown</Code></Error>")
+            return Response(status, {}, b"<Error><Code>SlowDown</Code></Error>")
         return serve(request)
 
     gcs.intercept = throttle
@@ -120,7 +120,7 @@ def test_a_writer_that_wakes_up_too_late_replaces_nothing(gcs: StrictGcs, upload
     writer = storage.open_new("model", len(LARGE))
     writer.write_at(0, LARGE)
 
-    def overtake(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+    def overtake(request: Request, serve: Callable[[Request], Response]) -> Response:
         if any(verb in request.path for verb in ("rewriteTo", "compose")):
             gcs.intercept = None
             storage.put("model", b"of another save", condition=IF_ABSENT)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 import pytest
-from ckptcore_gcs_server import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Request, Response, StrictGcs
 from ckptcore_testing.gcs_servers import GcsServer
 
 import ckptcore
@@ -69,7 +69,7 @@ def test_a_commit_whose_answer_is_lost_is_one_commit(gcs: StrictGcs) -> None:
     for lost in range(changes):
         seen = 0
 
-        def lose(request: Request, serve: Callable[[Request], Answer], lost: int = lost) -> Answer | None:
+        def lose(request: Request, serve: Callable[[Request], Response], lost: int = lost) -> Response | None:
             nonlocal seen
             answer = serve(request)
             if request.method in ("GET", "HEAD"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
-from ckptcore_gcs_server import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Request, Response, StrictGcs
 
 from ckptcore.errors import ClockSkewError, StorageCredentialsError
 from ckptcore.model import JSON
@@ -140,7 +140,7 @@ def test_who_pays(gcs: StrictGcs) -> None:
     """Every request names the project, with obstore and with plain HTTP."""
     seen: list[str | None] = []
 
-    def look(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+    def look(request: Request, serve: Callable[[Request], Response]) -> Response:
         seen.append(request.headers.get("x-goog-user-project"))
         return serve(request)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
-from ckptcore_gcs_server import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Request, Response, StrictGcs
 from ckptcore_gcs_server.conditions import Conditions
 
 from ckptcore.errors import (
@@ -30,17 +30,17 @@ def _open(gcs: StrictGcs, url: str = "gs://bucket/run", **config: JSON) -> Stora
     return GcsPlugin().open(url, StorageOptions(config=options))
 
 
-def _xml(status: int, code: str, message: str = "words") -> Answer:
+def _xml(status: int, code: str, message: str = "words") -> Response:
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
-    return Answer(status, {"Content-Type": "application/xml"}, body.encode())
+    return Response(status, {"Content-Type": "application/xml"}, body.encode())
 
 
-def _json(status: int, reason: str, message: str = "words") -> Answer:
+def _json(status: int, reason: str, message: str = "words") -> Response:
     error = {"code": status, "message": message, "errors": [{"domain": "global", "reason": reason, "message": message}]}
-    return Answer(status, {"Content-Type": "application/json"}, json.dumps({"error": error}, indent=1).encode())
+    return Response(status, {"Content-Type": "application/json"}, json.dumps({"error": error}, indent=1).encode())
 
 
-Case = tuple[Answer, type[StorageError], str]
+Case = tuple[Response, type[StorageError], str]
 
 CASES: dict[str, Case] = {
     "xml 401": (_xml(401, "AuthenticationRequired"), StorageCredentialsError, "401 AuthenticationRequired: words"),
@@ -57,8 +57,8 @@ CASES: dict[str, Case] = {
     "json 500": (_json(500, "backendError"), StorageError, "Try again later"),
     "xml 400": (_xml(400, "UserProjectMissing"), StorageError, "option 'user_project'"),
     "xml 501": (_xml(501, "NotImplemented"), StorageError, "option 'uploads' to 'composite'"),
-    "no words at all": (Answer(403), StoragePermissionError, "403"),
-    "words of another kind": (Answer(502, {}, b"<html>Bad Gateway</html>"), StorageError, "502"),
+    "no words at all": (Response(403), StoragePermissionError, "403"),
+    "words of another kind": (Response(502, {}, b"<html>Bad Gateway</html>"), StorageError, "502"),
 }
 
 
@@ -127,7 +127,7 @@ def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
     for name in ("a", "b", "c"):
         storage.put(name, b"1")
 
-    def refuse(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+    def refuse(request: Request, serve: Callable[[Request], Response]) -> Response:
         answer = serve(request)
         if not request.path.startswith("/batch"):
             return answer
@@ -135,7 +135,7 @@ def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
         told = b"HTTP/1.1 403 Forbidden\r\n\r\n" + bytes(refusal.body) + b"\r\n"
         first, separator, rest = bytes(answer.body).partition(b"HTTP/1.1 204 Answer\r\nContent-Length: 0\r\n\r\n\r\n")
         assert separator
-        return Answer(200, answer.headers, first + told + rest)
+        return Response(200, answer.headers, first + told + rest)
 
     gcs.intercept = refuse
     with pytest.raises(StoragePermissionError, match="403 forbidden"):
@@ -151,7 +151,7 @@ def test_answers_of_a_batch_come_in_any_order(gcs: StrictGcs) -> None:
         storage.put(name, b"1")
     left: list[int] = []
 
-    def turn_round(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+    def turn_round(request: Request, serve: Callable[[Request], Response]) -> Response:
         if not request.path.startswith("/batch"):
             return serve(request)
         left.append(request.body.count(b"DELETE /storage"))
@@ -163,7 +163,7 @@ def test_answers_of_a_batch_come_in_any_order(gcs: StrictGcs) -> None:
         parts = [b"<response-2>\r\n\r\n" + busy, b"<response-0>\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n"]
         parts.append(b"<response-1>\r\n\r\nHTTP/1.1 404 Not Found\r\n\r\n")
         body = b"".join(b"--m\r\nContent-Type: application/http\r\nContent-ID: " + part + b"\r\n" for part in parts)
-        return Answer(200, {"Content-Type": "multipart/mixed; boundary=m"}, body + b"--m--\r\n")
+        return Response(200, {"Content-Type": "multipart/mixed; boundary=m"}, body + b"--m--\r\n")
 
     gcs.intercept = turn_round
     storage.delete(["a", "b", "c"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import pytest
-from ckptcore_gcs_server import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Request, Response, StrictGcs
 
 from plugins.storage_gcs.tests.plain_client import Reply, ask, in_two_parts
 
@@ -137,7 +137,7 @@ def test_a_body_that_comes_in_chunks_is_read(gcs: StrictGcs) -> None:
 
 
 def test_an_answer_can_be_lost(gcs: StrictGcs) -> None:
-    def lose(request: Request, answer: Callable[[Request], Answer]) -> Answer | None:
+    def lose(request: Request, answer: Callable[[Request], Response]) -> Response | None:
         answer(request)
         return None
 

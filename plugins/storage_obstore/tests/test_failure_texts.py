@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ckptcore_obstore.failures import FailureKind, failure_of_answer, failure_of_text
+from ckptcore_obstore.failures import FailureKind, failure_of_response, failure_of_text
 
 NOT_FOUND = (
     "Object at location a not found: Error performing GET http://host/bucket/a in 672.158µs - "
@@ -59,12 +59,12 @@ def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
     ],
 )
 def test_answers(status: int, body: bytes, kind: FailureKind) -> None:
-    found = failure_of_answer(status, body)
+    found = failure_of_response(status, body)
     assert found.kind is kind
-    assert len(failure_of_answer(status, body * 1000).description) < 1000
+    assert len(failure_of_response(status, body * 1000).description) < 1000
 
 
 def test_hints_of_an_answer() -> None:
     body = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>"
-    assert dict(failure_of_answer(400, body).hints) == {"Region": "eu-west-1"}
-    assert dict(failure_of_answer(301, b"", "eu-west-2").hints) == {"Region": "eu-west-2"}
+    assert dict(failure_of_response(400, body).hints) == {"Region": "eu-west-1"}
+    assert dict(failure_of_response(301, b"", "eu-west-2").hints) == {"Region": "eu-west-2"}

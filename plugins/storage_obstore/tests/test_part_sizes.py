@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 MIB = 1 << 20
-MOST_BYTES = 5 << 40  # of an object in S3
+MAX_BYTES = 5 << 40  # of an object in S3
 
 
 @given(
-    size=st.one_of(st.none(), st.integers(1, MOST_BYTES)),
+    size=st.one_of(st.none(), st.integers(1, MAX_BYTES)),
     least=st.integers(5, 64).map(lambda number: number * MIB),
     data=st.data(),
 )
 def test_parts_follow_each_other(size: int | None, least: int, data: st.DataObject) -> None:
     sizes = PartSizes(size, least)
-    end = min(MOST_BYTES, 1023 * 1000 * least) if size is None else size  # 4.9 TiB at least
+    end = min(MAX_BYTES, 1023 * 1000 * least) if size is None else size  # 4.9 TiB at least
     position = data.draw(st.integers(0, end - 1))
     part = sizes.at(position)
     assert part.start <= position < part.stop

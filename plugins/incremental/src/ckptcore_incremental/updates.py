@@ -279,11 +279,11 @@ def _plan_references(
         columns.append((leaf, bases.setdefault(base, len(bases)), stored))
     leaves, numbers, stored_leaves = zip(*columns, strict=True) if columns else ((), (), ())
     references = References(tuple(bases), leaves, numbers, stored_leaves)
-    places = tuple([base_location(location, base, context) for base in bases])
-    for at in places:
+    base_locations = tuple([base_location(location, base, context) for base in bases])
+    for at in base_locations:
         if at.is_within(location):
             raise InvalidLocationError(
                 f"arrays of {opened.location.display} are stored in {at.display}, which the update to "
                 f"{location.display} would replace: save the update to another location. Nothing was written"
             )
-    return _PlannedReferences(overlaid.tree, references, places)
+    return _PlannedReferences(overlaid.tree, references, base_locations)

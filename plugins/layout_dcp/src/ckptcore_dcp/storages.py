@@ -398,18 +398,18 @@ def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
             return
         reach += stride * (extent - 1)
     left = [box]
-    most = _SLAB_BYTES // itemsize
+    max_elements = _SLAB_BYTES // itemsize
     while left:
         part = left.pop()
         span = _span(part, strides)
         cut = max(
             (axis for axis, extent in enumerate(part.shape) if extent > 1), key=lambda axis: strides[axis], default=None
         )
-        if span <= most or cut is None:
+        if span <= max_elements or cut is None:
             yield part
             continue
         others = span - strides[cut] * (part.shape[cut] - 1)
-        step = max(1, (most - others) // strides[cut] + 1)
+        step = max(1, (max_elements - others) // strides[cut] + 1)
         left.extend(part.bands(cut, step))
 
 

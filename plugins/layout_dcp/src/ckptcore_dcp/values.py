@@ -66,8 +66,8 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
         stop = values[group[-1]].offset + values[group[-1]].length
         try:
             # Do not allocate memory for a stated length: only bytes that exist are requested.
-            most = start + _WINDOW_BYTES if stop - start <= _WINDOW_BYTES else store.size(path)
-            data = store.get(path, start, min(stop, most))
+            last = start + _WINDOW_BYTES if stop - start <= _WINDOW_BYTES else store.size(path)
+            data = store.get(path, start, min(stop, last))
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
                 f"{path!r} is missing, which contains the value {group[0]!r}: {error}; restore it from a "

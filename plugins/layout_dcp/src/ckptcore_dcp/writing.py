@@ -229,10 +229,10 @@ class MergedItems:
         begins = (np.cumsum(widths) - widths)[order]
         axes = logical[leaf_of]
         bytes_of = extra[leaf_of]
-        most = int((axes + (bytes_of > 0)).max(initial=0))
-        offsets: HostArray = np.zeros((len(order), most), np.int64)
-        sizes: HostArray = np.zeros((len(order), most), np.int64)
-        for axis in range(most):
+        max_axes = int((axes + (bytes_of > 0)).max(initial=0))
+        offsets: HostArray = np.zeros((len(order), max_axes), np.int64)
+        sizes: HostArray = np.zeros((len(order), max_axes), np.int64)
+        for axis in range(max_axes):
             (rows,) = np.nonzero(axes > axis)
             start = self._box[begins[rows] + axis]
             offsets[rows, axis] = start

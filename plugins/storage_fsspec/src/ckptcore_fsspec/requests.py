@@ -17,7 +17,7 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]  # it has no types
 from ckptcore.errors import StorageError
 from ckptcore_fsspec.file_systems import FileSystem
 
-__all__ = ["Answer", "fetch", "fetch_to_file"]
+__all__ = ["Response", "fetch", "fetch_to_file"]
 
 _SECONDS_TO_CONNECT: Final = 30.0
 _SECONDS_BETWEEN_BYTES: Final = 60.0
@@ -27,8 +27,8 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer of a server.
+class Response:
+    """A response of a server.
 
     Attributes:
         data: the requested bytes, or fewer at the end of the object.
@@ -44,30 +44,30 @@ class Answer:
     version: str | None
 
 
-def fetch(system: FileSystem, url: str, start: int, stop: int | None, version: str | None = None) -> Answer:
+def fetch(system: FileSystem, url: str, start: int, stop: int | None, version: str | None = None) -> Response:
     """Read bytes `start` to `stop` of a URL, optionally of one version only. Blocks.
 
     Raises:
         FileNotFoundError: for a missing object or a directory.
         StorageError: if the server sent a different range.
     """
-    answer: Answer = sync(system.loop, _fetch, system, url, start, stop, version, None)
-    return answer
+    response: Response = sync(system.loop, _fetch, system, url, start, stop, version, None)
+    return response
 
 
-def fetch_to_file(system: FileSystem, url: str, file: IO[bytes]) -> Answer:
+def fetch_to_file(system: FileSystem, url: str, file: IO[bytes]) -> Response:
     """Copy the object at a URL to a file. Blocks. Raises the same errors as `fetch`."""
-    answer: Answer = sync(system.loop, _fetch, system, url, 0, None, None, file)
-    return answer
+    response: Response = sync(system.loop, _fetch, system, url, 0, None, None, file)
+    return response
 
 
 async def _fetch(
     system: Any, url: str, start: int, stop: int | None, version: str | None, file: IO[bytes] | None
-) -> Answer:
+) -> Response:
     import aiohttp
 
     options = dict(system.kwargs)
-    # Ranges of a compressed answer would be different.
+    # Ranges of a compressed response would be different.
     headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
     if start or stop is not None:
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -82,7 +82,7 @@ async def _fetch(
             raise FileNotFoundError(f"{url} is a directory")  # servers redirect the name of a directory to its index
         given = _content_range(response.headers)
         if response.status == 416:
-            return Answer(b"", given[1], True, _version(response.headers))
+            return Response(b"", given[1], True, _version(response.headers))
         response.raise_for_status()
         if response.status == 206:
             if given[0] != start:
@@ -94,7 +94,7 @@ async def _fetch(
             raise StorageError(f"{url}: the server answered with status {response.status} instead of 200 or 206")
         await _skip(response.content, skipped)
         data = await _read(response.content, None if stop is None else stop - start, file)
-        return Answer(data, size, response.status == 206, _version(response.headers))
+        return Response(data, size, response.status == 206, _version(response.headers))
 
 
 def _content_range(headers: Mapping[str, str]) -> tuple[int | None, int | None]:

@@ -16,7 +16,7 @@ from ckptcore.protocols import RangeReader
 from ckptcore_fsspec.failures import converted_errors
 from ckptcore_fsspec.file_systems import Connection
 from ckptcore_fsspec.ranges import fill
-from ckptcore_fsspec.requests import Answer, fetch, fetch_to_file
+from ckptcore_fsspec.requests import Response, fetch, fetch_to_file
 from ckptcore_fsspec.storage import ReadOnlyStorage
 
 __all__ = ["WebStorage"]
@@ -57,8 +57,8 @@ class WebStorage(ReadOnlyStorage):
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
-        answer = self._fetch(key, 0, 1)
-        return len(self._fetch(key, 0, None).data) if answer.size is None else answer.size
+        response = self._fetch(key, 0, 1)
+        return len(self._fetch(key, 0, None).data) if response.size is None else response.size
 
     def open_reader(self, key: str) -> RangeReader:
         """Open an object.
@@ -66,12 +66,12 @@ class WebStorage(ReadOnlyStorage):
         If the server does not support ranges, the whole object is copied to an anonymous local
         file.
         """
-        answer = self._fetch(key, 0, 1)
-        if answer.takes_ranges:
+        response = self._fetch(key, 0, 1)
+        if response.takes_ranges:
             return _RangedObject(
                 key,
                 self._url,
-                lambda start, stop: self._fetch(key, start, stop, answer.version),
+                lambda start, stop: self._fetch(key, start, stop, response.version),
                 lambda: self.size(key),
             )
         file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the reader
@@ -124,7 +124,7 @@ class WebStorage(ReadOnlyStorage):
         directory = check_directory_key(prefix)
         return f"{self._root}/{_quoted(directory)}" if directory else self._root
 
-    def _fetch(self, key: str, start: int, stop: int | None, version: str | None = None) -> Answer:
+    def _fetch(self, key: str, start: int, stop: int | None, version: str | None = None) -> Response:
         path = self._path(key)
         with converted_errors(f"cannot read {key!r} in {self._url}"):
             return fetch(self._connection.get(), path, start, stop, version)
@@ -136,7 +136,7 @@ class _RangedObject:
     All reads are of one version if the server has ETags.
     """
 
-    def __init__(self, key: str, url: str, read: Callable[[int, int], Answer], size: Callable[[], int]) -> None:
+    def __init__(self, key: str, url: str, read: Callable[[int, int], Response], size: Callable[[], int]) -> None:
         self._key = key
         self._url = url
         self._read = read

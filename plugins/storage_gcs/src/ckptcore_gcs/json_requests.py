@@ -15,7 +15,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
 
 from ckptcore.protocols import IfAbsent, PutCondition
 from ckptcore_gcs.settings import Settings
@@ -61,8 +61,8 @@ class JsonRequests:
         body = b"".join((head.encode(), data, f"\r\n--{boundary}--\r\n".encode()))
         headers = {"content-type": f"multipart/related; boundary={boundary}"}
         query = {"uploadType": "multipart", "name": key} | _condition(condition)
-        answer = self._bucket.plain.send_to("POST", self._uploads, query=query, headers=headers, body=body)
-        return str(_parsed(answer.body).get("generation", ""))
+        response = self._bucket.plain.send_to("POST", self._uploads, query=query, headers=headers, body=body)
+        return str(_parsed(response.body).get("generation", ""))
 
     def compose(self, key: str, sources: Sequence[str], condition: PutCondition | None, put_id: str) -> None:
         """Compose an object of up to `MAX_COMPONENTS` objects. The sources are kept."""
@@ -80,10 +80,10 @@ class JsonRequests:
         while True:
             # A long rewrite takes several requests:
             # https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite
-            answer = self._change(url, query, _properties(put_id), key, put_id)
-            if answer.get("done", True) or "rewriteToken" not in answer:
+            response = self._change(url, query, _properties(put_id), key, put_id)
+            if response.get("done", True) or "rewriteToken" not in response:
                 return
-            query = {**query, "rewriteToken": str(answer["rewriteToken"])}
+            query = {**query, "rewriteToken": str(response["rewriteToken"])}
 
     def _change(
         self, url: str, query: Mapping[str, str], resource: Mapping[str, Any], key: str, put_id: str
@@ -92,13 +92,13 @@ class JsonRequests:
         headers = {"content-type": "application/json; charset=UTF-8"}
         plain = self._bucket.plain
         try:
-            answer = self._bucket.run(lambda: plain.send_to("POST", url, query=query, headers=headers, body=body))
+            response = self._bucket.run(lambda: plain.send_to("POST", url, query=query, headers=headers, body=body))
         except RequestFailed as error:
-            # An earlier try may have succeeded although its answer was lost.
+            # An earlier try may have succeeded although its response was lost.
             if error.failure.kind is not FailureKind.CONDITION or self._bucket.tag_if_put_by(key, put_id) is None:
                 raise
             return {}
-        return _parsed(answer.body)
+        return _parsed(response.body)
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Delete up to `MAX_BATCH_SIZE` objects in one request. A missing object is not an error.
@@ -140,13 +140,13 @@ class JsonRequests:
         ]
         body = ("".join(parts) + f"--{boundary}--\r\n").encode()
         headers = {"content-type": f"multipart/mixed; boundary={boundary}"}
-        answer = self._bucket.plain.send_to("POST", self._batches, headers=headers, body=body)
-        answers = _batch_answers(answer.headers.get("content-type", ""), answer.body)
-        if sorted(answers) != list(range(len(keys))):
-            message = f"received {len(answers)} answers to a batch of {len(keys)} requests"
+        response = self._bucket.plain.send_to("POST", self._batches, headers=headers, body=body)
+        responses = _batch_responses(response.headers.get("content-type", ""), response.body)
+        if sorted(responses) != list(range(len(keys))):
+            message = f"received {len(responses)} responses to a batch of {len(keys)} requests"
             raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
-        statuses = [answers[number] for number in range(len(keys))]
-        found = [None if status < 300 else failure_of_answer(status, words) for status, words in statuses]
+        statuses = [responses[number] for number in range(len(keys))]
+        found = [None if status < 300 else failure_of_response(status, words) for status, words in statuses]
         return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
 
 
@@ -161,7 +161,7 @@ def _condition(condition: PutCondition | None) -> dict[str, str]:
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """Parse the JSON object of an answer.
+    """Parse the JSON object of a response.
 
     Raises:
         RequestFailed: if the body is not a JSON object.
@@ -170,22 +170,22 @@ def _parsed(body: bytes) -> dict[str, Any]:
         value = json.loads(body)
     except ValueError as error:
         raise RequestFailed(
-            Failure(FailureKind.OTHER, None, "", f"the answer is not JSON ({error}): {body[:100]!r}")
+            Failure(FailureKind.OTHER, None, "", f"the response is not JSON ({error}): {body[:100]!r}")
         ) from error
     if not isinstance(value, dict):
-        raise RequestFailed(Failure(FailureKind.OTHER, None, "", f"the answer is not a JSON object: {body[:100]!r}"))
+        raise RequestFailed(Failure(FailureKind.OTHER, None, "", f"the response is not a JSON object: {body[:100]!r}"))
     return value
 
 
-def _batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]]:
-    """Return the status and body of each answer in a batch.
+def _batch_responses(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]]:
+    """Return the status and body of each response in a batch.
 
     Keys are request numbers, from the ``Content-ID`` header of each part.
     """
     message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(
         b"Content-Type: " + content_type.encode() + b"\r\n\r\n" + body
     )
-    answers: dict[int, tuple[int, bytes]] = {}
+    responses: dict[int, tuple[int, bytes]] = {}
     for position, part in enumerate(message.iter_parts() if message.is_multipart() else ()):
         named = _RESPONSE.search(str(part.get("Content-ID", "")))
         text = part.get_payload(decode=True)
@@ -194,5 +194,5 @@ def _batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes
         # The body follows the headers, which may be missing, and an empty line.
         content = (b"\n" + rest.replace(b"\r\n", b"\n")).partition(b"\n\n")[2]
         number = position if named is None else int(named[1])
-        answers[number] = (int(status[0]) if status and status[0].isdigit() else 500, content)
-    return answers
+        responses[number] = (int(status[0]) if status and status[0].isdigit() else 500, content)
+    return responses

@@ -163,5 +163,5 @@ class GcsService:
         if failure.code == "UserProjectMissing":
             return "Set the option 'user_project' to the project that pays: the bucket's owner does not"
         if failure.kind in (FailureKind.OTHER, FailureKind.REGION):
-            return f"Check the endpoint {self._settings.endpoint} and its answer"
+            return f"Check the endpoint {self._settings.endpoint} and its response"
         return _REMEDIES.get(failure.kind, "Try again")

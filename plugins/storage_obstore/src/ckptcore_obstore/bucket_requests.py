@@ -21,7 +21,7 @@ T = TypeVar("T")
 PUT_ID_KEY: Final = "ckptcore-put"
 """Metadata key with the id of the put that wrote an object.
 
-If an answer was lost, the id shows whether the put succeeded.
+If a response was lost, the id shows whether the put succeeded.
 """
 
 

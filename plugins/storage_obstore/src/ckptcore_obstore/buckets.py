@@ -80,16 +80,16 @@ class Bucket(BucketRequests):
         is_part = bool(start) or stop is not None
         if is_part:
             headers["range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
-        answer = self.plain.send("GET", key, headers=headers)
+        response = self.plain.send("GET", key, headers=headers)
         if is_part:
             # Check the range as obstore does: some services and caches send the whole object.
-            content_range = answer.headers.get("content-range", "")
-            sent = _CONTENT_RANGE.match(content_range) if answer.status == 206 else None
-            nbytes = len(answer.body)
+            content_range = response.headers.get("content-range", "")
+            sent = _CONTENT_RANGE.match(content_range) if response.status == 206 else None
+            nbytes = len(response.body)
             if sent is None or int(sent[1]) != start or nbytes > (stop or start + nbytes) - start:
-                words = f"the answer to {headers['range']} has {nbytes} bytes ({content_range or 'the whole object'})"
-                raise RequestFailed(Failure(FailureKind.OTHER, answer.status, "", words))
-        return ReadResult(memoryview(answer.body), self._tag(answer.headers))
+                words = f"the response to {headers['range']} has {nbytes} bytes ({content_range or 'the whole object'})"
+                raise RequestFailed(Failure(FailureKind.OTHER, response.status, "", words))
+        return ReadResult(memoryview(response.body), self._tag(response.headers))
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
@@ -97,7 +97,7 @@ class Bucket(BucketRequests):
             return self.run(lambda: self._size(key))
         except RequestFailed as error:
             if error.failure.kind is not FailureKind.MISSING and not error.failure.code:
-                self.read(key, 0, 1)  # a HEAD answer has no body with the reason, but a GET answer has
+                self.read(key, 0, 1)  # a HEAD response has no body with the reason, but a GET response has
             raise
 
     def _size(self, key: str) -> int:
@@ -119,7 +119,7 @@ class Bucket(BucketRequests):
             if condition is None or error.failure.kind is not FailureKind.CONDITION:
                 raise
             # An earlier try, or a duplicate sent by the network, may have succeeded although its
-            # answer was lost.
+            # response was lost.
             there = self.head(key)
             if there is not None and there.put_id == put_id:
                 return there.tag

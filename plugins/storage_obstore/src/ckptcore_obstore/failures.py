@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from ckptcore.redaction import redacted
 
-__all__ = ["Failure", "FailureKind", "RequestFailed", "Tried", "failure_of_answer", "failure_of_text"]
+__all__ = ["Failure", "FailureKind", "RequestFailed", "Tried", "failure_of_response", "failure_of_text"]
 
 
 class FailureKind(enum.Enum):
@@ -133,10 +133,10 @@ class Failure:
 
     Attributes:
         kind: kind of failure, which determines the remedy.
-        status: HTTP status; None if there was no answer.
+        status: HTTP status; None if there was no response.
         code: error code of the service; may be empty.
         message: message of the service or the connection, in one line.
-        hints: further fields of the answer by name, such as the right region.
+        hints: further fields of the response by name, such as the right region.
     """
 
     kind: FailureKind
@@ -182,8 +182,8 @@ class RequestFailed(Exception):
         self.tried = Tried()
 
 
-def failure_of_answer(status: int, body: bytes, region: str = "") -> Failure:
-    """Classify an answer with an error in XML or JSON.
+def failure_of_response(status: int, body: bytes, region: str = "") -> Failure:
+    """Classify a response with an error in XML or JSON.
 
     `region` is the bucket's region from the headers.
     """
@@ -205,7 +205,7 @@ _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
 def failure_of_text(text: str) -> Failure:
     """Classify the text of an obstore error.
 
-    object_store formats an answer as ``... Server returned non-2xx status code: 404 Not Found:
+    object_store formats a response as ``... Server returned non-2xx status code: 404 Not Found:
     BODY``. obstore appends a dump of Rust structures; only the kind of a connection error is taken
     from it.
     """
@@ -213,7 +213,7 @@ def failure_of_text(text: str) -> Failure:
     status = _STATUS.search(cleaned)
     if status is not None:
         body = _XML.search(cleaned) or _JSON.search(cleaned)
-        return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
+        return failure_of_response(int(status[1]), body[0].encode() if body else b"")
     if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
     if (one := _DELETE_FAILURE.search(cleaned)) is not None:

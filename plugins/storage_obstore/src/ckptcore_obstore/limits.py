@@ -26,15 +26,15 @@ class AdaptiveLimit:
     Uses additive increase and multiplicative decrease.
     """
 
-    def __init__(self, most: int, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_requests: int, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Start with the maximum.
 
         Args:
-            most: maximum number of concurrent requests.
+            max_requests: maximum number of concurrent requests.
             name: name of the bucket, for the log.
             clock: monotonic time in seconds.
         """
-        self._most = most
+        self._max_requests = max_requests
         self.name: Final = name
         self._clock = clock
         self.reset_after_fork()
@@ -42,7 +42,7 @@ class AdaptiveLimit:
 
     def reset_after_fork(self) -> None:
         """Reset to the maximum. A forked child has none of its parent's requests."""
-        self._allowed = float(self._most)
+        self._allowed = float(self._max_requests)
         self._running = 0
         self._changed = threading.Condition()
         self._cut_at = float("-inf")
@@ -74,10 +74,10 @@ class AdaptiveLimit:
 
     def succeeded(self) -> None:
         """Count an answered request. The limit grows by about one per round of requests."""
-        if self._allowed >= self._most:
+        if self._allowed >= self._max_requests:
             return
         with self._changed:
-            self._allowed = min(self._most, self._allowed + 1 / max(1.0, self._allowed))
+            self._allowed = min(self._max_requests, self._allowed + 1 / max(1.0, self._allowed))
             self._changed.notify()
 
     def throttled(self) -> None:

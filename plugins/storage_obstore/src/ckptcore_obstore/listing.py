@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from ckptcore_obstore.bucket_requests import BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 
-__all__ = ["ListPage", "key_decoder_of", "list_objects", "parse_answer", "text_of"]
+__all__ = ["ListPage", "key_decoder_of", "list_objects", "parse_response", "text_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> It
     if delimiter:
         query["delimiter"] = delimiter
     while True:
-        answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
-        root = parse_answer(answer.body)
+        response = bucket.run(partial(bucket.plain.send, "GET", query=query))
+        root = parse_response(response.body)
         decode = key_decoder_of(root)
         yield ListPage(
             tuple([decode(text_of(item, "Key")) for item in root.iterfind("{*}Contents")]),
@@ -64,8 +64,8 @@ def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> It
         query = {**query, "continuation-token": token}
 
 
-def parse_answer(body: bytes) -> ElementTree.Element:
-    """Parse the XML of an answer.
+def parse_response(body: bytes) -> ElementTree.Element:
+    """Parse the XML of a response.
 
     Raises:
         RequestFailed: if the body is not XML.
@@ -74,12 +74,12 @@ def parse_answer(body: bytes) -> ElementTree.Element:
         return ElementTree.fromstring(body)
     except ElementTree.ParseError as error:
         raise RequestFailed(
-            Failure(FailureKind.OTHER, None, "", f"the answer is not XML ({error}): {body[:100]!r}")
+            Failure(FailureKind.OTHER, None, "", f"the response is not XML ({error}): {body[:100]!r}")
         ) from error
 
 
 def key_decoder_of(root: ElementTree.Element) -> Callable[[str], str]:
-    """Return the decoder of keys in an answer.
+    """Return the decoder of keys in a response.
 
     If keys are escaped, S3 writes ``+`` for a space and ``%2B`` for ``+``.
     """

@@ -10,22 +10,22 @@ from urllib.parse import quote, urlsplit
 
 from ckptcore.protocols import Buffer
 from ckptcore.redaction import chainable
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
 from ckptcore_obstore.forks import reset_in_children
 from ckptcore_obstore.services import Service
 
 if TYPE_CHECKING:
     import urllib3
 
-__all__ = ["Answer", "PlainRequests"]
+__all__ = ["PlainRequests", "Response"]
 
 _SEND_BYTES: Final = 1 << 20
 """Bytes sent in one step. The timeout applies to each step, not to the whole body."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A successful answer.
+class Response:
+    """A successful response.
 
     Attributes:
         status: below 300.
@@ -63,8 +63,8 @@ class PlainRequests:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         body: Buffer = b"",
-    ) -> Answer:
-        """Send one request, and read the whole answer.
+    ) -> Response:
+        """Send one request, and read the whole response.
 
         Args:
             method: in upper case.
@@ -73,7 +73,7 @@ class PlainRequests:
             body: contiguous bytes; not copied.
 
         Raises:
-            RequestFailed: also for an answer with an error status.
+            RequestFailed: also for a response with an error status.
         """
         return self.send_to(
             method, f"{self._service.bucket_url}/{quote(key, safe='/-_.~')}", query=query, headers=headers, body=body
@@ -87,7 +87,7 @@ class PlainRequests:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         body: Buffer = b"",
-    ) -> Answer:
+    ) -> Response:
         """Send one request to any URL of the service.
 
         See `send`. The URL must be escaped and have no query.
@@ -114,9 +114,9 @@ class PlainRequests:
         data = response.data
         if response.status >= 300:
             raise RequestFailed(
-                failure_of_answer(response.status, data, response.headers.get("x-amz-bucket-region", ""))
+                failure_of_response(response.status, data, response.headers.get("x-amz-bucket-region", ""))
             )
-        return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, data)
+        return Response(response.status, {name.lower(): value for name, value in response.headers.items()}, data)
 
     def _connections(self) -> urllib3.PoolManager:
         with self._lock:

@@ -62,12 +62,12 @@ def try_request(
         check()
         with limit.slot():
             try:
-                answer = request()
+                response = request()
             except RequestFailed as error:
                 failed = error
             else:
                 limit.succeeded()
-                return answer
+                return response
         # A single server failure can be an accident. If the same request fails again, the service
         # may be overloaded.
         if failed.failure.kind is FailureKind.THROTTLED or (failed.failure.kind is FailureKind.SERVER and tries > 1):

@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
-from ckptcore_obstore.listing import key_decoder_of, parse_answer, text_of
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
+from ckptcore_obstore.listing import key_decoder_of, parse_response, text_of
 
 __all__ = ["MAX_PARTS", "MIN_PART_BYTES", "PendingUpload", "Upload", "list_uploads"]
 
@@ -68,19 +68,19 @@ class Upload:
     def begin(cls, bucket: BucketRequests, key: str) -> Upload:
         """Begin an upload.
 
-        If the answer is lost, an unfinished upload remains, which `list_uploads` finds.
+        If the response is lost, an unfinished upload remains, which `list_uploads` finds.
         """
         put_id = uuid.uuid4().hex
         headers = {**bucket.service.upload_headers, bucket.service.metadata_prefix + PUT_ID_KEY: put_id}
-        answer = bucket.run(lambda: bucket.plain.send("POST", key, query={"uploads": ""}, headers=headers))
-        identifier = text_of(parse_answer(answer.body), "UploadId")
+        response = bucket.run(lambda: bucket.plain.send("POST", key, query={"uploads": ""}, headers=headers))
+        identifier = text_of(parse_response(response.body), "UploadId")
         return cls(bucket, key, identifier, put_id)
 
     def put_part(self, number: int, data: Buffer) -> str:
         """See `PendingUpload`."""
         query = {"partNumber": str(number), "uploadId": self._identifier}
-        answer = self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))
-        return answer.headers.get("etag", "")
+        response = self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))
+        return response.headers.get("etag", "")
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
         """See `PendingUpload`."""
@@ -99,15 +99,15 @@ class Upload:
         query = {"uploadId": self._identifier}
 
         def request() -> None:
-            answer = self._bucket.plain.send("POST", self._key, query=query, headers=headers, body=body)
+            response = self._bucket.plain.send("POST", self._key, query=query, headers=headers, body=body)
             # A service may send status 200 before it knows the outcome, so check the body.
-            if b"<Error>" in answer.body or text_of(parse_answer(answer.body), "Code"):
-                raise RequestFailed(failure_of_answer(answer.status, answer.body))
+            if b"<Error>" in response.body or text_of(parse_response(response.body), "Code"):
+                raise RequestFailed(failure_of_response(response.status, response.body))
 
         try:
             self._bucket.run(request)
         except RequestFailed as error:
-            # An earlier try may have completed the upload although its answer was lost. Then the
+            # An earlier try may have completed the upload although its response was lost. Then the
             # upload is missing and the object exists.
             if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION, FailureKind.MISSING):
                 raise
@@ -132,8 +132,8 @@ def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
     """
     query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
     while True:
-        answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
-        root = parse_answer(answer.body)
+        response = bucket.run(partial(bucket.plain.send, "GET", query=query))
+        root = parse_response(response.body)
         decode = key_decoder_of(root)
         for item in root.iterfind("{*}Upload"):
             key = decode(text_of(item, "Key"))

@@ -41,6 +41,6 @@ class S3Buckets:
                 f"cannot open {url!r}: invalid bucket name; expected a URL such as s3://bucket/directory"
             )
         settings = settings_of(name, options.config)
-        place = os.getpid(), settings  # A forked child cannot use the connections and locks of its parent.
-        bucket = self._buckets.get(place, lambda: Bucket(S3Service(settings)))
+        owner = os.getpid(), settings  # A forked child cannot use the connections and locks of its parent.
+        bucket = self._buckets.get(owner, lambda: Bucket(S3Service(settings)))
         return ObjectStoreDirectory(bucket, directory.rstrip("/"))

@@ -186,5 +186,5 @@ class S3Service:
             named = f"'{region}'" if region else "the region of the bucket"
             return f"Set the option 'region' or AWS_REGION to {named}; the request used {self._settings.region!r}"
         if failure.kind is FailureKind.OTHER:
-            return f"Check the endpoint {self._settings.endpoint} and its answer"
+            return f"Check the endpoint {self._settings.endpoint} and its response"
         return _REMEDIES.get(failure.kind, "Try again")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptcore_gcs_server.messages import Answer, Intercept, Request
+from ckptcore_gcs_server.messages import Intercept, Request, Response
 from ckptcore_gcs_server.server import StrictGcs
 
-__all__ = ["Answer", "Intercept", "Request", "StrictGcs"]
+__all__ = ["Intercept", "Request", "Response", "StrictGcs"]

@@ -1,7 +1,7 @@
 """Preconditions of requests.
 
 See https://cloud.google.com/storage/docs/request-preconditions: generation 0 means that the object does not exist. If a
-"not match" of a read fails, the answer is 304; if any other condition fails, it is 412.
+"not match" of a read fails, the response is 304; if any other condition fails, it is 412.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 from ckptcore_gcs_server.buckets import Buckets
 from ckptcore_gcs_server.conditions import Conditions, json_conditions
-from ckptcore_gcs_server.messages import Answer, Request, json_answer
+from ckptcore_gcs_server.messages import Request, Response, json_response
 from ckptcore_gcs_server.objects import Properties, StoredObject
-from ckptcore_gcs_server.ranges import media_answer
+from ckptcore_gcs_server.ranges import media_response
 from ckptcore_gcs_server.refusals import Refusal, invalid, not_implemented
 
 __all__ = ["JsonApi", "generation_of", "page_start", "page_token", "properties_of"]
@@ -29,53 +29,55 @@ class JsonApi:
         self._buckets = buckets
         self._base = base
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> Response:
         """Answer a request; raises a Refusal."""
         path = request.path.removeprefix("/download").removeprefix("/storage/v1").strip("/")
         # Split the path before unquoting, because names contain quoted slashes.
         match request.method, [unquote(part) for part in path.split("/")]:
             case "GET", ["b"]:
                 items = [self._bucket(name) for name in self._buckets.buckets()]
-                return json_answer({"kind": "storage#buckets", "items": items})
+                return json_response({"kind": "storage#buckets", "items": items})
             case "POST", ["b"]:
                 name = request.json().get("name")
                 if not isinstance(name, str):
                     raise invalid("Required parameter: name")
                 self._buckets.create_bucket(name)
-                return json_answer(self._bucket(name))
+                return json_response(self._bucket(name))
             case "GET", ["b", bucket]:
                 self._buckets.require(bucket)
-                return json_answer(self._bucket(bucket))
+                return json_response(self._bucket(bucket))
             case "GET", ["b", bucket, "storageLayout"]:
                 self._buckets.require(bucket)
                 layout = {"kind": "storage#storageLayout", "bucket": bucket, "location": "US", "locationType": "region"}
-                return json_answer(layout | {"hierarchicalNamespace": {"enabled": False}})
+                return json_response(layout | {"hierarchicalNamespace": {"enabled": False}})
             case "DELETE", ["b", bucket]:
                 self._buckets.delete_bucket(bucket)
-                return Answer(204)
+                return Response(204)
             case "GET", ["b", bucket, "o"]:
                 return self._list(request, bucket)
             case "GET", ["b", bucket, "o", name]:
                 return self._get(request, bucket, name)
             case "DELETE", ["b", bucket, "o", name]:
                 self._buckets.delete(bucket, name, json_conditions(request), generation_of(request))
-                return Answer(204)
+                return Response(204)
             case (("PATCH" | "PUT"), ["b", bucket, "o", name]):
                 return self._change(request, bucket, name)
             case "POST", ["b", bucket, "o", name, "compose"]:
                 return self._compose(request, bucket, name)
             case "POST", ["b", bucket, "o", name, ("rewriteTo" | "copyTo") as verb, "b", to_bucket, "o", to_name]:
                 written = self._copy(request, (bucket, name), (to_bucket, to_name))
-                return json_answer(_rewritten(written, self._base) if verb == "rewriteTo" else self._resource(written))
+                return json_response(
+                    _rewritten(written, self._base) if verb == "rewriteTo" else self._resource(written)
+                )
             case "POST", ["b", bucket, "o", name, "moveTo", "o", to_name]:
                 written = self._copy(request, (bucket, name), (bucket, to_name))
                 generation = Conditions(generation=self._buckets.get(bucket, name).generation)
                 self._buckets.delete(bucket, name, generation)
-                return json_answer(self._resource(written))
+                return json_response(self._resource(written))
             case _:
                 raise not_implemented(f"the fake does not know {request.method} {request.path}")
 
-    def _list(self, request: Request, bucket: str) -> Answer:
+    def _list(self, request: Request, bucket: str) -> Response:
         start = max(request.query.get("startOffset", ""), page_start(request.query.get("pageToken")))
         page = self._buckets.list(
             bucket,
@@ -93,9 +95,9 @@ class JsonApi:
             listing["prefixes"] = list(page.prefixes)
         if page.next_name is not None:
             listing["nextPageToken"] = page_token(page.next_name)
-        return json_answer(listing)
+        return json_response(listing)
 
-    def _get(self, request: Request, bucket: str, name: str) -> Answer:
+    def _get(self, request: Request, bucket: str, name: str) -> Response:
         media = request.query.get("alt") == "media" or request.path.startswith("/download")
         conditions = json_conditions(request)
         try:
@@ -104,17 +106,17 @@ class JsonApi:
             if not media:
                 raise
             # An error of a download is a line of text in this API.
-            return Answer(refusal.status, {"Content-Type": "text/html; charset=UTF-8"}, refusal.message.encode())
+            return Response(refusal.status, {"Content-Type": "text/html; charset=UTF-8"}, refusal.message.encode())
         conditions.check_read(live)
-        return media_answer(request, live) if media else json_answer(self._resource(live))
+        return media_response(request, live) if media else json_response(self._resource(live))
 
-    def _change(self, request: Request, bucket: str, name: str) -> Answer:
+    def _change(self, request: Request, bucket: str, name: str) -> Response:
         conditions = json_conditions(request)
         old = self._buckets.get(bucket, name).properties if request.method == "PATCH" else Properties()
         changed = self._buckets.change_properties(bucket, name, properties_of(request.json(), old), conditions)
-        return json_answer(self._resource(changed))
+        return json_response(self._resource(changed))
 
-    def _compose(self, request: Request, bucket: str, name: str) -> Answer:
+    def _compose(self, request: Request, bucket: str, name: str) -> Response:
         body = request.json()
         sources = body.get("sourceObjects") or []
         if not 1 <= len(sources) <= _MAX_COMPONENTS:
@@ -135,7 +137,7 @@ class JsonApi:
             composed=True,
             components=sum(piece.components or 1 for piece in pieces),
         )
-        return json_answer(self._resource(written))
+        return json_response(self._resource(written))
 
     def _copy(self, request: Request, source: tuple[str, str], destination: tuple[str, str]) -> StoredObject:
         generation = request.query.get("sourceGeneration")

@@ -9,7 +9,7 @@ from email.message import Message
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
-from ckptcore_gcs_server.messages import Answer, Request
+from ckptcore_gcs_server.messages import Request, Response
 from ckptcore_gcs_server.refusals import invalid
 
 __all__ = ["answer_batch"]
@@ -18,7 +18,7 @@ _MAX_REQUESTS: Final = 100
 _BOUNDARY: Final = "batch_of_the_fake"
 
 
-def answer_batch(request: Request, answer_one: Callable[[Request], Answer]) -> Answer:
+def answer_batch(request: Request, answer_one: Callable[[Request], Response]) -> Response:
     """Answer each request of a batch, in order. An error affects only its own request."""
     content_type = request.headers.get("content-type", "")
     message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(
@@ -31,18 +31,18 @@ def answer_batch(request: Request, answer_one: Callable[[Request], Answer]) -> A
         raise invalid(f"The batch request has {len(parts)} calls, but at most {_MAX_REQUESTS} are allowed")
     pieces: list[bytes] = []
     for part in parts:
-        answer = answer_one(_inner(part))
+        response = answer_one(_inner(part))
         id = str(part.get("Content-ID", "")).strip()
         named = f"Content-ID: <response-{id.removeprefix('<').removesuffix('>')}>\r\n" if id else ""
-        head = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
-        body = bytes(answer.body)
+        head = "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())
+        body = bytes(response.body)
         pieces.append(
             f"--{_BOUNDARY}\r\nContent-Type: application/http\r\n{named}\r\n"
-            f"HTTP/1.1 {answer.status} Answer\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode()
+            f"HTTP/1.1 {response.status} Answer\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode()
             + body
             + b"\r\n"
         )
-    return Answer(
+    return Response(
         200,
         {"Content-Type": f"multipart/mixed; boundary={_BOUNDARY}"},
         b"".join(pieces) + f"--{_BOUNDARY}--\r\n".encode(),

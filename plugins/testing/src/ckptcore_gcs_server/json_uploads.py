@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from ckptcore_gcs_server.buckets import Buckets
 from ckptcore_gcs_server.conditions import Conditions, json_conditions
 from ckptcore_gcs_server.json_api import properties_of
-from ckptcore_gcs_server.messages import Answer, Request, json_answer
+from ckptcore_gcs_server.messages import Request, Response, json_response
 from ckptcore_gcs_server.objects import Properties, crc32c, md5
 from ckptcore_gcs_server.refusals import Refusal, invalid, no_upload, not_implemented
 from ckptcore_gcs_server.uploads import ResumableSession
@@ -29,7 +29,7 @@ class JsonUploads:
         self._buckets = buckets
         self._base = base
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> Response:
         """Answer a request; raises a Refusal."""
         parts = [unquote(part) for part in request.path.removeprefix("/upload/storage/v1/").split("/")]
         if len(parts) != 3 or parts[0] != "b" or parts[2] != "o":
@@ -55,7 +55,7 @@ class JsonUploads:
             case other:
                 raise invalid(f"Invalid value for uploadType: {other!r}")
 
-    def _begin(self, request: Request, bucket: str) -> Answer:
+    def _begin(self, request: Request, bucket: str) -> Response:
         resource = request.json()
         content_type = request.headers.get("x-upload-content-type", "application/octet-stream")
         session = ResumableSession(
@@ -67,19 +67,19 @@ class JsonUploads:
         )
         self._buckets.sessions[session.id] = session
         url = f"{self._base}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={session.id}"
-        return Answer(200, {"Location": url, "X-GUploader-UploadID": session.id})
+        return Response(200, {"Location": url, "X-GUploader-UploadID": session.id})
 
-    def _resume(self, request: Request, upload: str) -> Answer:
+    def _resume(self, request: Request, upload: str) -> Response:
         session = self._buckets.sessions.get(upload)
         if session is None:
             raise no_upload(upload)
         with session.lock:
             if request.method == "DELETE":
-                # "499 Client Closed Request": the service's answer to a cancelled session.
+                # "499 Client Closed Request": the service's response to a cancelled session.
                 del self._buckets.sessions[upload]
-                return Answer(499)
+                return Response(499)
             if session.done:
-                return json_answer(self._buckets.get(session.bucket, session.name).resource(self._base))
+                return json_response(self._buckets.get(session.bucket, session.name).resource(self._base))
             text = request.headers.get("content-range")
             if text is None:
                 complete = session.add(0, request.body, len(request.body))
@@ -87,13 +87,13 @@ class JsonUploads:
                 complete = self._take(session, text, request.body)
             if not complete:
                 came = len(session.data)
-                return Answer(308, {"Range": f"bytes=0-{came - 1}"} if came else {})
-            answer = self._put(
+                return Response(308, {"Range": f"bytes=0-{came - 1}"} if came else {})
+            response = self._put(
                 session.bucket, session.name, bytes(session.data), session.properties, session.conditions
             )
             session.done = True
             session.data.clear()
-        return answer
+        return response
 
     def _take(self, session: ResumableSession, text: str, body: bytes) -> bool:
         found = _CONTENT_RANGE.fullmatch(text.strip())
@@ -107,10 +107,10 @@ class JsonUploads:
             raise invalid(f"Content-Range {text!r} does not fit a body of {len(body)} bytes")
         return session.add(first, body, total)
 
-    def _put(self, bucket: str, name: str, data: bytes, properties: Properties, conditions: Conditions) -> Answer:
+    def _put(self, bucket: str, name: str, data: bytes, properties: Properties, conditions: Conditions) -> Response:
         stored = self._buckets.put(bucket, name, data, properties, conditions)
         headers = {"ETag": stored.etag, "x-goog-generation": str(stored.generation)}
-        return json_answer(stored.resource(self._base), headers=headers)
+        return json_response(stored.resource(self._base), headers=headers)
 
     def _name(self, request: Request, resource: dict[str, Any]) -> str:
         name = request.query.get("name") or resource.get("name")

@@ -1,4 +1,4 @@
-"""HTTP requests and answers."""
+"""HTTP requests and responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from ckptcore_gcs_server.refusals import Refusal, invalid
 
-__all__ = ["Answer", "Intercept", "Request", "json_answer", "refusal_as_json", "refusal_as_xml", "xml_answer"]
+__all__ = ["Intercept", "Request", "Response", "json_response", "refusal_as_json", "refusal_as_xml", "xml_response"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer. The server adds the length of the body.
+class Response:
+    """A response. The server adds the length of the body.
 
     Attributes:
         status: HTTP status.
         headers: headers to send.
         body: body to send.
-        nbytes: the Content-Length of an answer to a HEAD request, which has no body.
+        nbytes: the Content-Length of a response to a HEAD request, which has no body.
     """
 
     status: int = 200
@@ -70,36 +70,36 @@ class Answer:
     nbytes: int | None = None
 
 
-Intercept: TypeAlias = Callable[[Request, Callable[[Request], Answer]], Answer | None]
-"""A function of a request and the service's `answer`, which returns the answer for the client. None closes the
-connection without an answer."""
+Intercept: TypeAlias = Callable[[Request, Callable[[Request], Response]], Response | None]
+"""A function of a request and the service's `answer`, which returns the response for the client. None closes the
+connection without a response."""
 
 
-def json_answer(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-    """Return an answer of the JSON API."""
-    return Answer(
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response of the JSON API."""
+    return Response(
         status, {"Content-Type": "application/json; charset=UTF-8"} | dict(headers or {}), json.dumps(value).encode()
     )
 
 
-def xml_answer(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-    """Return an answer of the XML API. `text` is the root element."""
+def xml_response(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response of the XML API. `text` is the root element."""
     body = f"<?xml version='1.0' encoding='UTF-8'?>{text}".encode()
-    return Answer(status, {"Content-Type": "application/xml; charset=UTF-8"} | dict(headers or {}), body)
+    return Response(status, {"Content-Type": "application/xml; charset=UTF-8"} | dict(headers or {}), body)
 
 
-def refusal_as_json(refusal: Refusal) -> Answer:
+def refusal_as_json(refusal: Refusal) -> Response:
     """Return an error in the format of the JSON API."""
     error: dict[str, Any] = {"message": refusal.message, "domain": "global", "reason": refusal.reason}
     if refusal.status == 412:
         error |= {"locationType": "header", "location": "If-Match"}
-    return json_answer(
+    return json_response(
         {"error": {"code": refusal.status, "message": refusal.message, "errors": [error]}}, refusal.status
     )
 
 
-def refusal_as_xml(refusal: Refusal) -> Answer:
+def refusal_as_xml(refusal: Refusal) -> Response:
     """Return an error in the format of the XML API."""
-    return xml_answer(
+    return xml_response(
         f"<Error><Code>{refusal.code}</Code><Message>{escape(refusal.message)}</Message></Error>", refusal.status
     )

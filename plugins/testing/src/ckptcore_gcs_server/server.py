@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from ckptcore_gcs_server.messages import Answer, Intercept, Request
+from ckptcore_gcs_server.messages import Intercept, Request, Response
 from ckptcore_gcs_server.service import Service
 
 __all__ = ["StrictGcs"]
@@ -24,7 +24,7 @@ class StrictGcs:
         buckets: buckets to create.
         port: the port. 0: any free port.
         token: the required token. None: no authorization.
-        intercept: receives each request before the service, and returns the answer for the client.
+        intercept: receives each request before the service, and returns the response for the client.
 
     Attributes:
         url: the endpoint for clients.
@@ -65,8 +65,8 @@ class StrictGcs:
         """Serve on this thread until the process ends."""
         self._server.serve_forever()
 
-    def answer(self, request: Request) -> Answer | None:
-        """Return the answer for the client. None closes the connection."""
+    def answer(self, request: Request) -> Response | None:
+        """Return the response for the client. None closes the connection."""
         if self.intercept is None:
             return self.service.answer(request)
         return self.intercept(request, self.service.answer)
@@ -114,7 +114,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server_version = "StrictGcs"
-    # An answer consists of small writes. With Nagle's algorithm, each would wait for a delayed acknowledgement.
+    # A response consists of small writes. With Nagle's algorithm, each would wait for a delayed acknowledgement.
     disable_nagle_algorithm = True
     server: _Server
 
@@ -135,16 +135,16 @@ class _Connection(BaseHTTPRequestHandler):
             self._body(),
         )
         self.server.gcs.requests.append(f"{self.command} {self.path}")
-        answer = self.server.gcs.answer(request)
-        if answer is None:
+        response = self.server.gcs.answer(request)
+        if response is None:
             self.close_connection = True
             return
-        body = memoryview(answer.body)
-        self.send_response(answer.status)
-        for name, value in answer.headers.items():
+        body = memoryview(response.body)
+        self.send_response(response.status)
+        for name, value in response.headers.items():
             self.send_header(name, value)
-        if answer.status not in (204, 304):
-            self.send_header("Content-Length", str(len(body) if answer.nbytes is None else answer.nbytes))
+        if response.status not in (204, 304):
+            self.send_header("Content-Length", str(len(body) if response.nbytes is None else response.nbytes))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

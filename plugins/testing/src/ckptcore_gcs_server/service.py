@@ -6,7 +6,7 @@ from ckptcore_gcs_server.buckets import Buckets
 from ckptcore_gcs_server.json_api import JsonApi
 from ckptcore_gcs_server.json_batches import answer_batch
 from ckptcore_gcs_server.json_uploads import JsonUploads
-from ckptcore_gcs_server.messages import Answer, Request, refusal_as_json, refusal_as_xml
+from ckptcore_gcs_server.messages import Request, Response, refusal_as_json, refusal_as_xml
 from ckptcore_gcs_server.refusals import Refusal, unauthorized
 from ckptcore_gcs_server.xml_api import XmlApi
 
@@ -28,7 +28,7 @@ class Service:
         self._uploads = JsonUploads(self.buckets, base)
         self._xml = XmlApi(self.buckets)
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> Response:
         """Answer a request. Never raises."""
         speaks_json = request.path.startswith(("/storage/v1", "/upload/storage/v1", "/download/storage/v1", "/batch"))
         try:
@@ -45,10 +45,10 @@ class Service:
             return self._json.answer(request)
         except Refusal as refusal:
             if refusal.status == 304:
-                return Answer(304)
+                return Response(304)
             return refusal_as_json(refusal) if speaks_json else refusal_as_xml(refusal)
 
-    def _one_of_a_batch(self, request: Request) -> Answer:
+    def _one_of_a_batch(self, request: Request) -> Response:
         try:
             return self._json.answer(request)
         except Refusal as refusal:

@@ -77,7 +77,7 @@ class ResumableSession:
         properties: the properties of the object.
         conditions: the conditions of the first request, which are checked at the end.
         data: the received bytes.
-        done: True when the upload is finished. Further requests get the same answer.
+        done: True when the upload is finished. Further requests get the same response.
         lock: held by the current request.
     """
 

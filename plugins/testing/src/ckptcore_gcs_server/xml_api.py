@@ -10,9 +10,9 @@ from xml.sax.saxutils import escape
 from ckptcore_gcs_server.buckets import Buckets
 from ckptcore_gcs_server.conditions import check_entity_tags, xml_conditions
 from ckptcore_gcs_server.json_api import generation_of, page_start, page_token
-from ckptcore_gcs_server.messages import Answer, Request, xml_answer
+from ckptcore_gcs_server.messages import Request, Response, xml_response
 from ckptcore_gcs_server.objects import Properties, StoredObject
-from ckptcore_gcs_server.ranges import media_answer
+from ckptcore_gcs_server.ranges import media_response
 from ckptcore_gcs_server.refusals import not_implemented
 from ckptcore_gcs_server.xml_uploads import XmlUploads, properties_in_headers, spelling
 
@@ -29,7 +29,7 @@ class XmlApi:
         self._buckets = buckets
         self._uploads = XmlUploads(buckets)
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> Response:
         """Answer a request; raises a Refusal."""
         bucket, _, name = (unquote(part) for part in request.path.removeprefix("/").partition("/"))
         if {"uploads", "uploadId", "partNumber"} & request.query.keys():
@@ -41,13 +41,13 @@ class XmlApi:
                 return self._list_buckets()
             case "PUT" if not name:
                 self._buckets.create_bucket(bucket)
-                return Answer(200)
+                return Response(200)
             case "DELETE" if not name:
                 self._buckets.delete_bucket(bucket)
-                return Answer(204)
+                return Response(204)
             case "HEAD" if not name:
                 self._buckets.require(bucket)
-                return Answer(200)
+                return Response(200)
             case "GET" if not name:
                 return self._list(request, bucket)
             case "GET" | "HEAD":
@@ -59,17 +59,17 @@ class XmlApi:
                 return _written(self._buckets.put(bucket, name, request.body, properties, xml_conditions(request)))
             case "DELETE":
                 self._buckets.delete(bucket, name, xml_conditions(request), generation_of(request))
-                return Answer(204)
+                return Response(204)
             case _:
                 raise not_implemented(f"the fake does not know {request.method} {request.path}")
 
-    def _list_buckets(self) -> Answer:
+    def _list_buckets(self) -> Response:
         buckets = "".join(f"<Bucket><Name>{escape(name)}</Name></Bucket>" for name in self._buckets.buckets())
-        return xml_answer(
+        return xml_response(
             f"<ListAllMyBucketsResult xmlns='{_NAMESPACE}'><Buckets>{buckets}</Buckets></ListAllMyBucketsResult>"
         )
 
-    def _list(self, request: Request, bucket: str) -> Answer:
+    def _list(self, request: Request, bucket: str) -> Response:
         query = request.query
         if query.get("list-type") != "2":
             raise not_implemented("the fake lists with list-type=2 only")
@@ -84,7 +84,7 @@ class XmlApi:
         )
         token = "" if page.next_name is None else page_token(page.next_name)
         spell = spelling(request)
-        return xml_answer(
+        return xml_response(
             f"<ListBucketResult xmlns='{_NAMESPACE}'><Name>{escape(bucket)}</Name><Prefix>{spell(prefix)}</Prefix>"
             f"<Delimiter>{spell(delimiter)}</Delimiter><KeyCount>{len(page.objects) + len(page.prefixes)}</KeyCount>"
             + ("<EncodingType>url</EncodingType>" if spell is quote else "")
@@ -95,14 +95,18 @@ class XmlApi:
             + "</ListBucketResult>"
         )
 
-    def _get(self, request: Request, bucket: str, name: str) -> Answer:
+    def _get(self, request: Request, bucket: str, name: str) -> Response:
         live = self._buckets.get(bucket, name, generation_of(request))
         xml_conditions(request).check_read(live)
         check_entity_tags(request, live)
-        answer = media_answer(request, live)
-        return answer if request.method == "GET" else Answer(answer.status, answer.headers, nbytes=len(answer.body))
+        response = media_response(request, live)
+        return (
+            response
+            if request.method == "GET"
+            else Response(response.status, response.headers, nbytes=len(response.body))
+        )
 
-    def _copy(self, request: Request, bucket: str, name: str) -> Answer:
+    def _copy(self, request: Request, bucket: str, name: str) -> Response:
         source_bucket, _, source_name = unquote(request.headers["x-goog-copy-source"]).removeprefix("/").partition("/")
         generation = request.headers.get("x-goog-copy-source-generation")
         source = self._buckets.get(source_bucket, source_name, None if generation is None else int(generation))
@@ -118,16 +122,16 @@ class XmlApi:
             composed=source.md5 is None,
             components=source.components,
         )
-        return xml_answer(
+        return xml_response(
             f'<CopyObjectResult><ETag>"{written.etag}"</ETag><LastModified>{_moment(written)}</LastModified>'
             "</CopyObjectResult>",
             headers=_written(written).headers,
         )
 
 
-def _written(stored: StoredObject) -> Answer:
+def _written(stored: StoredObject) -> Response:
     kept = ("ETag", "x-goog-generation", "x-goog-metageneration", "x-goog-hash", "x-goog-stored-content-length")
-    return Answer(200, {name: value for name, value in stored.headers().items() if name in kept})
+    return Response(200, {name: value for name, value in stored.headers().items() if name in kept})
 
 
 def _contents(stored: StoredObject, key: str) -> str:

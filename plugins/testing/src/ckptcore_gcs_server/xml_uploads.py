@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from ckptcore_gcs_server.buckets import Buckets
 from ckptcore_gcs_server.conditions import Conditions, refuse_conditions
-from ckptcore_gcs_server.messages import Answer, Request, xml_answer
+from ckptcore_gcs_server.messages import Request, Response, xml_response
 from ckptcore_gcs_server.objects import Properties, crc32c
 from ckptcore_gcs_server.refusals import invalid, no_upload, not_implemented
 from ckptcore_gcs_server.uploads import PartUpload
@@ -28,7 +28,7 @@ class XmlUploads:
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
 
-    def answer(self, request: Request, bucket: str, name: str) -> Answer:
+    def answer(self, request: Request, bucket: str, name: str) -> Response:
         """Answer a request; raises a Refusal."""
         self._buckets.require(bucket)
         refuse_conditions(request)
@@ -39,37 +39,37 @@ class XmlUploads:
                 return self._begin(request, bucket, name)
             case "PUT" if "uploadId" in request.query:
                 tag = self._upload(request, bucket, name).put(request.number("partNumber", 0), request.body)
-                return Answer(200, {"ETag": f'"{tag}"', "x-goog-hash": f"crc32c={crc32c(request.body)}"})
+                return Response(200, {"ETag": f'"{tag}"', "x-goog-hash": f"crc32c={crc32c(request.body)}"})
             case "POST" if "uploadId" in request.query:
                 return self._complete(request, bucket, name)
             case "DELETE" if "uploadId" in request.query:
                 del self._buckets.part_uploads[self._upload(request, bucket, name).id]
-                return Answer(204)
+                return Response(204)
             case _:
                 raise not_implemented(f"the fake does not know {request.method} {request.path}")
 
-    def _begin(self, request: Request, bucket: str, name: str) -> Answer:
+    def _begin(self, request: Request, bucket: str, name: str) -> Response:
         upload = PartUpload(self._buckets.new_id("parts"), bucket, name, properties_in_headers(request))
         self._buckets.part_uploads[upload.id] = upload
-        return xml_answer(
+        return xml_response(
             f"<InitiateMultipartUploadResult><Bucket>{escape(bucket)}</Bucket><Key>{escape(name)}</Key>"
             f"<UploadId>{upload.id}</UploadId></InitiateMultipartUploadResult>"
         )
 
-    def _complete(self, request: Request, bucket: str, name: str) -> Answer:
+    def _complete(self, request: Request, bucket: str, name: str) -> Response:
         upload = self._upload(request, bucket, name)
         data = upload.joined(_named_parts(request.body))
         # Of two concurrent requests, only one completes the upload; the other one finds no upload.
         if self._buckets.part_uploads.pop(upload.id, None) is None:
             raise no_upload(upload.id)
         stored = self._buckets.put(bucket, name, data, upload.properties, Conditions(), composed=True)
-        return xml_answer(
+        return xml_response(
             f"<CompleteMultipartUploadResult><Bucket>{escape(bucket)}</Bucket><Key>{escape(name)}</Key>"
             f'<ETag>"{stored.etag}"</ETag></CompleteMultipartUploadResult>',
             headers={"x-goog-generation": str(stored.generation), "x-goog-hash": f"crc32c={stored.crc32c}"},
         )
 
-    def _list(self, request: Request, bucket: str) -> Answer:
+    def _list(self, request: Request, bucket: str) -> Response:
         query = request.query
         if "delimiter" in query:
             raise not_implemented("the fake lists uploads without a delimiter only")
@@ -89,7 +89,7 @@ class XmlUploads:
                 f"<NextKeyMarker>{spell(page[-1][0])}</NextKeyMarker>"
                 f"<NextUploadIdMarker>{page[-1][1]}</NextUploadIdMarker>"
             )
-        return xml_answer(
+        return xml_response(
             f"<ListMultipartUploadsResult><Bucket>{escape(bucket)}</Bucket>{markers}"
             + ("<EncodingType>url</EncodingType>" if spell is quote else "")
             + f"<IsTruncated>{'true' if markers else 'false'}</IsTruncated>"

@@ -9,7 +9,7 @@ uploader            uploads steps on a thread; `status` has its state, `sending`
 hosts               groups of processes that share a near directory, and the steps that all hosts have
 host_saves          save strategy that writes to a directory of each host
 host_sending        uploads of steps that are spread over several hosts
-fallback_locations     steps whose missing objects are read from the far directory
+fallback_storage    steps whose missing objects are read from the far directory
 """
 
 from ckptcore_tiers.near_tier import NearTier

@@ -186,18 +186,18 @@ class HostSteps:
             step, name = int(text), str(found[0])  # type: ignore[index]  # a list, from `list_local`
             if step < newest and step not in self._steps.candidates() and not self._steps.is_hidden(step):
                 logger.info("removing step %d from %s: other hosts lack it", step, self._steps.display)
-                place = SubPath(self._steps.directory, name)
-                location = resolve_location(place, runtime_of(self._context).storages, to_write=True)
+                path = SubPath(self._steps.directory, name)
+                location = resolve_location(path, runtime_of(self._context).storages, to_write=True)
                 location.commits.remove(location, new_save_id())
 
 
-def has_expected_sizes_on_host(place: AnyLocation, context: Context) -> bool:
+def has_expected_sizes_on_host(step: AnyLocation, context: Context) -> bool:
     """Return True if the objects of a step on this host have the sizes in its root. Other hosts can have the rest.
 
     Raises:
         CorruptCheckpointError: if a root cannot be read.
     """
-    location = resolve_location(place, runtime_of(context).storages)
+    location = resolve_location(step, runtime_of(context).storages)
     return all(record.size == size for record, size in _objects_on_host(location).values())
 
 

@@ -34,7 +34,7 @@ class NearTier:
         upload_policy: which steps to upload, as a save policy. `SaveContext.last_step` is the last
             step that this policy chose. A step that replaces one in the far directory is always
             uploaded.
-        most_waiting: maximum number of steps that wait for their upload, at least 1. If there are
+        max_waiting: maximum number of steps that wait for their upload, at least 1. If there are
             more, the oldest are not uploaded.
         close_seconds: maximum time in seconds that `Checkpointer.close` waits for uploads. None:
             until all are done. 0: do not wait; the next run uploads the steps.
@@ -49,7 +49,7 @@ class NearTier:
     directory: LocationLike | Callable[[], LocationLike]
     preservation_policy: PreservationPolicy = field(default_factory=lambda: LatestN(2), kw_only=True)
     upload_policy: SavePolicy = field(default_factory=EveryStep, kw_only=True)
-    most_waiting: int = field(default=8, kw_only=True)
+    max_waiting: int = field(default=8, kw_only=True)
     close_seconds: float | None = field(default=600.0, kw_only=True)
     seen_by: SeenBy = field(default="job", kw_only=True)
 
@@ -61,8 +61,8 @@ class NearTier:
             value = getattr(self, name)
             if isinstance(value, type) or not isinstance(value, kind):
                 raise TypeError(f"NearTier({name}={value!r}): expected {wanted}")
-        if isinstance(self.most_waiting, bool) or not isinstance(self.most_waiting, int) or self.most_waiting < 1:
-            raise ValueError(f"NearTier(most_waiting={self.most_waiting!r}): expected an integer of at least 1")
+        if isinstance(self.max_waiting, bool) or not isinstance(self.max_waiting, int) or self.max_waiting < 1:
+            raise ValueError(f"NearTier(max_waiting={self.max_waiting!r}): expected an integer of at least 1")
         seconds = self.close_seconds
         if seconds is not None and not 0 <= seconds < math.inf:
             raise ValueError(

@@ -46,7 +46,8 @@ class TieredDirectory:
 
     def open(self, names: StepNames, context: Context) -> TieredSteps:
         """See `RunDirectory`."""
-        near, far = (StepDirectory(place, names, context) for place in (self.near.locate(self.location), self.location))
+        near = StepDirectory(self.near.locate(self.location), names, context)
+        far = StepDirectory(self.location, names, context)
         return TieredSteps(near, far, HostSteps(near, context) if self.near.seen_by == "host" else None)
 
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:

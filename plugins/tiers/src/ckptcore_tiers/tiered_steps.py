@@ -13,7 +13,7 @@ from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, Sto
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.fallback_locations import FallbackLocation
+from ckptcore_tiers.fallback_storage import FallbackLocation
 from ckptcore_tiers.hosts import HostSteps
 
 __all__ = ["TieredSteps"]

@@ -168,14 +168,14 @@ class Uploader:
             # Never drop the running upload: a run that saves faster than it uploads would not
             # complete any.
             others = self._state.waiting - {self._state.current}
-            dropped = sorted(others)[: max(0, len(others) - self._options.most_waiting)]
+            dropped = sorted(others)[: max(0, len(others) - self._options.max_waiting)]
             self._state.waiting.difference_update(dropped)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
                 self._thread.start()
             fails = f"; the far tier fails: {self._state.error}" if self._state.error else ""
         for other in dropped:
-            reason = f"more steps wait than NearTier(most_waiting={self._options.most_waiting}) allows{fails}"
+            reason = f"more steps wait than NearTier(max_waiting={self._options.max_waiting}) allows{fails}"
             self._skip(other, reason, logging.WARNING)
 
     def pending(self) -> frozenset[int]:

@@ -104,13 +104,13 @@ def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
 def _section(config: Mapping[str, JSON]) -> JSON:
     """Return the quantisation of the model or its text part, or None."""
     text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
+    for part in (config, text if isinstance(text, dict) else {}):
         for name in (
             "quantization_config",
             "compression_config",
         ):  # the name in compressed-tensors before 0.9
-            if place.get(name) is not None:
-                return place[name]
+            if part.get(name) is not None:
+                return part[name]
     return None
 
 
@@ -148,47 +148,47 @@ def _read_compressed(method: str, found: Mapping[str, JSON], problems: list[str]
     format_of_all = found.get("format", "float-quantized")
     blocks: dict[Block, None] = {}
     for name, group in groups.items():
-        place = f"config_groups[{reprlib.repr(name)}]"
+        where = f"config_groups[{reprlib.repr(name)}]"
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(group, dict) or not isinstance(weights, dict):
-            problems.append(f"{place} has no quantisation of weights; expected an object 'weights'")
+            problems.append(f"{where} has no quantisation of weights; expected an object 'weights'")
             continue
         stored_as = group.get("format") or format_of_all
         if stored_as not in _PLAIN_FORMATS:
             problems.append(
-                f"{place} has the format {reprlib.repr(stored_as)}; expected one of {', '.join(_PLAIN_FORMATS)}"
+                f"{where} has the format {reprlib.repr(stored_as)}; expected one of {', '.join(_PLAIN_FORMATS)}"
             )
-        blocks[_group_block(place, weights, problems)] = None
+        blocks[_group_block(where, weights, problems)] = None
     excluded = _excluded_modules(found, ("ignore",), problems)
     return QuantizationConfig(method, tuple(blocks), "int8", excluded, found.get("kv_cache_scheme") is not None)
 
 
-def _group_block(place: str, weights: Mapping[str, JSON], problems: list[str]) -> Block:
+def _group_block(where: str, weights: Mapping[str, JSON], problems: list[str]) -> Block:
     """Return the block size of a group of compressed-tensors."""
     bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
     if bits != 8 or kind not in ("float", "int"):
         problems.append(
-            f"{place} has weights of {reprlib.repr(bits)} bits of {reprlib.repr(kind)}; expected 8 bits of float or int"
+            f"{where} has weights of {reprlib.repr(bits)} bits of {reprlib.repr(kind)}; expected 8 bits of float or int"
         )
     if weights.get("symmetric", True) is not True:
-        problems.append(f"{place} is not symmetric: zero points are not supported")
+        problems.append(f"{where} is not symmetric: zero points are not supported")
     if strategy in ("tensor", "channel", None) and weights.get("group_size") in (None, -1):
         return None
     if strategy == "block":
-        return _block(weights.get("block_structure"), f"{place}: block_structure", problems)
+        return _block(weights.get("block_structure"), f"{where}: block_structure", problems)
     if strategy in ("group", None):
-        return _block([1, weights.get("group_size")], f"{place}: group_size", problems)
-    problems.append(f"{place} has the strategy {reprlib.repr(strategy)}; expected tensor, channel, group and block")
+        return _block([1, weights.get("group_size")], f"{where}: group_size", problems)
+    problems.append(f"{where} has the strategy {reprlib.repr(strategy)}; expected tensor, channel, group and block")
     return None
 
 
-def _block(value: JSON, place: str, problems: list[str]) -> Block:
+def _block(value: JSON, where: str, problems: list[str]) -> Block:
     """Parse the extents of a block: two positive integers."""
     if isinstance(value, list) and len(value) == 2:
         sizes = [size for size in value if type(size) is int and size > 0]
         if len(sizes) == 2:
             return tuple(sizes)
-    problems.append(f"{place} is {reprlib.repr(value)}; expected two positive integers")
+    problems.append(f"{where} is {reprlib.repr(value)}; expected two positive integers")
     return None
 
 

@@ -247,8 +247,8 @@ def _tile(out: HostArray) -> tuple[Sequence[int], bool]:
     fast = min(axes, key=lambda axis: abs(out.strides[axis]) if out.shape[axis] > 1 else sys.maxsize)
     is_transposed = fast != axes[0] and out.shape[axes[0]] > 1
     if is_transposed:
-        for axis, most in zip((fast, axes[0]), _TRANSPOSED_TILE, strict=True):
-            tile[axis] = min(out.shape[axis], most)
+        for axis, max_extent in zip((fast, axes[0]), _TRANSPOSED_TILE, strict=True):
+            tile[axis] = min(out.shape[axis], max_extent)
             left //= tile[axis]
         axes = [axis for axis in axes[1:] if axis != fast]
     for axis in axes:
@@ -278,14 +278,14 @@ def _factors(
     return scales
 
 
-def _cuts(extent: int, most: int, block: int, first: int) -> list[int]:
+def _cuts(extent: int, max_size: int, block: int, first: int) -> list[int]:
     """Return the boundaries of tiles along an axis, at block boundaries if blocks are large."""
-    if block < most:
-        return [*range(0, extent, most), extent]
+    if block < max_size:
+        return [*range(0, extent, max_size), extent]
     cuts = [0]
     while cuts[-1] < extent:
         left = block - (cuts[-1] + first) % block
-        cuts.append(min(cuts[-1] + min(most, left), extent))
+        cuts.append(min(cuts[-1] + min(max_size, left), extent))
     return cuts
 
 

@@ -69,9 +69,9 @@ class DcpChunkColumns:
         """Return selected rows in the given order. A row may occur several times."""
         transforms: dict[int, tuple[str, ...]] = {}
         if self.transforms:
-            for place, row in enumerate(rows.tolist()):
+            for position, row in enumerate(rows.tolist()):
                 if row in self.transforms:
-                    transforms[place] = self.transforms[row]
+                    transforms[position] = self.transforms[row]
         return DcpChunkColumns(
             self.axes[rows],
             self.offsets[rows],

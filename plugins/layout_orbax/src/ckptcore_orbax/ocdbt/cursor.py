@@ -69,9 +69,9 @@ class Cursor:
         """Return a one-byte number."""
         return self.take(1, what)[0]
 
-    def varint(self, what: str, most: int) -> int:
+    def varint(self, what: str, limit: int) -> int:
         """Return a varint of at most `most`."""
-        return int(self.varints(1, what, most)[0])
+        return int(self.varints(1, what, limit)[0])
 
     def count(self, what: str) -> int:
         """Return the number of entries that follow. Each entry has at least one byte."""
@@ -80,11 +80,11 @@ class Cursor:
             raise self.byte_range.damage_error(f"{what} is {found}, but {self.remaining} bytes are left")
         return found
 
-    def varints(self, count: int, what: str, most: int) -> npt.NDArray[np.int64]:
+    def varints(self, count: int, what: str, limit: int) -> npt.NDArray[np.int64]:
         """Return a column of varints, each at most `most`, which is below 2**63."""
         numbers = self.wide_varints(count, what)
-        if count and (largest := int(numbers.max())) > most:
-            raise self.byte_range.damage_error(f"{what} is {largest}, expected at most {most}")
+        if count and (largest := int(numbers.max())) > limit:
+            raise self.byte_range.damage_error(f"{what} is {largest}, expected at most {limit}")
         return numbers.astype(np.int64)
 
     def wide_varints(self, count: int, what: str) -> npt.NDArray[np.uint64]:

@@ -304,10 +304,10 @@ def _shared_with_previous(keys: Sequence[bytes], sizes: npt.NDArray[np.int64]) -
 
 def _shared(first: bytes, last: bytes) -> int:
     """Return the length of the common prefix of two keys. All keys between them share it too."""
-    most = min(len(first), len(last))
-    if first[:most] == last[:most]:
-        return most
-    low, high = 0, most
+    shorter = min(len(first), len(last))
+    if first[:shorter] == last[:shorter]:
+        return shorter
+    low, high = 0, shorter
     while high - low > 1:
         middle = (low + high) // 2
         if first[:middle] == last[:middle]:

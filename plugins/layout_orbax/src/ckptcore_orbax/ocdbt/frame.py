@@ -94,12 +94,12 @@ def encode_frame(body: bytes, magic: bytes) -> bytes:
 
 
 def _decompress(data: memoryview, byte_range: ByteRange) -> bytes:
-    most = min(_MAX_BODY, max(_ALWAYS_ALLOWED_BODY, _MAX_GROWTH * len(data)))
+    limit = min(_MAX_BODY, max(_ALWAYS_ALLOWED_BODY, _MAX_GROWTH * len(data)))
     try:
         stated = zstandard.frame_content_size(data)
-        if stated > most:
+        if stated > limit:
             raise byte_range.damage_error(
-                f"its {len(data)} bytes would decompress to {stated}, expected at most {most}"
+                f"its {len(data)} bytes would decompress to {stated}, expected at most {limit}"
             )
         # tensorstore streams larger nodes, whose frames do not state their size.
         decompressor = zstandard.ZstdDecompressor().decompressobj()
@@ -110,8 +110,8 @@ def _decompress(data: memoryview, byte_range: ByteRange) -> bytes:
                 raise byte_range.damage_error("bytes are left after the end of the compressed data")
             piece = decompressor.decompress(data[start : start + _SLICE])
             total += len(piece)
-            if total > most:
-                raise byte_range.damage_error(f"its {len(data)} bytes decompress to more than {most}")
+            if total > limit:
+                raise byte_range.damage_error(f"its {len(data)} bytes decompress to more than {limit}")
             pieces.append(piece)
     except zstandard.ZstdError as error:
         raise byte_range.damage_error(f"it cannot be decompressed: {error}") from error

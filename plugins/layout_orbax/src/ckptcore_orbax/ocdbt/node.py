@@ -179,8 +179,8 @@ def decode_node(data: bytes, reference: NodeReference, byte_range: ByteRange) ->
     count = cursor.count("the number of entries")
     if count == 0:
         raise byte_range.damage_error("it has no entries")
-    if count > (most := max(_ALWAYS_ALLOWED_ENTRIES, _MAX_ENTRIES * len(data))):
-        raise byte_range.damage_error(f"its {len(data)} bytes state {count} entries, expected at most {most}")
+    if count > (limit := max(_ALWAYS_ALLOWED_ENTRIES, _MAX_ENTRIES * len(data))):
+        raise byte_range.damage_error(f"its {len(data)} bytes state {count} entries, expected at most {limit}")
     node: Node
     if height:
         node = _decode_interior(cursor, files, count, height, len(body))
@@ -264,9 +264,9 @@ def _decode_lengths(cursor: Cursor, count: int, body_bytes: int) -> tuple[npt.ND
         raise byte_range.damage_error(f"a key has {longest} bytes, expected at most {MAX_KEY_BYTES}")
     if (shared[1:] > lengths[:-1]).any():
         raise byte_range.damage_error("the shared prefix of a key is longer than the previous key")
-    most = max(_ALWAYS_ALLOWED_KEYS, _MAX_GROWTH * body_bytes)
-    if (total := int(lengths.sum())) > most:
-        raise byte_range.damage_error(f"its keys have {total} bytes, expected at most {most}")
+    limit = max(_ALWAYS_ALLOWED_KEYS, _MAX_GROWTH * body_bytes)
+    if (total := int(lengths.sum())) > limit:
+        raise byte_range.damage_error(f"its keys have {total} bytes, expected at most {limit}")
     return shared, suffixes
 
 

@@ -72,9 +72,9 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
     suffixes = cursor.varints(count, "the length of a path", _MAX_PATH_BYTES).tolist()
     bases = cursor.varints(count, "the length of a base path", _MAX_PATH_BYTES).tolist()
     table_bytes = sum(suffixes)
-    most = max(_ALWAYS_ALLOWED_TABLE, _MAX_GROWTH * table_bytes)
-    if (total := sum(prefixes) + table_bytes + count * len(transitive)) > most:
-        raise byte_range.damage_error(f"its paths of files have {total} bytes, expected at most {most}")
+    limit = max(_ALWAYS_ALLOWED_TABLE, _MAX_GROWTH * table_bytes)
+    if (total := sum(prefixes) + table_bytes + count * len(transitive)) > limit:
+        raise byte_range.damage_error(f"its paths of files have {total} bytes, expected at most {limit}")
     files = []
     path = b""
     for prefix, suffix, base in zip(prefixes, suffixes, bases, strict=True):

@@ -139,7 +139,7 @@ def _divide_further(chunk: list[int], write_chunk_shape: tuple[int, ...], order:
         chunk[axis] *= max(pieces for pieces in _divisors(write_chunk_shape[axis] // chunk[axis]) if pieces <= room)
 
 
-def _piece_count(extent: int, elements: int, target: int, most: int) -> int:
+def _piece_count(extent: int, elements: int, target: int, max_pieces: int) -> int:
     """Return the number of pieces along an axis for a chunk with `elements` elements.
 
     Prefers pieces between half the target and the target. If none exist, returns the largest number
@@ -147,7 +147,7 @@ def _piece_count(extent: int, elements: int, target: int, most: int) -> int:
     """
     if elements <= target:
         return 1
-    divisors = [pieces for pieces in _divisors(extent) if pieces <= most]
+    divisors = [pieces for pieces in _divisors(extent) if pieces <= max_pieces]
     fitting = [pieces for pieces in divisors if target < 2 * (elements // pieces) and elements <= pieces * target]
     if fitting:
         return max(fitting, key=lambda pieces: (pieces & -pieces, -pieces))

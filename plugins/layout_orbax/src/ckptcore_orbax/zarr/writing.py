@@ -209,7 +209,7 @@ class _DataFiles:
         prefix: str,
         rank: int,
         save_id: str,
-        most: int,
+        max_file_bytes: int,
         files: list[str],
         columns: _ReceiptColumns,
     ) -> None:
@@ -217,7 +217,7 @@ class _DataFiles:
         self._prefix = prefix
         self._rank = rank
         self._save_id = save_id
-        self._most = most
+        self._max_file_bytes = max_file_bytes
         self._files = files
         self._columns = columns
 
@@ -234,7 +234,7 @@ class _DataFiles:
             nbytes = array.chunk_bytes
             alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else _LARGE_ALIGNMENT
             for index, outer in source.chunks:
-                if position and position + nbytes > self._most:
+                if position and position + nbytes > self._max_file_bytes:
                     yield self._next_file(), segments
                     segments, position = [], 0
                 if gap := -position % alignment:
@@ -257,7 +257,7 @@ class _DataFiles:
                 self._columns.add_digests(chunk)
                 segments.append(chunk.segment)
                 position += chunk.nbytes
-                if position >= min(self._most, ENCODED_FILE_BYTES):
+                if position >= min(self._max_file_bytes, ENCODED_FILE_BYTES):
                     if writing is not None:
                         writing.result()
                     writing = pool.submit(self._store.write, self._next_file(), segments)

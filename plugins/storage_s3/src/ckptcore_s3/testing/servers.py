@@ -42,7 +42,7 @@ DIALECT: Final = StoreDialect(
         b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
     ),
 )
-"""List requests and throttling answers of S3.
+"""List requests and throttling responses of S3.
 
 See https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html.
 """

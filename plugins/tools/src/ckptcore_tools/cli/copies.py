@@ -198,8 +198,8 @@ def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
     """Return the result of every step as JSON, ascending."""
     states = {
         **{step: ("copied", _report_document(one), None) for step, one in report.steps.items()},
-        **{step: ("left", None, None) for step in report.left},
-        **{step: ("gone", None, None) for step in report.gone},
+        **{step: ("left", None, None) for step in report.skipped},
+        **{step: ("gone", None, None) for step in report.deleted_at_source},
         **{step: ("damaged", None, error) for step, error in report.damaged.items()},
     }
     return [
@@ -213,11 +213,11 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
         print_line(
             f"step {step}", "  ", (format_size(one.nbytes), "cyan"), "" if one.sent_bytes else "  already exists"
         )
-    for step in report.left:
+    for step in report.skipped:
         reason = ": written by other software, and its directory exists at the destination"
         print_line(f"step {step}", "  ", ("skipped", "yellow"), reason)
-    for step in report.gone:
-        print_line(f"step {step}", "  ", ("gone", "yellow"), ": deleted at the source during the copy")
+    for step in report.deleted_at_source:
+        print_line(f"step {step}", "  ", ("skipped", "yellow"), ": deleted at the source during the copy")
     for step, error in report.damaged.items():
         print_line(f"step {step}", "  ", ("damaged", "bold red"), f": {printable(' '.join(error.split()))}")
     content = f"{format_count(len(report.steps), 'step')}, {format_size(report.nbytes)} to {printable(destination)}"

@@ -36,15 +36,15 @@ class StepsCopyReport:
 
     Attributes:
         steps: reports of the steps that are at the destination, copied now or before.
-        left: steps of other software that were not copied, because their directory exists at the destination. Without a
-            root, ckptcore cannot tell whether it is the same checkpoint.
-        gone: steps that were deleted at the source before they were copied.
+        skipped: steps of other software that were not copied, because their directory exists at the destination.
+            Without a root, ckptcore cannot tell whether it is the same checkpoint.
+        deleted_at_source: steps that were deleted at the source before they were copied.
         damaged: the error of each step that is damaged at the source. These were not copied.
     """
 
     steps: Mapping[int, CopyReport] = field(default_factory=dict)
-    left: tuple[int, ...] = ()
-    gone: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    deleted_at_source: tuple[int, ...] = ()
     damaged: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -131,8 +131,8 @@ class _RunCopy:
         self._progress = progress
         self._context = context
         self._copied: dict[int, CopyReport] = {}
-        self._left: list[int] = []
-        self._gone: list[int] = []
+        self._skipped: list[int] = []
+        self._deleted: list[int] = []
         self._damaged: dict[int, str] = {}
 
     def step(self, step: int) -> None:
@@ -150,7 +150,7 @@ class _RunCopy:
                 "another directory"
             )
         if not self._overwrite and not self._source.is_ours(step) and self._exists(name):
-            self._left.append(step)
+            self._skipped.append(step)
             return
         self._lock.check()
         try:
@@ -164,7 +164,7 @@ class _RunCopy:
             )
         except (CheckpointNotFoundError, ObjectNotFoundError, CorruptCheckpointError) as error:
             if not self._source.recheck(step):
-                self._gone.append(step)
+                self._deleted.append(step)
                 return
             if not isinstance(error, CorruptCheckpointError):
                 raise
@@ -175,4 +175,4 @@ class _RunCopy:
 
     def report(self) -> StepsCopyReport:
         """Return the report."""
-        return StepsCopyReport(dict(self._copied), tuple(self._left), tuple(self._gone), dict(self._damaged))
+        return StepsCopyReport(dict(self._copied), tuple(self._skipped), tuple(self._deleted), dict(self._damaged))

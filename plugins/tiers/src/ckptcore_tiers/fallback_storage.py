@@ -48,7 +48,7 @@ class FallbackLocation(IndirectLocation):
 
     def resolve(self, storages: Storages, *, to_write: bool) -> Location:
         """See `IndirectLocation`."""
-        near, far = (resolve_location(place, storages, to_write=to_write) for place in (self.near, self.far))
+        near, far = (resolve_location(path, storages, to_write=to_write) for path in (self.near, self.far))
         return replace(near, parent=FallbackStorage(near.parent, near.name, far.parent, far.name), of_host=True)
 
 
