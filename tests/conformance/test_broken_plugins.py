@@ -94,12 +94,12 @@ class Untested:
         (Overconfident, "test_storages_have_schemes_and_samples", AssertionError),
     ],
 )
-def test_a_broken_plugin_is_noticed(plugin: type, test: str, error: type[Exception]) -> None:
+def test_a_broken_plugin_is_detected(plugin: type, test: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         getattr(suite_of(plugin()), test)()
 
 
-def test_a_heavy_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_import_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "heavy_plugin.py").write_text("import sqlite3\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     broken = suite_of(None, heavy=("sqlite3",), _entry=lambda self: Entry(None, "heavy_plugin"))
@@ -109,7 +109,7 @@ def test_a_heavy_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     light.test_the_entry_module_imports_no_framework()
 
 
-def test_an_internal_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_import_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nosy_plugin.py").write_text("import ckptcore.saving.save\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert str(tmp_path) in sys.path
@@ -117,7 +117,7 @@ def test_an_internal_import_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         suite_of(None, _entry=lambda self: Entry(None, "nosy_plugin")).test_the_plugin_imports_only_public_modules()
 
 
-def test_a_plugin_that_is_not_installed_is_noticed() -> None:
+def test_a_plugin_that_is_not_installed_is_detected() -> None:
     missing = type("Suite", (PluginTests,), {"entry_point": "nobody has this one"})()
     with pytest.raises(AssertionError, match="0 distributions"):
         missing.test_hooks_match_their_specifications()

@@ -96,7 +96,7 @@ class LosesTheState(MeterHandler):
         (LosesTheState, "test_unflatten_accepts_a_loaded_state"),
     ],
 )
-def test_a_broken_handler_is_noticed(handler: type[MeterHandler], test: str) -> None:
+def test_a_broken_handler_is_detected(handler: type[MeterHandler], test: str) -> None:
     suite = type("Suite", (CheckpointableHandlerTests,), {"handler": handler()})()
     with pytest.raises(AssertionError):
         getattr(suite, test)(EXAMPLE)

@@ -28,7 +28,7 @@ class TestThreadCoordinator(CoordinatorTests):
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
         return ThreadJob(size, timeout_seconds=timeout_seconds).run(job)
 
-    def test_a_key_used_twice_is_noticed(self) -> None:
+    def test_a_key_used_twice_is_detected(self) -> None:
         coordinator = ThreadJob(1).coordinator(0)
         coordinator.gather("key", b"")
         with pytest.raises(PluginError, match="two exchanges"):
@@ -58,5 +58,5 @@ class _Sleepy(CoordinatorTests):
         return ThreadJob(size, timeout_seconds=timeout_seconds).run(late)
 
 
-def test_a_rank_that_starts_late_is_not_taken_for_the_absent_one(tmp_path: Path) -> None:
+def test_a_late_rank_is_not_treated_as_absent(tmp_path: Path) -> None:
     _Sleepy().test_the_error_of_the_leader_names_missing_ranks(4, tmp_path)

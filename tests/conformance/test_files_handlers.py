@@ -211,7 +211,7 @@ class NeedsItsOwnLoop(SavesToDirectoryAsyncHandler):
         (NeedsItsOwnLoop, "test_the_handler_works_inside_an_event_loop", RuntimeError),
     ],
 )
-def test_a_broken_handler_is_noticed(handler: type, test: str, error: type[BaseException], tmp_path: Path) -> None:
+def test_a_broken_handler_is_detected(handler: type, test: str, error: type[BaseException], tmp_path: Path) -> None:
     suite = type("Suite", (FilesHandlerTests,), {"handler": handler()})()
     with pytest.raises(error):
         getattr(suite, test)(EXAMPLE, tmp_path)
@@ -225,6 +225,6 @@ class Greedy:
         return OfOurOwn()
 
 
-def test_a_plugin_that_claims_all_types_is_noticed() -> None:
+def test_a_plugin_that_claims_all_types_is_detected() -> None:
     with pytest.raises(AssertionError, match="ckpt_files_handler handles"):
         suite_of(Greedy()).test_the_plugin_claims_no_unrelated_type()

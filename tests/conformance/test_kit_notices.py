@@ -206,7 +206,7 @@ LEAF_FAULTS: Sequence[tuple[type[HostArrayHandler], str, dict[str, Any]]] = (
 
 
 @pytest.mark.parametrize(("handler", "test", "arguments"), LEAF_FAULTS)
-def test_a_broken_leaf_handler_is_noticed(
+def test_a_broken_leaf_handler_is_detected(
     handler: type[HostArrayHandler], test: str, arguments: dict[str, Any]
 ) -> None:
     suite = type("Suite", (LeafHandlerTests,), {"handler": handler(), "examples": (EXAMPLE,)})()
@@ -217,7 +217,7 @@ def test_a_broken_leaf_handler_is_noticed(
         getattr(whole, test)(**arguments)
 
 
-def test_a_leaf_that_is_not_refused_is_noticed() -> None:
+def test_a_leaf_that_is_not_refused_is_detected() -> None:
     suite = type("Suite", (LeafHandlerTests,), {"handler": HostArrayHandler()})()
     with pytest.raises(pytest.fail.Exception):
         suite.test_unsupported_leaves_are_refused(lambda: np.zeros(3))
@@ -264,7 +264,7 @@ class CopiesChildren(SwapsChildren):
         (CopiesChildren, "test_flatten_returns_every_child_under_a_unique_key"),
     ],
 )
-def test_a_broken_container_handler_is_noticed(handler: type[SwapsChildren], test: str) -> None:
+def test_a_broken_container_handler_is_detected(handler: type[SwapsChildren], test: str) -> None:
     suite = type("Suite", (ContainerHandlerTests,), {"handler": handler()})()
     example = ContainerExample("dict", lambda: {"a": np.ones(1), "b": np.ones(2)}, lambda made: list(made.values()))
     with pytest.raises(AssertionError):
@@ -409,7 +409,7 @@ class RoundsElements(Wrapped):
         (FindsNothing, "test_inspect_recognises_its_own_checkpoint"),
     ],
 )
-def test_a_broken_layout_is_noticed(layout: type[Wrapped], test: str, tmp_path: Path) -> None:
+def test_a_broken_layout_is_detected(layout: type[Wrapped], test: str, tmp_path: Path) -> None:
     for name in ("broken", "whole"):
         (tmp_path / name).mkdir()
     suite = type("Suite", (LayoutTests,), {"several_processes": False, "layout": lambda self: layout()})()
@@ -478,7 +478,7 @@ class TrustsItsMarks(ShelfLayout):
         (TrustsItsMarks, "test_damaged_metadata_files_raise_only_checkpoint_errors"),
     ],
 )
-def test_a_layout_that_breaks_composites_is_noticed(layout: type[ShelfLayout], test: str, tmp_path: Path) -> None:
+def test_a_layout_that_breaks_composites_is_detected(layout: type[ShelfLayout], test: str, tmp_path: Path) -> None:
     for name in ("broken", "whole"):
         (tmp_path / name).mkdir()
     suite = type("Suite", (LayoutTests,), {"layout": lambda self: layout()})()
@@ -509,7 +509,7 @@ class Unordered(CoordinatorTests):
         return thread_job.run(lambda coordinator: job(Backwards(coordinator)))
 
 
-def test_a_coordinator_that_mixes_ranks_is_noticed() -> None:
+def test_a_coordinator_that_mixes_ranks_is_detected() -> None:
     with pytest.raises(AssertionError):
         Unordered().test_gather_returns_payloads_in_order_of_rank(3)
 
@@ -527,7 +527,7 @@ class TestOneCell(SaveLoadMatrixTests):
         return {"safetensors": LayoutSample(name="safetensors")}
 
 
-def test_a_framework_that_loses_bits_is_noticed(tmp_path: Path) -> None:
+def test_a_framework_that_loses_bits_is_detected(tmp_path: Path) -> None:
     def rounded(leaf: Any) -> HostArray:
         array = np.array(leaf)
         return array if array.dtype != np.int32 else array & ~1
@@ -538,7 +538,7 @@ def test_a_framework_that_loses_bits_is_noticed(tmp_path: Path) -> None:
         TestOneCell().test_any_framework_loads_checkpoints_of_another(NUMPY, lossy, layout, FILE, tmp_path)
 
 
-def test_two_samples_of_one_name_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_samples_of_one_name_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
     from ckptcore_testing.samples import SAMPLE_GROUP, installed_samples

@@ -11,7 +11,7 @@ from ckptcore.model import ArraySpec, name_of_dtype
 
 
 @given(data=st.data())
-def test_partitions_make_up_the_array(data: st.DataObject) -> None:
+def test_partitions_cover_the_array(data: st.DataObject) -> None:
     shape = data.draw(strategies.shapes())
     assert_covers(data.draw(strategies.partitions(shape)), shape, "a partition")
 

@@ -56,7 +56,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
-def test_pieces_make_the_files_that_a_save_writes(layout: str, tmp_path: Path) -> None:
+def test_consolidation_writes_the_same_files_as_a_save(layout: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "source", sample(), layout=layout, context=FAST)
     ckptcore.copy(
         tmp_path / "source",
@@ -75,7 +75,7 @@ def test_pieces_make_the_files_that_a_save_writes(layout: str, tmp_path: Path) -
     assert np.array_equal(loaded["complex"], sample()["model"]["complex"])
 
 
-def test_the_index_is_what_hugging_face_reads(source: Path, tmp_path: Path) -> None:
+def test_hugging_face_reads_the_index(source: Path, tmp_path: Path) -> None:
     ckptcore.copy(
         source,
         tmp_path / "hf",
@@ -96,14 +96,14 @@ def test_the_index_is_what_hugging_face_reads(source: Path, tmp_path: Path) -> N
             assert name in opened.keys()  # noqa: SIM118  # it is no mapping
 
 
-def test_all_of_a_tree_in_one_file(source: Path, tmp_path: Path) -> None:
+def test_a_tree_can_be_written_as_one_file(source: Path, tmp_path: Path) -> None:
     ckptcore.copy(source, tmp_path / "hf", subtree=(), context=FAST)
     assert {"model.embed.weight", "optimizer.moment"} <= set(load_file(tmp_path / "hf" / "model.safetensors"))
     assert ckptcore.load(tmp_path / "hf")["step"] == 7
     assert ckptcore.metadata(tmp_path / "hf").custom == {"run": "a"}
 
 
-def test_a_part_that_shares_with_what_is_outside_of_it(tmp_path: Path) -> None:
+def test_a_part_can_contain_arrays_tied_to_others(tmp_path: Path) -> None:
     shared = np.arange(10.0)
     ckptcore.save(tmp_path / "source", {"a": shared, "b": {"c": shared, "d": shared}}, context=FAST)
     ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree="b", context=FAST)
@@ -113,7 +113,7 @@ def test_a_part_that_shares_with_what_is_outside_of_it(tmp_path: Path) -> None:
     assert loaded["d"].tolist() == shared.tolist() and loaded["d"] is loaded["c"]
 
 
-def test_no_array_at_all(tmp_path: Path) -> None:
+def test_a_tree_without_arrays_is_consolidated(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "source", {"step": 1}, context=FAST)
     ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree=(), context=FAST)
     assert load_file(tmp_path / "hf" / "model.safetensors") == {}
@@ -128,7 +128,7 @@ def test_one_of_several_checkpointables(tmp_path: Path) -> None:
     assert list(load_file(tmp_path / "hf" / "model.safetensors")) == ["w"]
 
 
-def test_files_go_along_and_are_checked(source: Path, tmp_path: Path) -> None:
+def test_extra_files_are_copied_and_verified(source: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "empty.txt").touch()
     ckptcore.copy(
@@ -157,7 +157,7 @@ def test_files_go_along_and_are_checked(source: Path, tmp_path: Path) -> None:
         (["checkpoint.json"], NameCollisionError),
     ],
 )
-def test_files_that_cannot_go_along(names: list[str], error: type[Exception], source: Path, tmp_path: Path) -> None:
+def test_bad_extra_files_are_refused(names: list[str], error: type[Exception], source: Path, tmp_path: Path) -> None:
     (tmp_path / "files" / "a").mkdir(parents=True)
     (tmp_path / "files" / "below").mkdir()
     for name in (
@@ -175,7 +175,7 @@ def test_files_that_cannot_go_along(names: list[str], error: type[Exception], so
     assert not (tmp_path / "hf").exists()
 
 
-def test_what_is_refused(source: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match="modle"):
         ckptcore.copy(source, tmp_path / "hf", subtree="modle", context=FAST)
     with pytest.raises(InvalidLocationError, match="both source and destination"):
@@ -193,7 +193,7 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"subtree": ()}, {"layout": "safetensors"}], ids=["part", "whole"])
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_the_source_is_not_lost_with_what_is_replaced(options: dict[str, Any], scheme: str, tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_cannot_contain_the_source(options: dict[str, Any], scheme: str, tmp_path: Path) -> None:
     """Neither where the destination is around the source, nor where it is one of its checkpointables."""
     steps = str(tmp_path) if scheme == "file" else f"memory://consolidation/{next(iter(options))}"
     ckptcore.save_checkpointables(f"{steps}/c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST)
@@ -211,7 +211,7 @@ def test_the_source_is_not_lost_with_what_is_replaced(options: dict[str, Any], s
     assert ckptcore.verify(f"{steps}/c").ok and ckptcore.load(f"{steps}/c/plain")["w"].tolist() == [1, 1, 1]
 
 
-def test_a_checkpointable_is_not_consolidated_over_what_it_is_of(tmp_path: Path) -> None:
+def test_a_checkpointable_cannot_replace_its_own_checkpoint(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(
         tmp_path / "c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST
     )
@@ -220,7 +220,7 @@ def test_a_checkpointable_is_not_consolidated_over_what_it_is_of(tmp_path: Path)
     assert set(ckptcore.load_checkpointables(tmp_path / "c")) == {"model", "rest"}
 
 
-def test_damage_is_named_and_not_copied(tmp_path: Path) -> None:
+def test_damage_is_reported_and_not_copied(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "source", sample(), context=FAST)
     data = bytearray((tmp_path / "source" / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -231,7 +231,7 @@ def test_damage_is_named_and_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_source_that_is_replaced_meanwhile(late: bool, source: Path, tmp_path: Path) -> None:
+def test_a_source_replaced_meanwhile_is_detected(late: bool, source: Path, tmp_path: Path) -> None:
     """Early: what is read next is gone. Late: all was read, perhaps some of it of the other save."""
 
     def replace(done: int, total: int) -> None:
@@ -252,7 +252,7 @@ def test_a_source_that_is_replaced_meanwhile(late: bool, source: Path, tmp_path:
     assert replaced and not (tmp_path / "hf").exists()
 
 
-def test_progress_ends_where_it_should(source: Path, tmp_path: Path) -> None:
+def test_progress_ends_at_the_total(source: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     ckptcore.copy(source, tmp_path / "hf", subtree=(), progress=lambda *amounts: told.append(amounts), context=FAST)
     nbytes = sum(array.nbytes for array in load_file(tmp_path / "hf" / "model.safetensors").values())

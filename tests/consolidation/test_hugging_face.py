@@ -45,7 +45,7 @@ def _header_metadata(file: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
-def test_a_plain_load_finds_every_name_of_a_tied_array(layout: str, tmp_path: Path) -> None:
+def test_plain_loads_find_every_name_of_a_tied_array(layout: str, tmp_path: Path) -> None:
     model, published = _published(tmp_path, layout)
     found = load_file(published / "model.safetensors")
     assert set(found) == {"embed.weight", "head.weight"}
@@ -68,7 +68,7 @@ def test_ckptcore_loads_the_names_as_one_array(tmp_path: Path) -> None:
     assert set(load_file(published.parent / "again" / "model.safetensors")) == {"embed.weight"}
 
 
-def test_once_is_what_save_model_writes(tmp_path: Path) -> None:
+def test_tied_once_writes_the_same_as_save_model(tmp_path: Path) -> None:
     model, published = _published(tmp_path, tied="once")
     file = published / "model.safetensors"
     safetensors.torch.save_model(model, str(tmp_path / "theirs.safetensors"), {"format": "pt"})
@@ -107,14 +107,14 @@ def test_transformers_loads_a_model_with_tied_weights(tied: str, tmp_path: Path)
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_metadata_replaces_what_would_be_there(tmp_path: Path) -> None:
+def test_metadata_replaces_the_default(tmp_path: Path) -> None:
     _, published = _published(tmp_path, metadata={"format": "mlx", "license": "größe"})
     assert _header_metadata(published / "model.safetensors") == {"format": "mlx", "license": "größe"}
     (published / "checkpoint.json").unlink()
     assert ckptcore.metadata(published).custom == {"format": "mlx", "license": "größe"}
 
 
-def test_a_save_takes_metadata_too(tmp_path: Path) -> None:
+def test_a_save_accepts_metadata(tmp_path: Path) -> None:
     layout = ckptcore.SafetensorsLayout(metadata={"by": "us", "b": "a name of the user's"})
     shared = np.arange(3)
     ckptcore.save(tmp_path / "c", {"a": shared, "b": shared}, layout=layout, context=FAST)
@@ -128,13 +128,13 @@ def test_a_save_takes_metadata_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, {"a": None}, {"DCP_SHARDING_INFO": "{}"}])
-def test_metadata_that_the_format_does_not_have(metadata: Any, tmp_path: Path) -> None:
+def test_invalid_metadata_is_refused(metadata: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"SafetensorsLayout\(metadata="):
         _published(tmp_path, metadata=metadata)
     assert not (tmp_path / "hf").exists()
 
 
-def test_another_word_for_tied(tmp_path: Path) -> None:
+def test_an_invalid_value_of_tied_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected 'each' or 'once'"):
         _published(tmp_path, tied="twice")
 

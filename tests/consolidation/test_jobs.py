@@ -89,7 +89,7 @@ def element_bytes(plan: FaultPlan) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_many_write_what_one_writes_and_read_each_byte_once(size: int, source: Path, tmp_path: Path) -> None:
+def test_several_processes_write_the_same_files_and_read_bytes_once(size: int, source: Path, tmp_path: Path) -> None:
     (alone,) = consolidated(source, tmp_path / "alone", 1)
     plans = consolidated(source, tmp_path / "together", size)
     assert files_of(tmp_path / "together") == files_of(tmp_path / "alone")
@@ -114,7 +114,7 @@ def run_ranks(work: Callable[[Coordinator], None], size: int = 3) -> list[type[B
     return list(ThreadJob(size, timeout_seconds=30).run(job))
 
 
-def test_one_process_that_fails_fails_all(source: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_process_fails_all(source: Path, tmp_path: Path) -> None:
     (data,) = source.glob("*.distcp")
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -132,7 +132,7 @@ def test_one_process_that_fails_fails_all(source: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_processes_that_ask_for_something_else(source: Path, tmp_path: Path) -> None:
+def test_processes_with_different_arguments_are_refused(source: Path, tmp_path: Path) -> None:
     def work(rank: Coordinator) -> None:
         amount = (1 + rank.rank) * ARRAY_BYTES
         ckptcore.copy(
@@ -147,7 +147,7 @@ def test_processes_that_ask_for_something_else(source: Path, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_only_the_leader_needs_the_files_that_go_along(source: Path, tmp_path: Path) -> None:
+def test_only_the_leader_needs_the_extra_files(source: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     def work(rank: Coordinator) -> None:
@@ -178,7 +178,7 @@ def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, 
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())
 
 
-def test_processes_that_call_files_otherwise(source: Path, tmp_path: Path) -> None:
+def test_processes_with_different_file_names_are_refused(source: Path, tmp_path: Path) -> None:
     def work(rank: Coordinator) -> None:
         stem = "model" if rank.rank == 0 else "weights"
         ckptcore.copy(
@@ -194,9 +194,7 @@ def test_processes_that_call_files_otherwise(source: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("other", [SafetensorsLayout(1, "weights"), SafetensorsLayout(64), SafetensorsLayout()])
-def test_a_save_whose_processes_have_other_options_is_whole_or_not_there(
-    other: SafetensorsLayout, tmp_path: Path
-) -> None:
+def test_a_save_with_different_options_is_complete_or_fails(other: SafetensorsLayout, tmp_path: Path) -> None:
     """Arrays are in files that the leader knows, or in slices."""
     state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
 

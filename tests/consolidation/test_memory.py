@@ -52,7 +52,7 @@ SLACK_BYTES = 64 * MIB
         ("zarr3", "convert", 0),
     ],
 )
-def test_the_largest_array_need_not_fit(layout: str, action: str, bound_bytes: int, tmp_path: Path) -> None:
+def test_the_largest_array_can_exceed_the_memory(layout: str, action: str, bound_bytes: int, tmp_path: Path) -> None:
     context = ckptcore.Context(durability="none")
     array = np.arange(ARRAY_BYTES // 4, dtype=np.float32).reshape(-1, 1024)
     ckptcore.save(tmp_path / "source", {"w": array}, layout=layout, context=context)

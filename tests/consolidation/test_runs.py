@@ -22,7 +22,7 @@ def elements_of(shape: tuple[int, ...], box: Box) -> list[int]:
 
 
 @given(SHAPES, st.lists(st.integers(-1, 9), max_size=4), st.integers(1, 200), st.integers(0, 200))
-def test_runs_follow_each_other_and_are_all_of_an_array(
+def test_runs_are_consecutive_and_cover_the_array(
     shape: tuple[int, ...], bands: list[int], most_bytes: int, band_bytes: int
 ) -> None:
     boxes = cut_flat_ranges(ArraySpec(shape, "int16"), bands, most_bytes=most_bytes, band_bytes=band_bytes)
@@ -43,14 +43,14 @@ def test_what_is_a_run(shape: tuple[int, ...], data: st.DataObject) -> None:
     assert flat_range(shape, Box(start, stop)) == ((found[0], found[-1] + 1) if one_run else None)
 
 
-def test_bands_are_left_whole_where_they_fit() -> None:
+def test_bands_within_the_limit_are_not_cut() -> None:
     spec = ArraySpec((100, 4), "uint8")
     boxes = cut_flat_ranges(spec, (10, 20, 30, 90), most_bytes=90, band_bytes=0)
     bounds = [(box.start[0], box.stop[0]) for box in boxes]
     assert bounds == [(0, 20), (20, 30), (30, 50), (50, 70), (70, 90), (90, 100)]
 
 
-def test_larger_bands_are_left_whole_if_that_is_asked_for() -> None:
+def test_larger_bands_are_not_cut_on_request() -> None:
     boxes = cut_flat_ranges(ArraySpec((100, 4), "uint8"), (10, 60), most_bytes=90, band_bytes=200)
     assert [(box.start[0], box.stop[0]) for box in boxes] == [(0, 10), (10, 60), (60, 100)]
 

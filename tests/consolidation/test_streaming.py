@@ -96,7 +96,7 @@ def settled(layout: Watched) -> int:
     return count
 
 
-def test_no_more_is_read_ahead_than_may_be_held(opened: Checkpoint) -> None:
+def test_read_ahead_stays_within_the_memory_limit(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     try:
         assert first_element(snapshot, 0) == 0
@@ -121,7 +121,7 @@ def test_small_arrays_are_read_together(opened: Checkpoint) -> None:
     assert list(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
 
 
-def test_a_writer_may_ask_in_any_order(opened: Checkpoint) -> None:
+def test_a_writer_can_read_in_any_order(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     try:
         order = [9, 3, 4, 0, 8, 1, 7, 2, 6, 5]
@@ -140,7 +140,7 @@ def test_an_error_of_the_reader_reaches_the_writer(opened: Checkpoint) -> None:
     snapshot.close()
 
 
-def test_a_layout_that_does_not_read(opened: Checkpoint) -> None:
+def test_a_layout_can_skip_arrays(opened: Checkpoint) -> None:
     object.__setattr__(opened.layout, "silent", True)
     snapshot = snapshot_of(opened)
     with pytest.raises(PluginError, match="w0: the layout safetensors did not read it"):
@@ -148,7 +148,7 @@ def test_a_layout_that_does_not_read(opened: Checkpoint) -> None:
     snapshot.close()
 
 
-def test_whoever_waits_is_told_of_the_end(opened: Checkpoint) -> None:
+def test_waiting_readers_are_woken_at_the_end(opened: Checkpoint) -> None:
     layout_of(opened).gate.clear()
     snapshot = snapshot_of(opened)
     raised: list[type[Exception]] = []
@@ -170,7 +170,7 @@ def test_whoever_waits_is_told_of_the_end(opened: Checkpoint) -> None:
         snapshot.take(1)
 
 
-def test_what_was_given_back_is_not_waited_for(opened: Checkpoint) -> None:
+def test_released_memory_is_reused(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     snapshot.take(0)
     snapshot.release(0)
@@ -180,7 +180,7 @@ def test_what_was_given_back_is_not_waited_for(opened: Checkpoint) -> None:
     snapshot.close()
 
 
-def test_what_nobody_takes_is_not_read(opened: Checkpoint) -> None:
+def test_unrequested_arrays_are_not_read(opened: Checkpoint) -> None:
     snapshot_of(opened).close()
     assert not layout_of(opened).batches
 
@@ -232,7 +232,7 @@ def test_arrays_are_cut_between_chunks_and_shards(tmp_path: Path) -> None:
     assert 6 <= len(items) <= 12 and max(item.boxes[0].size for item in items) <= 500
 
 
-def test_a_layout_of_whole_arrays_gets_them_whole(opened: Checkpoint) -> None:
+def test_a_layout_without_pieces_gets_complete_arrays(opened: Checkpoint) -> None:
     whole = ShelfLayout()  # has the default of `Layout.arrays_by_object`
     (items,) = items_by_object(whole, opened.tree, opened, range(ARRAYS), StreamSizes(1, 1, 1))
     spec = ArraySpec((ARRAY_BYTES // 4,), "float32")

@@ -29,7 +29,7 @@ def assert_next_save_works(directory: Path, workers: WorkerProcesses, context: c
 
 
 @pytest.mark.parametrize("layout", [RaisingLayout(failing=1), RaisingLayout(failing=2), SlowRaisingLayout(failing=2)])
-def test_a_worker_that_fails_fails_the_save(
+def test_an_error_of_a_worker_fails_the_save(
     layout: RaisingLayout, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     failing = f"worker-{layout.failing - 1}"
@@ -65,7 +65,7 @@ class _Awaited:
         return self._report.result()
 
 
-def test_a_worker_that_cannot_begin_lets_those_end_that_have_begun(
+def test_workers_finish_if_another_cannot_start(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the first went on to write into what is removed."""
@@ -86,7 +86,7 @@ def test_a_worker_that_cannot_begin_lets_those_end_that_have_begun(
     assert_next_save_works(tmp_path, workers, context)
 
 
-def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+def test_a_dead_worker_is_named(tmp_path: Path) -> None:
     with WorkerProcesses(2) as workers:
         context = controlling(workers)
         rows = make_rows(workers)
@@ -101,7 +101,7 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
-def test_a_worker_finds_damage(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+def test_damage_found_by_workers_is_raised(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, context=context)
     damaged = sorted((tmp_path / "it").glob("*.safetensors"))[1]
     data = bytearray(damaged.read_bytes())
@@ -114,7 +114,7 @@ def test_a_worker_finds_damage(workers: WorkerProcesses, context: ckptcore.Conte
 
 
 @pytest.mark.slow  # a worker looks for the claim of its controller for ten seconds
-def test_a_storage_of_the_process_alone_is_refused(
+def test_a_storage_in_process_memory_is_refused(
     workers: WorkerProcesses, context: ckptcore.Context, request: pytest.FixtureRequest
 ) -> None:
     """The memory of a worker is not where the controller commits."""
@@ -125,7 +125,7 @@ def test_a_storage_of_the_process_alone_is_refused(
         ckptcore.load(location)
 
 
-def test_what_has_no_elements_is_named(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_leaves_without_elements_are_named(context: ckptcore.Context, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match="rows: this RemoteArray has no elements"):
         ckptcore.save(tmp_path / "other", {"rows": RemoteArray(SPEC, WHOLE)}, context=context)
 

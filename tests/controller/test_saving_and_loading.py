@@ -48,7 +48,7 @@ def crossings(workers: WorkerProcesses, work: Callable[[], object]) -> list[str]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_saved_is_loaded_where_it_is_asked_for(
+def test_leaves_load_onto_the_requested_workers(
     layout: str, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     state = state_of(workers)
@@ -74,7 +74,7 @@ def test_what_is_saved_is_loaded_where_it_is_asked_for(
     np.testing.assert_array_equal(loaded["here"], np.arange(5))
 
 
-def test_workers_make_what_transforms_say(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+def test_workers_apply_transforms(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
     expected = counted(SPEC, Box.whole(SPEC.shape))
     ckptcore.save(tmp_path / "it", {"a": expected[:40], "b": expected[40:].T.copy()}, context=context)
     transforms: list[Transform] = [Transpose("b"), Fuse(["a", "b"], "w", sizes=[40, 24]), Cast("w", "float64")]
@@ -91,7 +91,7 @@ def test_workers_make_what_transforms_say(workers: WorkerProcesses, context: ckp
 
 
 @pytest.mark.parametrize("chain", [(), (Transpose("w"), Scale("w", 2.0))])
-def test_workers_cast_and_pad_as_matching_says(
+def test_workers_cast_and_pad_according_to_matching(
     chain: tuple[Transform, ...], workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     stored = (counted(SPEC, Box.whole(SPEC.shape)) % 251).astype(np.float32)
@@ -112,7 +112,7 @@ def test_workers_cast_and_pad_as_matching_says(
     assert ckptcore.load(tmp_path / "made")["w"].tobytes() == padded.tobytes()
 
 
-def test_a_worker_tells_what_a_dtype_has_no_place_for(
+def test_a_worker_reports_values_that_a_dtype_cannot_hold(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     stored = counted(SPEC, Box.whole(SPEC.shape)).astype(np.float32) % 60000
@@ -126,7 +126,7 @@ def test_a_worker_tells_what_a_dtype_has_no_place_for(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_changes_after_an_asynchronous_save_is_not_in_it(
+def test_changes_after_an_asynchronous_save_are_not_saved(
     layout: str, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     state = state_of(workers)
@@ -139,7 +139,7 @@ def test_what_changes_after_an_asynchronous_save_is_not_in_it(
     assert handle.progress.written >= 2 * SPEC.nbytes
 
 
-def test_only_the_workers_write_what_only_they_hold(
+def test_shards_are_written_by_the_workers_that_hold_them(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, context=context)
@@ -148,7 +148,7 @@ def test_only_the_workers_write_what_only_they_hold(
     assert len([name for name in files if name.endswith(".safetensors")]) == 2
 
 
-def test_workers_share_what_both_hold(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+def test_workers_share_writes_of_replicas(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "it", {"whole": make_whole(workers)}, layout="ocdbt", context=context)
     root = ckptcore.metadata(tmp_path / "it")
     assert root.layout == "ocdbt"
@@ -179,7 +179,7 @@ def test_a_target_gets_new_arrays(workers: WorkerProcesses, context: ckptcore.Co
     assert workers.digests(state["rows"]) == digests_of(ROWS)
 
 
-def test_several_checkpointables_each_have_their_part(
+def test_several_checkpointables_are_saved_and_loaded(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     named = {
@@ -199,9 +199,7 @@ def test_several_checkpointables_each_have_their_part(
     np.testing.assert_array_equal(loaded["here"]["numbers"], np.arange(3))
 
 
-def test_exports_are_written_of_the_same_copy(
-    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
-) -> None:
+def test_exports_use_the_same_snapshot(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
     state = {"model": state_of(workers), "other": make_rows(workers)}
     export = ckptcore.Export(location=tmp_path / "export", subtree="model", layout="dcp")
 
@@ -216,7 +214,7 @@ def test_exports_are_written_of_the_same_copy(
     assert_saved(tmp_path / "export")
 
 
-def test_an_export_of_what_is_here_asks_no_worker(
+def test_an_export_of_controller_values_uses_no_worker(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     named = {"model": {"rows": make_rows(workers)}, "here": {"numbers": np.arange(3)}}
@@ -231,7 +229,7 @@ def test_an_export_of_what_is_here_asks_no_worker(
     np.testing.assert_array_equal(ckptcore.load(tmp_path / "export")["numbers"], np.arange(3))
 
 
-def test_a_bound_on_memory_reads_in_turns(workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context) -> None:
+def test_a_memory_limit_divides_the_load(workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context) -> None:
     state = state_of(workers)
     ckptcore.save(tmp_path / "it", state, context=context)
     bounded = ckptcore.Context(
@@ -243,7 +241,7 @@ def test_a_bound_on_memory_reads_in_turns(workers: WorkerProcesses, tmp_path: Pa
     assert asked == ["read 0", "read 0", "read 1", "read 1"]
 
 
-def test_a_bound_on_copies_is_one_on_the_controller(
+def test_a_limit_of_copies_applies_to_the_controller(
     workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context
 ) -> None:
     bounded = ckptcore.Context(

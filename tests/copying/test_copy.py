@@ -69,7 +69,7 @@ def test_one_of_several_checkpointables(scheme: str, tmp_path: Path) -> None:
         ckptcore.copy(f"{here}/state", f"{here}/other")
 
 
-def test_what_was_deleted_is_not_copied(tmp_path: Path) -> None:
+def test_deleted_checkpointables_are_not_copied(tmp_path: Path) -> None:
     here, there = new_place("memory", tmp_path), new_place("memory", tmp_path)
     ckptcore.save_checkpointables(here, {"a": {"x": np.arange(3)}, "b": {"x": np.arange(4)}})
     ckptcore.delete(f"{here}/a")
@@ -80,7 +80,7 @@ def test_what_was_deleted_is_not_copied(tmp_path: Path) -> None:
     assert list(ckptcore.load_checkpointables(there)) == ["b"]
 
 
-def test_what_stands_beside_goes_along(tmp_path: Path) -> None:
+def test_metadata_files_of_other_software_are_copied(tmp_path: Path) -> None:
     here, there = _saved("file", tmp_path), new_place("memory", tmp_path)
     store = store_at(here)
     store.put("config.json", b"{}")
@@ -96,7 +96,7 @@ def test_what_stands_beside_goes_along(tmp_path: Path) -> None:
     assert report.unverified == ("config.json",)
 
 
-def test_into_itself(tmp_path: Path) -> None:
+def test_a_copy_into_itself_is_refused(tmp_path: Path) -> None:
     here = _saved("file", tmp_path)
     with pytest.raises(InvalidLocationError, match="both source and destination"):
         ckptcore.copy(here, f"{here}/../step")
@@ -108,7 +108,7 @@ def test_into_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_what_is_there_is_replaced_only_when_asked(scheme: str, tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_replaced_only_on_request(scheme: str, tmp_path: Path) -> None:
     here, there = _saved("memory", tmp_path, 1), _saved(scheme, tmp_path, 2)
     with pytest.raises(CheckpointExistsError):
         ckptcore.copy(here, there)
@@ -120,7 +120,7 @@ def test_what_is_there_is_replaced_only_when_asked(scheme: str, tmp_path: Path) 
     assert version_at(there) == 1
 
 
-def test_a_copy_that_is_complete_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_complete_copy_is_not_written_again(tmp_path: Path) -> None:
     here, there = _saved("file", tmp_path, elements=LARGE), new_place("memory", tmp_path)
     ckptcore.copy(here, there)
     report = ckptcore.copy(here, there, verify="read-back")
@@ -135,7 +135,7 @@ def test_a_copy_that_is_complete_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_damaged_source(scheme: str, tmp_path: Path) -> None:
+def test_a_damaged_source_is_an_error(scheme: str, tmp_path: Path) -> None:
     here, there = _saved("file", tmp_path, elements=LARGE), new_place(scheme, tmp_path)
     objects = objects_at(here)
     key = max(objects, key=lambda key: len(objects[key]))
@@ -157,7 +157,7 @@ def test_a_damaged_source(scheme: str, tmp_path: Path) -> None:
     assert version_at(there) == 1
 
 
-def test_nothing_to_copy(tmp_path: Path) -> None:
+def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
     there = new_place("file", tmp_path)
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.copy(tmp_path / "missing", there)
@@ -174,7 +174,7 @@ def test_nothing_to_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_save_takes_the_place_of_a_copy_that_was_stopped(scheme: str, tmp_path: Path) -> None:
+def test_a_save_replaces_an_interrupted_copy(scheme: str, tmp_path: Path) -> None:
     here, there = _saved("file", tmp_path), new_place(scheme, tmp_path)
     with pytest.raises(CancelledError):
         copy_checkpoint(here, there, default_context(), is_stopped=lambda: True)

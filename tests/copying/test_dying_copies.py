@@ -73,7 +73,7 @@ def _trials(name: str, directory: Path) -> tuple[str, bool, Overwrite, set[int |
 
 
 @pytest.mark.parametrize("name", _SCENARIOS)
-def test_dying_at_any_operation(name: str, tmp_path: Path) -> None:
+def test_a_copy_resumes_after_a_crash_at_any_operation(name: str, tmp_path: Path) -> None:
     scheme, _, overwrite, allowed, source = _trials(name, tmp_path)
     outcomes = set()
     for operation, moment in itertools.product(_Trial(scheme, tmp_path, source, overwrite).copy(), _MOMENTS):
@@ -97,7 +97,7 @@ def test_dying_at_any_operation(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", _SCENARIOS)
-def test_failing_at_any_operation(name: str, tmp_path: Path) -> None:
+def test_a_copy_resumes_after_an_error_at_any_operation(name: str, tmp_path: Path) -> None:
     scheme, _, overwrite, allowed, source = _trials(name, tmp_path)
     for operation in _Trial(scheme, tmp_path, source, overwrite).copy():
         trial = _Trial(scheme, tmp_path, source, overwrite)
@@ -116,7 +116,7 @@ def test_failing_at_any_operation(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_what_is_complete_is_not_sent_again(scheme: str, tmp_path: Path) -> None:
+def test_complete_objects_are_not_sent_again(scheme: str, tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     layout = ckptcore.SafetensorsLayout(max_file_bytes=LARGE)
     ckptcore.save(source, make_state(_NEW, LARGE), layout=layout, context=_FAST)
@@ -142,7 +142,7 @@ def test_what_is_complete_is_not_sent_again(scheme: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_what_is_partly_written_is_sent_again(scheme: str, tmp_path: Path) -> None:
+def test_partial_objects_are_sent_again(scheme: str, tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW, LARGE), context=_FAST)
     operations = _Trial(scheme, tmp_path, source, False).copy()
@@ -157,7 +157,7 @@ def test_what_is_partly_written_is_sent_again(scheme: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_another_save_is_not_gone_on_with(scheme: str, tmp_path: Path) -> None:
+def test_a_copy_of_another_save_is_not_resumed(scheme: str, tmp_path: Path) -> None:
     sources = [new_place("memory", tmp_path) for _ in range(2)]
     for version, source in enumerate(sources, _NEW):
         ckptcore.save(source, make_state(version), context=_FAST)

@@ -47,7 +47,7 @@ def _hide_all_but_the_claim(patch: pytest.MonkeyPatch, location: str) -> None:
     patch.setattr(MemoryStorage, "list", list_keys)
 
 
-def test_what_an_old_list_hid_is_not_taken_for_a_part_of_the_copy(
+def test_objects_hidden_by_a_stale_list_are_not_part_of_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, there = (new_place("memory", tmp_path) for _ in range(2))
@@ -60,7 +60,7 @@ def test_what_an_old_list_hid_is_not_taken_for_a_part_of_the_copy(
     np.testing.assert_array_equal(ckptcore.load(there)["w"], _state(2)["w"])
 
 
-def test_what_comes_late_is_not_taken_for_a_part_of_a_copy_that_is_gone_on_with(tmp_path: Path) -> None:
+def test_late_objects_are_not_part_of_a_resumed_copy(tmp_path: Path) -> None:
     """A put of a save that lost its claim arrives after the copy began, and before another copy resumes it."""
     source, there, other = (new_place("memory", tmp_path) for _ in range(3))
     ckptcore.save(source, _state(2), context=_FAST)
@@ -73,7 +73,7 @@ def test_what_comes_late_is_not_taken_for_a_part_of_a_copy_that_is_gone_on_with(
     np.testing.assert_array_equal(ckptcore.load(there)["w"], _state(2)["w"])
 
 
-def test_what_goes_on_after_the_bytes_of_an_object_is_not_kept(tmp_path: Path) -> None:
+def test_longer_objects_are_replaced(tmp_path: Path) -> None:
     """All bytes that the object should have are there: only its size tells that it is another one."""
     source, there = (new_place("memory", tmp_path) for _ in range(2))
     ckptcore.save(source, _state(2), context=_FAST)

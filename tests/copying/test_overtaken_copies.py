@@ -28,7 +28,7 @@ def _operations_at(destination: str, source: str) -> list[Operation]:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_two_copies_of_the_same_at_once(scheme: str, tmp_path: Path) -> None:
+def test_two_copies_of_one_checkpoint_can_run_at_once(scheme: str, tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW))
     lost = 0
@@ -53,7 +53,7 @@ def test_two_copies_of_the_same_at_once(scheme: str, tmp_path: Path) -> None:
     assert not lost, "the checkpoint that a copy was to make was there, and it said that it was lost"
 
 
-def test_a_copy_that_another_one_took_over_from_and_died(tmp_path: Path) -> None:
+def test_a_copy_detects_that_another_one_took_over(tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW))
 
@@ -71,7 +71,7 @@ def test_a_copy_that_another_one_took_over_from_and_died(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_source_that_is_replaced_meanwhile(several: bool, tmp_path: Path) -> None:
+def test_a_source_replaced_meanwhile_is_detected(several: bool, tmp_path: Path) -> None:
     def save(place: str, version: int) -> None:
         if several:
             ckptcore.save_checkpointables(place, make_composite(version), overwrite="non-atomic")
@@ -94,7 +94,7 @@ def test_a_source_that_is_replaced_meanwhile(several: bool, tmp_path: Path) -> N
             assert version_at(there) in expected, f"interrupted at {operation}"
 
 
-def test_a_save_at_the_destination_meanwhile(tmp_path: Path) -> None:
+def test_a_concurrent_save_at_the_destination_is_detected(tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW))
     for scheme in ("file", "memory"):
@@ -122,7 +122,7 @@ def test_a_save_at_the_destination_meanwhile(tmp_path: Path) -> None:
                 assert version_at(there) == _NEW, f"interrupted at {operation}"
 
 
-def test_a_copy_of_something_that_is_gone_meanwhile(tmp_path: Path) -> None:
+def test_a_source_deleted_meanwhile_is_an_error(tmp_path: Path) -> None:
     first = new_place("memory", tmp_path)
     ckptcore.save(first, make_state(_OLD))
     plan = FaultPlan()

@@ -105,7 +105,7 @@ def test_a_copy_needs_no_commit(kind: str, tmp_path: Path) -> None:
         expect(destination)
 
 
-def test_a_run_that_was_copied_goes_on(tmp_path: Path) -> None:
+def test_a_copied_run_can_be_continued(tmp_path: Path) -> None:
     places = _places(tmp_path)[:3]
     _save_run(places[0])
     for source, destination in itertools.pairwise(places):
@@ -115,7 +115,7 @@ def test_a_run_that_was_copied_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_copy_under_way_is_refused_or_reports_what_is_missing(kind: str, tmp_path: Path) -> None:
+def test_a_partial_copy_is_refused_or_reports_missing_files(kind: str, tmp_path: Path) -> None:
     """With any one object missing it is not loaded as if it were whole."""
     save, expect = _KINDS[kind]
     places = _places(tmp_path)
@@ -136,7 +136,7 @@ def test_a_copy_under_way_is_refused_or_reports_what_is_missing(kind: str, tmp_p
             assert missing.removeprefix("step/") in str(report.problems), missing
 
 
-def test_a_claim_that_is_copied_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_copied_claim_is_not_a_checkpoint(tmp_path: Path) -> None:
     source, destination = _places(tmp_path)[:2]
     _save_tree("safetensors")(source)
     _copy(source, destination)

@@ -46,7 +46,7 @@ def _truncate(original: Original, lengths: Callable[[int], Iterator[int]], every
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_files_that_are_cut_off(name: str, tmp_path: Path) -> None:
+def test_truncated_files_are_detected(name: str, tmp_path: Path) -> None:
     original = make_original(name, tmp_path)
     # Of a checkpoint in many files each length is tried on some of them.
     assert _truncate(original, _lengths, every=4 if len(original.files) > 8 else 1) > 15
@@ -54,13 +54,13 @@ def test_files_that_are_cut_off(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_every_file_cut_off_at_every_edge(name: str, tmp_path: Path) -> None:
+def test_every_file_truncated_at_every_edge_is_detected(name: str, tmp_path: Path) -> None:
     assert _truncate(make_original(name, tmp_path), _lengths) > 15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one file", "parts of the root"])
-def test_files_that_are_cut_off_anywhere(name: str, tmp_path: Path) -> None:
+def test_files_truncated_anywhere_are_detected(name: str, tmp_path: Path) -> None:
     assert _truncate(make_original(name, tmp_path), lambda size: iter(range(size))) > 1000
 
 
@@ -146,18 +146,18 @@ def _damage_often(original: Original, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_random_damage(name: str, tmp_path: Path) -> None:
+def test_random_damage_is_detected(name: str, tmp_path: Path) -> None:
     _damage_often(make_original(name, tmp_path), 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_much_random_damage(name: str, tmp_path: Path) -> None:
+def test_many_cases_of_random_damage_are_detected(name: str, tmp_path: Path) -> None:
     _damage_often(make_original(name, tmp_path), 2500)
 
 
 @pytest.mark.parametrize("name", _SMALL)
-def test_every_file_that_is_gone(name: str, tmp_path: Path) -> None:
+def test_every_missing_file_is_detected(name: str, tmp_path: Path) -> None:
     original = make_original(name, tmp_path)
     for file in original.files:
         if file == "checkpoint.json":
@@ -170,7 +170,7 @@ def test_every_file_that_is_gone(name: str, tmp_path: Path) -> None:
     assert ckptcore.metadata(original.location).save_id is None
 
 
-def test_the_damage_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_damage(tmp_path: Path) -> None:
     original = make_original("several blocks", tmp_path)
     path = original.location / "model.safetensors"
     content = bytearray(original.files["model.safetensors"])

@@ -71,14 +71,14 @@ def test_a_changed_bit_anywhere_is_refused(save: Callable[[Path], Path], tmp_pat
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, 100, -41, -40, -1])
-def test_a_root_that_was_written_in_part_is_refused(length: int, tmp_path: Path) -> None:
+def test_a_partly_written_root_is_refused(length: int, tmp_path: Path) -> None:
     root = _save_tree(tmp_path / "c")
     root.write_bytes(root.read_bytes()[:length])
     with pytest.raises(CorruptCheckpointError, match="truncated or damaged"):
         ckptcore.load(tmp_path / "c")
 
 
-def test_marks_of_a_root_are_not_found_in_what_a_user_gave(tmp_path: Path) -> None:
+def test_user_metadata_is_not_parsed_as_a_root(tmp_path: Path) -> None:
     """Metadata, names of arrays and names of layouts that look like heads change nothing."""
     text = '{"format":"ckptcore","version":1,"state":"claimed","role":"member","save_id":"0123456789abcdef",'
     for number, member in enumerate(("role", "state", "member", "owned", "bases")):

@@ -108,7 +108,7 @@ def forgery(tmp_path: Path) -> _Forgery:
     return _Forgery(tmp_path)
 
 
-def test_the_forgery_is_accepted(forgery: _Forgery) -> None:
+def test_a_valid_forgery_is_accepted(forgery: _Forgery) -> None:
     """So that what is refused below is not refused for its seal."""
     for key in ("checkpoint.json", "model/checkpoint.json", "files/checkpoint.json"):
         forgery.forge(forgery.read(key), key)
@@ -131,13 +131,13 @@ def _tamper(forgery: _Forgery, key: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["checkpoint.json", "files/checkpoint.json", "model/checkpoint.json"])
-def test_tampered_roots(key: str, forgery: _Forgery) -> None:
+def test_tampered_roots_are_refused(key: str, forgery: _Forgery) -> None:
     _tamper(forgery, key, 12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["checkpoint.json", "files/checkpoint.json", "model/checkpoint.json"])
-def test_many_tampered_roots(key: str, forgery: _Forgery) -> None:
+def test_many_tampered_roots_are_refused(key: str, forgery: _Forgery) -> None:
     _tamper(forgery, key, 600)
 
 
@@ -149,7 +149,7 @@ _NAMES: Final = (
 
 
 @pytest.mark.parametrize("name", _NAMES, ids=lambda name: repr(name)[:30])
-def test_names_that_cannot_be(name: str, forgery: _Forgery) -> None:
+def test_impossible_names_are_refused(name: str, forgery: _Forgery) -> None:
     for kind in ("tree", "files"):
         forgery.with_members({name: [kind, None], "model": ["tree", None]})
         forgery.assert_refused()
@@ -160,7 +160,7 @@ def test_names_that_cannot_be(name: str, forgery: _Forgery) -> None:
     [None, [], {}, 3, "model", ["model"], {"model": None}, {"model": "tree"}, {"model": ["tree"]}, {"model": [[], {}]},
                 {"model": {"kind": "tree"}}, {"model": ["tree", None, 1]}]
 )  # fmt: skip
-def test_members_of_other_shapes(members: Any, forgery: _Forgery) -> None:
+def test_malformed_members_are_refused(members: Any, forgery: _Forgery) -> None:
     forgery.with_members(members)
     if members == {}:
         forgery.assert_harmless()
@@ -170,7 +170,7 @@ def test_members_of_other_shapes(members: Any, forgery: _Forgery) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, -1, (1 << 24) + 1, 1 << 70, 1.0, True, "2", [2]])
-def test_numbers_of_processes_that_cannot_be(processes: Any, forgery: _Forgery) -> None:
+def test_impossible_numbers_of_processes_are_refused(processes: Any, forgery: _Forgery) -> None:
     forgery.with_members({"model": ["tree", None], "data": ["tree", processes]})
     forgery.assert_refused()
 
@@ -202,14 +202,14 @@ def test_very_many_members(forgery: _Forgery) -> None:
     assert len(str(caught.value)) < 2000
 
 
-def test_kinds_that_are_not_known(forgery: _Forgery) -> None:
+def test_unknown_kinds_are_refused(forgery: _Forgery) -> None:
     forgery.with_members({"model": ["tensors", None]})
     forgery.assert_harmless()
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         ckptcore.load_checkpointables(forgery.location)
 
 
-def test_kinds_that_are_mixed_up(forgery: _Forgery) -> None:
+def test_mixed_kinds_are_refused(forgery: _Forgery) -> None:
     forgery.with_members({"model": ["files", None], "files": ["tree", None], "data": ["tree", 1]})
     forgery.assert_refused()
     with pytest.raises(CheckpointError):
@@ -220,7 +220,7 @@ def test_kinds_that_are_mixed_up(forgery: _Forgery) -> None:
 
 
 @pytest.mark.parametrize("target", [".", "..", "model", "files/a"])
-def test_members_that_are_links(target: str, forgery: _Forgery) -> None:
+def test_linked_members_are_refused(target: str, forgery: _Forgery) -> None:
     """Also to the composite itself, so that it is its own member."""
     (forgery.location / "loop").symlink_to(target)
     forgery.with_members({"loop": ["tree", None], "model": ["tree", None]})
@@ -231,7 +231,7 @@ def test_members_that_are_links(target: str, forgery: _Forgery) -> None:
     forgery.assert_harmless()
 
 
-def test_a_root_that_is_a_tree_and_a_composite(forgery: _Forgery) -> None:
+def test_a_root_of_a_tree_and_a_composite_is_refused(forgery: _Forgery) -> None:
     tree = forgery.read("model/checkpoint.json")
     forgery.forge({**tree, "members": forgery.root["members"]})
     forgery.assert_harmless()
@@ -243,7 +243,7 @@ _KEYS: Final = ("../../../secret", "/etc/passwd", "..", "", "a/../../../secret",
 
 
 @pytest.mark.parametrize("key", _KEYS, ids=lambda key: repr(key)[:30])
-def test_files_that_lead_out(key: str, forgery: _Forgery) -> None:
+def test_files_outside_of_the_checkpoint_are_refused(key: str, forgery: _Forgery) -> None:
     root = forgery.read("files/checkpoint.json")
     root["tables"]["objects"]["key"] = [key, "c"]
     forgery.forge(root, "files/checkpoint.json")
@@ -255,7 +255,7 @@ def test_files_that_lead_out(key: str, forgery: _Forgery) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 20, 1 << 40, 1 << 60])
-def test_files_that_are_said_to_be_large(size: int, forgery: _Forgery) -> None:
+def test_a_false_large_file_size_allocates_no_memory(size: int, forgery: _Forgery) -> None:
     root = forgery.read("files/checkpoint.json")
     root["tables"]["objects"].update(size=[size, 3], checksums=["", root["tables"]["objects"]["checksums"][1]])
     forgery.forge(root, "files/checkpoint.json")
@@ -263,7 +263,7 @@ def test_files_that_are_said_to_be_large(size: int, forgery: _Forgery) -> None:
     assert not ckptcore.verify(forgery.location).ok
 
 
-def test_files_that_no_file_system_holds_beside_each_other(forgery: _Forgery) -> None:
+def test_conflicting_file_names_are_refused(forgery: _Forgery) -> None:
     """A file that is a directory too: copied out only where the storage has no directories."""
     location = f"memory://hostile-files-{os.getpid()}/c"
     ckptcore.save_checkpointables(location, {"files": Files({"a/b": b"one", "c": b"two"})})
@@ -294,7 +294,7 @@ def test_optional_members(field: str, value: Any, forgery: _Forgery) -> None:
         forgery.assert_harmless()
 
 
-def test_arrays_of_members_take_no_more_than_files_hold(forgery: _Forgery) -> None:
+def test_arrays_of_members_cannot_exceed_their_files(forgery: _Forgery) -> None:
     root = forgery.read("model/checkpoint.json")
     root["tables"]["tree"]["shape"][0] = [1 << 50]
     forgery.forge(root, "model/checkpoint.json")

@@ -98,7 +98,7 @@ class _Forgery:
             ckptcore.load(self.location)
 
 
-def test_the_forgery_is_accepted(tmp_path: Path) -> None:
+def test_a_valid_forgery_is_accepted(tmp_path: Path) -> None:
     """So that what is refused below is not refused for its seal."""
     forgery = _Forgery(tmp_path)
     forgery.forge(forgery.root)
@@ -117,12 +117,12 @@ def _tamper(directory: Path, count: int) -> None:
             raise
 
 
-def test_tampered_roots(tmp_path: Path) -> None:
+def test_tampered_roots_are_refused(tmp_path: Path) -> None:
     _tamper(tmp_path, 150)
 
 
 @pytest.mark.slow
-def test_many_tampered_roots(tmp_path: Path) -> None:
+def test_many_tampered_roots_are_refused(tmp_path: Path) -> None:
     _tamper(tmp_path, 10_000)
 
 
@@ -143,14 +143,14 @@ _SHAPES: Final[dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", _SHAPES)
-def test_impossible_shapes(name: str, tmp_path: Path) -> None:
+def test_impossible_shapes_are_refused(name: str, tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     forgery.forge(forgery.changed(tables__tree__shape__1=_SHAPES[name]))
     forgery.assert_refused()
     assert not _is_sound(forgery.location)
 
 
-def test_an_object_that_is_said_to_be_large_enough(tmp_path: Path) -> None:
+def test_a_false_object_size_is_detected(tmp_path: Path) -> None:
     """Sizes that agree with each other and not with the file; without checksums, which would have to be as many."""
     forgery = _Forgery(tmp_path)
     root = forgery.changed(tables__tree__shape__1=[1 << 50], tables__objects__size=[1 << 60])
@@ -174,7 +174,7 @@ def test_many_arrays_in_the_same_bytes(tmp_path: Path) -> None:
     forgery.assert_refused("model.safetensors")
 
 
-def test_a_tree_of_more_nodes_than_its_text_has_letters(tmp_path: Path) -> None:
+def test_a_tree_with_more_nodes_than_characters_is_refused(tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     count = 3000
     containers = [["list", None, count]] * count
@@ -189,7 +189,7 @@ def test_a_tree_of_more_nodes_than_its_text_has_letters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [2000, 200_000])
-def test_a_root_of_great_depth(depth: int, tmp_path: Path) -> None:
+def test_a_deeply_nested_root_is_refused(depth: int, tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     nested = "[" * depth + "]" * depth
     encoded = json.dumps(forgery.root, separators=(",", ":"))
@@ -218,7 +218,7 @@ _LAYOUTS: Final[dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", [[1 << 62, 10], [1 << 40, 4], [7, 10]], ids=str)
 @pytest.mark.parametrize("name", _LAYOUTS)
-def test_an_array_that_is_larger_than_what_is_stored_of_it(name: str, shape: list[int], tmp_path: Path) -> None:
+def test_an_array_larger_than_its_stored_bytes_is_refused(name: str, shape: list[int], tmp_path: Path) -> None:
     """It is refused before anything is read or allocated, and `verify` reports it."""
     location = tmp_path / "c"
     ckptcore.save(location, {"w": np.zeros((6, 10), np.float32), "v": np.ones(3)}, layout=_LAYOUTS[name])
@@ -271,7 +271,7 @@ _KEYS: Final = (
 
 
 @pytest.mark.parametrize("key", _KEYS, ids=lambda key: repr(key)[:30])
-def test_keys_that_lead_out(key: str, tmp_path: Path) -> None:
+def test_keys_outside_of_the_checkpoint_are_refused(key: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"secret" * 2000)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").write_bytes(b"secret" * 2000)
@@ -291,7 +291,7 @@ def test_keys_that_lead_out(key: str, tmp_path: Path) -> None:
     forgery.assert_refused()
 
 
-def test_a_part_that_is_said_to_be_large(tmp_path: Path) -> None:
+def test_a_false_large_part_size_allocates_no_memory(tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     for size in (-1, 1 << 31, 1 << 40, 1 << 70, 1.5, "3", None):
         part = {"key": "model.safetensors", "size": size, "checksum": "xxh3_64:0000000000000000"}
@@ -302,7 +302,7 @@ def test_a_part_that_is_said_to_be_large(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "offsets", [[-1] * 4, [1 << 62] * 4, [1 << 70] * 4, [0] * 4, [9000] * 4, [True] * 4, ["0"] * 4, [None] * 4]
 )
-def test_offsets_that_lead_nowhere(offsets: list[Any], tmp_path: Path) -> None:
+def test_invalid_offsets_are_refused(offsets: list[Any], tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     count = len(forgery.root["tables"]["layout"]["offset"])
     forgery.forge(forgery.changed(tables__layout__offset=offsets[:1] * count))
@@ -311,7 +311,7 @@ def test_offsets_that_lead_nowhere(offsets: list[Any], tmp_path: Path) -> None:
         forgery.assert_refused()
 
 
-def test_columns_that_do_not_fit(tmp_path: Path) -> None:
+def test_columns_of_unequal_length_are_refused(tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     tree = forgery.root["tables"]["tree"]
     for changes in (
@@ -350,7 +350,7 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
             raise
 
 
-def test_a_root_that_has_a_key_twice(tmp_path: Path) -> None:
+def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
     """Of two readers each might believe another one."""
     forgery = _Forgery(tmp_path)
     encoded = json.dumps(forgery.root, separators=(",", ":"))[:-1]
@@ -363,7 +363,7 @@ def test_a_root_that_has_a_key_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
-def test_links_that_lead_out(name: str, tmp_path: Path) -> None:
+def test_links_out_of_the_checkpoint_are_refused(name: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     forgery = _Forgery(tmp_path / "runs")
@@ -379,7 +379,7 @@ def test_links_that_lead_out(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["directory", "pipe", "loop", "dangling"])
-def test_files_that_are_something_else(name: str, kind: str, tmp_path: Path) -> None:
+def test_special_files_are_refused(name: str, kind: str, tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     path = forgery.location / name
     path.unlink()

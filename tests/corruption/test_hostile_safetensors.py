@@ -124,7 +124,7 @@ def test_much_damaged_files(tmp_path: Path) -> None:
     _damage(tmp_path, 10_000)
 
 
-def test_files_that_are_cut_off_anywhere(tmp_path: Path) -> None:
+def test_files_truncated_anywhere_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     whole = _file(_HEADER)
     for length in range(len(whole)):

@@ -107,14 +107,14 @@ def _outcome(read: Callable[[], object], location: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_root", [True, False], ids=["with root", "without root"])
 @pytest.mark.parametrize("name", _SAVES)
-def test_a_file_that_is_a_link_to_one_beside_the_checkpoint(name: str, has_root: bool, tmp_path: Path) -> None:
+def test_a_link_to_a_file_next_to_the_checkpoint_is_refused(name: str, has_root: bool, tmp_path: Path) -> None:
     location = tmp_path / "runs" / "step_1"
     _SAVES[name](location)
     _expect_links_refused(location, has_root)
 
 
 @pytest.mark.slow
-def test_a_file_of_a_composite_that_is_a_link_to_one_beside_it(tmp_path: Path) -> None:
+def test_a_link_to_a_file_next_to_a_composite_is_refused(tmp_path: Path) -> None:
     location = tmp_path / "runs" / "step_1"
     _save_composite(location)
     _expect_links_refused(location, True)
@@ -161,7 +161,7 @@ def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
             assert "leads out" in _outcome(read, runs / "update"), reader
 
 
-def test_links_beside_a_checkpoint_do_not_matter(tmp_path: Path) -> None:
+def test_links_next_to_a_checkpoint_are_ignored(tmp_path: Path) -> None:
     """Like a run with a link to its last step."""
     ckptcore.save(tmp_path / "step_1", {"a": np.ones(3)})
     ckptcore.save(tmp_path / "step_2", {"a": np.ones(3)})

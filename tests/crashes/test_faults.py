@@ -94,7 +94,7 @@ _SCENARIOS: Final[dict[str, tuple[str, bool, Task, set[int | None]]]] = {
 
 
 @pytest.mark.parametrize("name", _SCENARIOS)
-def test_dying_at_any_operation(name: str, tmp_path: Path) -> None:
+def test_a_crash_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: str, tmp_path: Path) -> None:
     scheme, exchanges, task, allowed = _SCENARIOS[name]
     outcomes = set()
     first = _Place(scheme, tmp_path, exchanges=exchanges)
@@ -116,7 +116,7 @@ def test_dying_at_any_operation(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in _SCENARIOS if name.startswith("overwrite")])
-def test_failing_at_any_operation(name: str, tmp_path: Path) -> None:
+def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: str, tmp_path: Path) -> None:
     scheme, exchanges, task, allowed = _SCENARIOS[name]
     first = _Place(scheme, tmp_path, exchanges=exchanges)
     first.save(_OLD)
@@ -134,7 +134,7 @@ def test_failing_at_any_operation(name: str, tmp_path: Path) -> None:
         place.assert_clean()
 
 
-def test_replacing_is_refused_where_it_is_not_atomic(tmp_path: Path) -> None:
+def test_replacing_is_refused_without_an_atomic_commit(tmp_path: Path) -> None:
     for place in (_Place("file", tmp_path, exchanges=False), _Place("memory", tmp_path)):
         place.save(_OLD)
         with pytest.raises(AtomicityError, match="non-atomic"):
@@ -146,7 +146,7 @@ def test_replacing_is_refused_where_it_is_not_atomic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_save_that_dies_over_a_dead_one(scheme: str, tmp_path: Path) -> None:
+def test_a_crash_over_the_leftovers_of_another_crash_is_cleaned_up(scheme: str, tmp_path: Path) -> None:
     count = len(_Place(scheme, tmp_path).run(_save))
     choices = random.Random(0)
     for first, second in [(choices.randrange(count), choices.randrange(count)) for _ in range(40)]:

@@ -51,7 +51,7 @@ def _assert_intact(location: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(), OcdbtLayout(compression="zstd"), Zarr3Layout()], ids=repr)
-def test_a_disk_that_is_full_of_other_layouts(layout: Layout, small_disk: Path) -> None:
+def test_a_full_disk_fails_saves_of_every_layout(layout: Layout, small_disk: Path) -> None:
     location = small_disk / "step_1"
     ckptcore.save(location, make_state(_OLD, 500_000), layout=layout)
     for save in (ckptcore.save, ckptcore.save_async):
@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_of_other_layouts(layout: Layout, small_disk: Path) 
 
 @pytest.mark.parametrize("durability", ["full", "none"])
 @pytest.mark.parametrize("elements", [900_000, 2_000_000])
-def test_a_full_disk(elements: int, durability: Any, small_disk: Path) -> None:
+def test_a_full_disk_fails_the_save(elements: int, durability: Any, small_disk: Path) -> None:
     """So full that a large file does not fit, whether its place is reserved first or not."""
     context = ckptcore.Context(durability=durability)
     location = small_disk / "step_1"
@@ -82,7 +82,7 @@ def test_a_full_disk(elements: int, durability: Any, small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [SafetensorsLayout(), OcdbtLayout(), Zarr3Layout()], ids=repr)
-def test_a_disk_that_fills_up_with_small_files(layout: Layout, small_disk: Path) -> None:
+def test_a_disk_full_of_small_files_fails_the_save(layout: Layout, small_disk: Path) -> None:
     location = small_disk / "step_1"
     ckptcore.save(location, make_state(_OLD), layout=layout)
     (small_disk / "other").write_bytes(bytes(_DISK_BYTES - (600 << 10)))
@@ -110,7 +110,7 @@ def _save_in_background(location: Path, state: Any, context: ckptcore.Context) -
     ckptcore.save_async(location, state, overwrite=True, context=context).result()
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+def test_a_file_size_limit_fails_the_save(tmp_path: Path) -> None:
     """Without a mounted disk: a limit on the size of files is not a full disk, but an error too."""
     location = tmp_path / "run" / "step_1"
     ckptcore.save(location, make_state(_OLD), context=_FAST)
@@ -199,7 +199,7 @@ _FAILURES: Final[dict[str, tuple[Callable[[], dict[str, Any]], type[Exception]]]
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", _FAILURES)
-def test_overwriting_that_fails_leaves_the_old(name: str, background: bool, tmp_path: Path) -> None:
+def test_a_failed_overwrite_leaves_the_old_checkpoint(name: str, background: bool, tmp_path: Path) -> None:
     location = tmp_path / "run" / "step_1"
     ckptcore.save(location, make_state(_OLD), context=_FAST)
     options, error = _FAILURES[name]
@@ -214,7 +214,7 @@ def test_overwriting_that_fails_leaves_the_old(name: str, background: bool, tmp_
 
 
 @pytest.mark.parametrize("save_bytes", [None, 8])
-def test_a_copy_that_fails_is_told_once(save_bytes: int | None, tmp_path: Path) -> None:
+def test_a_failed_copy_is_reported_once(save_bytes: int | None, tmp_path: Path) -> None:
     location = tmp_path / "run" / "step_1"
     memory = ckptcore.context.MemoryOptions(save_bytes=save_bytes)
     context = ckptcore.Context(

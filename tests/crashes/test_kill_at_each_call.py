@@ -185,7 +185,7 @@ def _go_on(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -
     return report
 
 
-def test_a_copy_that_was_killed_is_gone_on_with(warm: Saver, tmp_path: Path) -> None:
+def test_a_killed_copy_is_resumed(warm: Saver, tmp_path: Path) -> None:
     scenario = SCENARIOS["copy, large, by several threads"]
     points = _points(scenario, warm, tmp_path)
     step = max(1, len(points) // _SAMPLE)
@@ -217,7 +217,7 @@ def test_every_kill(name: str, warm: Saver, tmp_path: Path, record_property: Cal
     assert killed >= scenario.reached * len(points), f"only {killed} of {len(points)} points were reached"
 
 
-def test_a_save_that_deletes_first_would_be_found_out(warm: Saver, tmp_path: Path) -> None:
+def test_a_save_that_deletes_first_is_detected(warm: Saver, tmp_path: Path) -> None:
     scenario = Scenario("delete-and-save", _old)
     points = _points(scenario, warm, tmp_path)
     with pytest.raises(AssertionError, match="found None"):

@@ -14,7 +14,7 @@ from ckptcore.runtime import runtime_of
 _DATA = bytes(range(256)) * (5 << 12)
 
 
-def test_an_object_that_is_there_already_leaves_no_upload() -> None:
+def test_an_existing_object_leaves_no_upload() -> None:
     """Another copy of the same save may have completed it, or a failed save with the same bytes."""
     place = f"memory://{uuid.uuid4().hex}/step_1"
     location = resolve_location(place, runtime_of(Context()).storages)

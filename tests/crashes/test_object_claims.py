@@ -92,7 +92,7 @@ def _leave_dead_save(storages: Storages) -> None:
 
 
 @pytest.mark.parametrize("mishap", ["lost", "retried"])
-def test_a_change_whose_answer_is_lost_is_found_to_be_done(mishap: Mishap) -> None:
+def test_a_change_with_a_lost_response_is_recognised(mishap: Mishap) -> None:
     """No save is given up for it, but for a deletion or a look whose answer nothing can replace."""
     changes = _changes()
     for number, (name, keys) in enumerate(changes):
@@ -121,7 +121,7 @@ def _is_there(storages: Storages) -> bool:
     return True
 
 
-def test_a_change_that_was_never_done_leaves_nothing_or_all() -> None:
+def test_a_change_that_never_happened_leaves_no_or_a_complete_checkpoint() -> None:
     for number, (name, keys) in enumerate(_changes()):
         storages = Storages()
         _leave_dead_save(storages)
@@ -135,7 +135,7 @@ def test_a_change_that_was_never_done_leaves_nothing_or_all() -> None:
             assert _version(storages) == 2
 
 
-def test_a_commit_that_arrives_after_it_was_given_up_is_refused() -> None:
+def test_a_late_commit_is_refused() -> None:
     """It may be on its way for as long as it likes: objects are removed only once it cannot arrive any more."""
     changes = _changes()
     commit = len(changes) - 1
@@ -155,7 +155,7 @@ def test_a_commit_that_arrives_after_it_was_given_up_is_refused() -> None:
     assert list(storages.open().list()) == []
 
 
-def test_what_cannot_be_known_is_said_and_nothing_is_removed() -> None:
+def test_an_unknown_outcome_is_reported_and_no_object_is_removed() -> None:
     commit = len(_changes()) - 1
     storages = Storages()
     _leave_dead_save(storages)
@@ -165,7 +165,7 @@ def test_what_cannot_be_known_is_said_and_nothing_is_removed() -> None:
     assert len(storages.open().list_names("run/step_1")) > 3
 
 
-def test_any_change_may_be_repeated_after_the_commit() -> None:
+def test_any_change_can_be_repeated_after_the_commit() -> None:
     """But for a deletion: it is the one change that has no condition."""
     for number, (name, keys) in enumerate(_changes()):
         storages = Storages()
@@ -179,7 +179,7 @@ def test_any_change_may_be_repeated_after_the_commit() -> None:
             _nothing_but_the_checkpoint(storages)
 
 
-def test_any_change_may_be_repeated_after_another_save_committed() -> None:
+def test_any_change_can_be_repeated_after_another_commit() -> None:
     for number, (name, keys) in enumerate(_changes()):
         storages = Storages()
         _leave_dead_save(storages)
@@ -239,7 +239,7 @@ def _never_wrong(storages: Storages, version: int) -> None:
         assert not ckptcore.verify(LOCATION, context=storages.context()).ok
 
 
-def test_a_takeover_gives_up_what_the_dead_save_uploads() -> None:
+def test_a_takeover_aborts_the_uploads_of_the_dead_save() -> None:
     storages = Storages()
     held = []
 
@@ -255,7 +255,7 @@ def test_a_takeover_gives_up_what_the_dead_save_uploads() -> None:
     _nothing_but_the_checkpoint(storages)
 
 
-def test_an_upload_that_begins_after_another_save_committed_replaces_nothing() -> None:
+def test_an_upload_started_after_another_commit_replaces_no_object() -> None:
     """The upload is not aborted, and the claim was checked recently: only the condition prevents it."""
     storages = Storages()
     stood: list[dict[str, bytes]] = []
@@ -272,7 +272,7 @@ def test_an_upload_that_begins_after_another_save_committed_replaces_nothing() -
 
 
 @pytest.mark.parametrize("left", [b"", b"of a dead save", "the same"])
-def test_what_no_list_shows_is_replaced_under_the_claim(left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlisted_objects_are_replaced_under_the_claim(left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Storages()
     _save(expected, 2)
     written = {key: data for key, data in _objects(expected).items() if "safetensors" in key}
@@ -288,7 +288,7 @@ def test_what_no_list_shows_is_replaced_under_the_claim(left: Any, monkeypatch: 
     _nothing_but_the_checkpoint(storages)
 
 
-def test_a_save_that_fails_removes_what_it_wrote_and_no_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_removes_its_unlisted_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every listing is as old as the claim: without a root, the objects listed then would look like a checkpoint."""
     commit = len(_save(Storages(), 2).changes) - 1
     storages = Storages()
@@ -309,7 +309,7 @@ def test_a_storage_without_conditions_is_refused(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
-def test_a_checkpoint_stays_where_replacing_it_is_refused(kept: Kept) -> None:
+def test_a_refused_replacement_keeps_the_checkpoint(kept: Kept) -> None:
     storages = Storages()
     _save(storages, 1)
     with pytest.raises(AtomicityError, match="without_conditions='marker'"):
@@ -317,7 +317,7 @@ def test_a_checkpoint_stays_where_replacing_it_is_refused(kept: Kept) -> None:
     assert _version(storages) == 1
 
 
-def test_conditions_are_tried_out_once() -> None:
+def test_conditions_are_probed_once() -> None:
     storages = Storages()
     answers = Answers()
     context = storages.context(answers)
@@ -330,7 +330,7 @@ def test_conditions_are_tried_out_once() -> None:
 
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
-def test_markers_do_where_one_process_saves_at_a_time(kept: Kept) -> None:
+def test_markers_suffice_for_one_process_at_a_time(kept: Kept) -> None:
     storages = Storages()
     _leave_dead_save(storages)
     _save(storages, 2, Answers(kept=kept), without_conditions="marker")
@@ -345,7 +345,7 @@ def test_markers_do_where_one_process_saves_at_a_time(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
-def test_markers_leave_nothing_or_all_when_a_save_fails(kept: Kept) -> None:
+def test_a_failed_save_with_markers_leaves_no_or_a_complete_checkpoint(kept: Kept) -> None:
     changes = len(_changes(without_conditions="marker"))
     for number in range(changes + 10):
         storages = Storages()
@@ -360,7 +360,7 @@ def test_markers_leave_nothing_or_all_when_a_save_fails(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
-def test_a_lost_save_that_goes_on_with_markers_is_told(kept: Kept) -> None:
+def test_a_lost_save_with_markers_is_reported(kept: Kept) -> None:
     """A look and a put are two steps; only who stands still between them does harm."""
     storages = Storages()
     number = [name for name, _ in _changes()].index("finish")
@@ -376,7 +376,7 @@ def test_a_lost_save_that_goes_on_with_markers_is_told(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
-def test_a_run_goes_on_with_markers(kept: Kept) -> None:
+def test_a_run_continues_with_markers(kept: Kept) -> None:
     storages = Storages()
     for newest in (2, 4):
         context = storages.context(Answers(kept=kept), without_conditions="marker")
@@ -401,6 +401,6 @@ def test_a_run_without_conditions_is_refused_and_can_be_read() -> None:
         assert reader.load()["version"] == 1
 
 
-def test_a_context_says_what_is_possible() -> None:
+def test_a_context_reports_the_supported_commits() -> None:
     with pytest.raises(ValueError, match="without_conditions='ignore'.: expected one of 'refuse', 'marker'"):
         ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="ignore"))  # type: ignore[arg-type]  # on purpose

@@ -121,17 +121,17 @@ def _lose_power_at_each_step(name: str, survivors: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in _TASKS if "database" not in name])
-def test_the_power_fails_at_each_step(name: str) -> None:
+def test_a_power_loss_at_each_step_keeps_a_valid_state(name: str) -> None:
     _lose_power_at_each_step(name, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _TASKS)
-def test_the_power_fails_at_each_step_and_any_part_survives(name: str) -> None:
+def test_a_power_loss_with_partial_writes_keeps_a_valid_state(name: str) -> None:
     _lose_power_at_each_step(name, 8)
 
 
-def test_without_durability_a_loss_may_be_found_out() -> None:
+def test_a_loss_without_durability_is_detected() -> None:
     """Durability that the relaxed mode does not promise, so that the tests above are known to detect losses."""
     chance = random.Random(0)
     disk = _disk(old=True)

@@ -88,24 +88,24 @@ def _check(name: str, warm: Saver, directory: Path, tries: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["first save", "overwrite"])
-def test_what_was_not_synced_may_be_lost(name: str, warm: Saver, tmp_path: Path) -> None:
+def test_unsynced_writes_can_be_lost(name: str, warm: Saver, tmp_path: Path) -> None:
     _check(name, warm, tmp_path, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _DURABLE)
-def test_any_part_of_what_was_not_synced_may_be_lost(name: str, warm: Saver, tmp_path: Path) -> None:
+def test_any_part_of_unsynced_writes_can_be_lost(name: str, warm: Saver, tmp_path: Path) -> None:
     _check(name, warm, tmp_path, 8)
 
 
-def test_a_save_that_synced_nothing_would_be_found_out(warm: Saver, tmp_path: Path) -> None:
+def test_a_save_without_syncs_is_detected(warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite"], warm, tmp_path)
     found = trial.outcomes([call for call in trial.calls if "sync" not in call.name], 2)
     assert not set(found) <= {OLD, NEW}
 
 
 @pytest.mark.parametrize("left_out", ["data", "directory", "parent"])
-def test_a_save_that_left_out_a_sync_would_be_found_out(left_out: str, warm: Saver, tmp_path: Path) -> None:
+def test_a_save_with_a_missing_sync_is_detected(left_out: str, warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite"], warm, tmp_path)
     wrong = {"data": ".safetensors", "directory": ".ckptcore", "parent": "run"}[left_out]
     calls = [call for call in trial.calls if "sync" not in call.name or not call.paths[0].endswith(wrong)]
@@ -114,7 +114,7 @@ def test_a_save_that_left_out_a_sync_would_be_found_out(left_out: str, warm: Sav
     assert not set(found) <= {OLD, NEW} or found[-1] != NEW
 
 
-def test_without_durability_a_loss_of_power_is_found_out(warm: Saver, tmp_path: Path) -> None:
+def test_a_power_loss_without_durability_is_detected(warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite without durability"], warm, tmp_path)
     assert not [call for call in trial.calls if "sync" in call.name]
     found = trial.outcomes(trial.calls, 6)

@@ -133,7 +133,7 @@ _FAILURES: Final = [
 
 
 @pytest.mark.parametrize(("where", "broken", "background"), _FAILURES)
-def test_what_fails_on_one_rank_fails_on_all(where: str, broken: int, background: bool, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_fails_all(where: str, broken: int, background: bool, tmp_path: Path) -> None:
     location = str(tmp_path / "run" / "step_1")
     ckptcore.save(location, make_state(_OLD))
     what, method = where.split(".")
@@ -227,7 +227,7 @@ def test_a_storage_that_fails_at_any_operation_of_the_leader(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_location_that_is_taken_is_refused_on_all_ranks(size: int, tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_refused_on_all_ranks(size: int, tmp_path: Path) -> None:
     location = str(tmp_path / "step_1")
     ckptcore.save(location, make_state(_OLD))
 
@@ -254,7 +254,7 @@ def test_ranks_with_different_trees_are_refused(tmp_path: Path) -> None:
     assert version_at(location) is None
 
 
-def test_an_error_that_one_rank_noticed_and_another_did_not(tmp_path: Path) -> None:
+def test_a_storage_error_on_some_ranks_fails_all(tmp_path: Path) -> None:
     """The next save fails on both, and the one after it goes on."""
 
     def save(coordinator: Coordinator) -> list[str]:

@@ -83,7 +83,7 @@ def test_two_processes_overwrite_often(warm: Saver, other: Saver, tmp_path: Path
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("overwrite", [False, "non-atomic"])
-def test_threads_that_save_at_once(scheme: str, overwrite: Any, tmp_path: Path) -> None:
+def test_threads_can_save_at_once(scheme: str, overwrite: Any, tmp_path: Path) -> None:
     start = threading.Barrier(3)
 
     def save(location: str, version: int) -> bool:
@@ -107,12 +107,12 @@ def test_threads_that_save_at_once(scheme: str, overwrite: Any, tmp_path: Path) 
             assert version_at(location) in [version for version in range(3) if committed[version]]
 
 
-def test_a_reader_gets_one_of_the_states_whole(warm: Saver, tmp_path: Path) -> None:
+def test_a_reader_gets_one_complete_state(warm: Saver, tmp_path: Path) -> None:
     _read_while_replaced(warm, tmp_path, 150)
 
 
 @pytest.mark.slow
-def test_a_reader_gets_one_of_the_states_whole_often(warm: Saver, tmp_path: Path) -> None:
+def test_a_reader_often_gets_one_complete_state(warm: Saver, tmp_path: Path) -> None:
     _read_while_replaced(warm, tmp_path, 1500)
 
 

@@ -34,7 +34,7 @@ def _operations(scheme: str, directory: Path, overwrite: Overwrite) -> list[Oper
     return plan.operations
 
 
-def test_a_checkpoint_that_was_committed_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_committed_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     operations = _operations("memory", tmp_path, overwrite=False)
     claimed = next(operation for operation in operations if operation.name == "put")
     for operation in operations[: claimed.number + 1]:

@@ -128,7 +128,7 @@ def test_the_front_page_has_an_example_of_each_framework() -> None:
     }
 
 
-def test_a_broken_block_is_noticed(tmp_path: Path) -> None:
+def test_a_broken_block_is_detected(tmp_path: Path) -> None:
     """The tests above can fail, and name the line."""
     text = "# Page\n\n- in a list\n\n  ```python\n  x = 1\n  ```\n\n```python\nassert x == 2\n```\n"
     blocks = code_blocks(text)
@@ -140,7 +140,7 @@ def test_a_broken_block_is_noticed(tmp_path: Path) -> None:
         run_python(blocks[1], page, module)
 
 
-def test_a_program_that_fails_is_noticed_with_its_line(tmp_path: Path) -> None:
+def test_a_failing_program_is_reported_with_its_line(tmp_path: Path) -> None:
     page = "# Page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n"
     with pytest.raises(AssertionError, match=r"line 8, in <module>"):
         run_program(code_blocks(page), tmp_path)
@@ -152,7 +152,7 @@ def test_commands_are_found_with_their_output() -> None:
 
 
 @pytest.mark.parametrize("shown", ["what it does not print\n", "builtin ... what it does not print\n"])
-def test_output_that_differs_is_noticed(shown: str, tmp_path: Path) -> None:
+def test_different_output_is_detected(shown: str, tmp_path: Path) -> None:
     run_console(CodeBlock("console", "$ ckptcore plugins\n...builtin ...\n", 1), tmp_path / "page.md")
     with pytest.raises(AssertionError, match="does not print"):
         run_console(CodeBlock("console", f"$ ckptcore plugins\n{shown}", 1), tmp_path / "page.md")

@@ -29,7 +29,7 @@ def test_there_are_notebooks_in_the_format_of_jupyter() -> None:
         assert len(set(ids)) == len(ids)
 
 
-def test_a_failing_cell_is_noticed_with_its_number(tmp_path: Path) -> None:
+def test_a_failing_cell_is_reported_with_its_number(tmp_path: Path) -> None:
     notebook = tmp_path / "broken.ipynb"
     cells = [
         {"cell_type": "markdown", "source": ["# Title"]},

@@ -53,7 +53,7 @@ def test_a_phase_inside_another_lies_within_it() -> None:
     assert 0 <= inner.seconds <= read.seconds
 
 
-def test_an_error_is_told_and_goes_on_to_the_caller() -> None:
+def test_an_error_is_recorded_and_raised() -> None:
     recording = Recording("save", "x")
     failure = OSError("disk on fire")
     with pytest.raises(OSError, match="disk on fire") as caught, recording.phase("write") as phase:
@@ -66,7 +66,7 @@ def test_an_error_is_told_and_goes_on_to_the_caller() -> None:
     ]  # fmt: skip
 
 
-def test_an_interrupt_is_told_too() -> None:
+def test_an_interrupt_is_recorded() -> None:
     recording = Recording("save", "x")
     with pytest.raises(KeyboardInterrupt), recording.phase("write"):
         raise KeyboardInterrupt
@@ -101,7 +101,7 @@ def test_events_so_far_have_the_save_id_once_it_is_known() -> None:
     assert [event.save_id for event in recording.events] == ["0123456789abcdef"] * 2
 
 
-def test_operations_can_be_told_apart() -> None:
+def test_operations_have_distinct_ids() -> None:
     recordings = [Recording("load", "x") for _ in range(3)]
     for recording in [*recordings, *recordings]:
         with recording.phase("read"):
@@ -111,7 +111,7 @@ def test_operations_can_be_told_apart() -> None:
     assert len(set.union(*ids)) == 3
 
 
-def test_phases_on_many_threads_are_all_there() -> None:
+def test_phases_of_all_threads_are_recorded() -> None:
     recording = Recording("save", "x", [lambda event: None])
     together = threading.Barrier(4)
 
@@ -186,7 +186,7 @@ def test_each_event_is_logged_for_those_who_debug(caplog: pytest.LogCaptureFixtu
     assert vars(record)["ckptcore_event"] == recording.events[1]
 
 
-def test_no_event_is_made_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_created_without_observers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Phases are cheap without observers; time is not asserted."""
     made: list[str] = []
 
@@ -202,7 +202,7 @@ def test_no_event_is_made_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) ->
     assert [event.phase for event in recording.events] == ["write"] == made
 
 
-def test_every_phase_stands_in_the_table() -> None:
+def test_every_phase_is_documented() -> None:
     documentation = inspect.getdoc(ckptcore.events) or ""
     table = documentation.partition("::\n")[2].partition("\n- ")[0]
     names = [line.split()[0] for line in table.splitlines() if line.strip()][2:]

@@ -200,7 +200,7 @@ def test_commands_show_none(arguments: list[str], told: list[str]) -> None:
         assert SECRET not in result.output
 
 
-def test_an_error_behind_itself_is_looked_at_once() -> None:
+def test_a_cyclic_error_chain_is_searched_once() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__context__, second.__context__ = second, first
     assert chainable(first) is first

@@ -26,7 +26,7 @@ def without_place(events: tuple[Event, ...]) -> tuple[Event, ...]:
     return tuple(dataclasses.replace(event, location="", operation_id="") for event in events)
 
 
-def test_a_timeline_comes_back() -> None:
+def test_a_timeline_is_restored() -> None:
     events = async_save(save_id=SAVE_ID)
     events = (*events, event("write", 0.7, 1.0, rank=3, error="OSError: é\ud800", save_id=SAVE_ID))
     assert timeline_from_json(stored(events)) == without_place(events)
@@ -43,13 +43,13 @@ def test_the_events_of_a_recording_come_back_to_the_microsecond() -> None:
     assert timeline_to_json(timeline_from_json(stored(recording.events))) == stored(recording.events)
 
 
-def test_it_does_not_say_where_the_checkpoint_was_written() -> None:
+def test_a_timeline_does_not_contain_the_location() -> None:
     events = async_save(location="/home/somebody/run/step_12")
     assert "somebody" not in json.dumps(timeline_to_json(events))
     assert {event.location for event in timeline_from_json(stored(events), location="here")} == {"here"}
 
 
-def test_an_event_told_before_the_save_id_was_known_gets_it() -> None:
+def test_events_before_the_save_id_get_it_later() -> None:
     events = (event("describe", 0, 1), event("write", 1, 1, save_id=SAVE_ID))
     assert [event.save_id for event in timeline_from_json(stored(events))] == [SAVE_ID] * 2
 
@@ -108,13 +108,13 @@ def test_a_phase_of_a_newer_version_is_kept() -> None:
         ({name: [] for name in ("phase", "rank", "offset", "duration", "nbytes", "error")}, "length of its columns"),
     ],
 )  # fmt: skip
-def test_what_is_odd_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+def test_invalid_fields_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=f"cannot be read: (the )?{named} is "):
         timeline_from_json({**stored(async_save()), **change})
 
 
 @pytest.mark.parametrize("found", [None, 3, "x", [], {}, [[]]])
-def test_what_is_no_timeline_is_refused(found: Any) -> None:
+def test_other_data_is_refused(found: Any) -> None:
     with pytest.raises(CorruptCheckpointError):
         timeline_from_json(found)
 
@@ -159,7 +159,7 @@ def test_the_order_of_the_events_does_not_matter() -> None:
     assert format_timeline(async_save()[::-1]) == format_timeline(async_save())
 
 
-def test_what_failed_says_why_on_a_line_that_steers_no_terminal() -> None:
+def test_errors_are_printed_without_control_characters() -> None:
     text = format_timeline([event("write", 0, 1, error="OSError: \x1b[2J\nfull" + "x" * 200, location="a\rb")])
     assert "    failed: OSError: ?[2J?full" in text
     assert "a?b" in text.splitlines()[0]
@@ -172,6 +172,6 @@ def test_a_timeline_without_duration_or_events_has_a_text() -> None:
     assert format_timeline([event("write", 0, 0, nbytes=0)]).count("#") == 1
 
 
-def test_the_indentation_bears_the_rounding_of_what_was_stored() -> None:
+def test_rounded_times_keep_the_indentation() -> None:
     events = (event("save", 1e-7, 1.0000006), event("write", 0.5000004, 0.5000009))
     assert "\n  write" in format_timeline(timeline_from_json(stored(events)))

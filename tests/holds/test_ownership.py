@@ -26,7 +26,7 @@ where_locked = pytest.mark.parametrize("place", LOCKED)
 
 
 @everywhere
-def test_a_second_owner_is_refused_and_told_who_the_first_is(place: Place, tmp_path: Path) -> None:
+def test_a_second_owner_is_refused_with_the_name_of_the_first(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     with commit_method(store).locks("the/run", clock=clock).own() as first:
         with pytest.raises(DirectoryInUseError, match=r"the/run is in use: this process, process \d+ on .* since 20"):
@@ -36,7 +36,7 @@ def test_a_second_owner_is_refused_and_told_who_the_first_is(place: Place, tmp_p
 
 
 @where_locked
-def test_who_is_refused_waits_for_the_record_of_the_owner(
+def test_a_refused_process_waits_for_the_record_of_the_owner(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine the owner may not have written its record when others have tried often enough."""
@@ -68,7 +68,7 @@ def test_the_error_is_a_blocking_io_error(place: Place, tmp_path: Path) -> None:
 
 
 @everywhere
-def test_what_is_closed_is_not_held(place: Place, tmp_path: Path) -> None:
+def test_close_releases_the_directory(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     first = commit_method(store).locks("run", clock=clock).own()
     first.close()
@@ -104,7 +104,7 @@ def test_an_owner_whose_record_was_removed_notices(place: Place, tmp_path: Path)
 
 
 @where_locked
-def test_of_two_owners_that_locks_do_not_keep_apart_the_first_notices(place: Place, tmp_path: Path) -> None:
+def test_without_working_locks_the_first_owner_detects_the_second(place: Place, tmp_path: Path) -> None:
     """As on a network file system whose locks hold on one machine only."""
     store, clock = place(tmp_path), FakeClock()
     first = commit_method(store).locks("run", clock=clock).own()
@@ -134,7 +134,7 @@ def test_a_lease_is_renewed_as_long_as_it_is_held(place: Place, tmp_path: Path) 
 
 
 @where_leased
-def test_a_dead_owner_is_told_about_and_can_be_taken_over(place: Place, tmp_path: Path) -> None:
+def test_a_dead_owner_is_reported_and_can_be_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     dead = clock.process()
     commit_method(store).locks("run", lease_seconds=60, clock=dead).own()
@@ -148,7 +148,7 @@ def test_a_dead_owner_is_told_about_and_can_be_taken_over(place: Place, tmp_path
 
 
 @where_leased
-def test_the_time_that_counts_is_that_of_the_one_that_is_taken_over(place: Place, tmp_path: Path) -> None:
+def test_a_takeover_uses_the_lease_time_of_the_former_owner(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     frozen = clock.process()
     commit_method(store).locks("run", lease_seconds=600, clock=frozen).own()
@@ -159,7 +159,7 @@ def test_the_time_that_counts_is_that_of_the_one_that_is_taken_over(place: Place
 
 
 @where_leased
-def test_a_zombie_has_lost_its_directory_for_ever(place: Place, tmp_path: Path) -> None:
+def test_a_zombie_never_gets_its_directory_back(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     zombie = commit_method(store).locks("run", clock=process).own()
@@ -180,7 +180,7 @@ def test_a_zombie_has_lost_its_directory_for_ever(place: Place, tmp_path: Path) 
 
 
 @where_leased
-def test_a_zombie_lets_nothing_go(place: Place, tmp_path: Path) -> None:
+def test_a_zombie_releases_no_lease_of_its_successor(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     zombie = commit_method(store).locks("run", clock=process).own()
@@ -193,7 +193,7 @@ def test_a_zombie_lets_nothing_go(place: Place, tmp_path: Path) -> None:
 
 
 @where_leased
-def test_who_stood_still_and_was_not_taken_over_goes_on(place: Place, tmp_path: Path) -> None:
+def test_a_paused_owner_continues_without_a_takeover(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     first = commit_method(store).locks("run", clock=process).own()
@@ -205,7 +205,7 @@ def test_who_stood_still_and_was_not_taken_over_goes_on(place: Place, tmp_path: 
 
 
 @where_leased
-def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_path: Path) -> None:
+def test_an_owner_that_wakes_during_a_takeover_keeps_the_directory(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     first = commit_method(store).locks("run", clock=process).own()
@@ -222,7 +222,7 @@ def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_pa
 
 
 @where_leased
-def test_what_is_let_go_while_somebody_waits_is_taken_at_once(place: Place, tmp_path: Path) -> None:
+def test_a_directory_released_during_a_takeover_is_taken_at_once(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     first = commit_method(store).locks("run", clock=process).own()
@@ -234,7 +234,7 @@ def test_what_is_let_go_while_somebody_waits_is_taken_at_once(place: Place, tmp_
 
 
 @where_leased
-def test_of_two_that_take_over_one_does(place: Place, tmp_path: Path) -> None:
+def test_only_one_of_two_takeovers_succeeds(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     dead = clock.process()
     commit_method(store).locks("run", clock=dead).own()
@@ -267,7 +267,7 @@ class LyingStorage(FaultyStorage):
 
 
 @where_leased
-def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tmp_path: Path) -> None:
+def test_a_renewal_with_a_lost_response_keeps_the_lease(place: Place, tmp_path: Path) -> None:
     store, clock = LyingStorage(place(tmp_path), FaultPlan()), FakeClock()
     process = clock.process()
     first = commit_method(store).locks("run", clock=process).own()
@@ -284,7 +284,7 @@ def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tm
     commit_method(store).locks("run", clock=clock).own().close()
 
 
-def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: Path) -> None:
+def test_an_acquisition_with_a_lost_response_succeeds(tmp_path: Path) -> None:
     """A storage that repeats a request finds its own object."""
     store, clock = LyingStorage(memory(tmp_path), FaultPlan()), FakeClock()
     store.error = ConditionFailedError("there is one")
@@ -296,7 +296,7 @@ def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: 
 
 
 @where_leased
-def test_a_lease_that_somebody_removed_is_lost(place: Place, tmp_path: Path) -> None:
+def test_a_removed_lease_is_lost(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     first = commit_method(store).locks("run", clock=clock).own()
     store.delete([LEASE])
@@ -328,7 +328,7 @@ def test_a_lease_that_somebody_removed_is_lost(place: Place, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_a_hostile_record_is_neither_believed_nor_printed(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_hostile_record_is_not_trusted_or_printed(change: dict[str, object], tmp_path: Path) -> None:
     store, clock = memory(tmp_path), FakeClock()
     dead = clock.process()
     commit_method(store).locks("run", clock=dead).own()
@@ -344,7 +344,7 @@ def test_a_hostile_record_is_neither_believed_nor_printed(change: dict[str, obje
 
 @pytest.mark.parametrize("data", [b"", b"[" * 4000, b"null", b"\xff", b"{}", b"9" * 4000, b"x" * 1_000_000], ids=len)
 @everywhere
-def test_bytes_that_are_no_record_do_no_harm(place: Place, data: bytes, tmp_path: Path) -> None:
+def test_invalid_records_are_ignored(place: Place, data: bytes, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     if place in LOCKED:
         with commit_method(store).locks("run", clock=clock).own():
@@ -359,7 +359,7 @@ def test_bytes_that_are_no_record_do_no_harm(place: Place, data: bytes, tmp_path
 
 
 @everywhere
-def test_an_owner_that_cannot_write_holds_nothing(place: Place, tmp_path: Path) -> None:
+def test_an_owner_that_cannot_write_gets_no_directory(place: Place, tmp_path: Path) -> None:
     inner, clock = place(tmp_path), FakeClock()
     number = 0
     while True:
@@ -380,7 +380,7 @@ def test_an_owner_that_cannot_write_holds_nothing(place: Place, tmp_path: Path) 
 
 
 @everywhere
-def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
     for seconds in (0, -1, 3601, float("nan"), float("inf"), True):
         with pytest.raises(ValueError, match="lease_seconds"):

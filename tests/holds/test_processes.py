@@ -97,7 +97,7 @@ def test_leases_of_a_killed_process_run_out(tmp_path: Path) -> None:
         holds.pin("2").close()
 
 
-def test_a_process_that_ends_lets_its_leases_go(tmp_path: Path) -> None:
+def test_a_process_releases_its_leases_at_exit(tmp_path: Path) -> None:
     process = start(tmp_path, HOLD_ALL.format(place="files_without_locks"))
     say(process)
     _, errors = process.communicate()
@@ -157,7 +157,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("place", [local, files_without_locks])
-def test_a_forked_child_lets_nothing_go(place: object, tmp_path: Path) -> None:
+def test_a_forked_child_releases_no_lease(place: object, tmp_path: Path) -> None:
     store = local(tmp_path) if place is local else files_without_locks(tmp_path)
     process = start(tmp_path, FORK.format(place=getattr(place, "__name__", "")))
     assert say(process) == "checked", process.communicate()[1]
@@ -180,7 +180,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize("place", [local, files_without_locks])
-def test_a_forked_child_that_lives_on_keeps_nothing_alive(place: object, tmp_path: Path) -> None:
+def test_a_forked_child_keeps_no_lease_alive(place: object, tmp_path: Path) -> None:
     store = local(tmp_path) if place is local else files_without_locks(tmp_path)
     process = start(tmp_path, CHILD_LIVES_ON.format(place=getattr(place, "__name__", "")))
     assert int(say(process)) > 0
@@ -189,7 +189,7 @@ def test_a_forked_child_that_lives_on_keeps_nothing_alive(place: object, tmp_pat
     process.communicate()
 
 
-def test_what_is_dropped_is_let_go(tmp_path: Path) -> None:
+def test_dropped_objects_release_their_leases(tmp_path: Path) -> None:
     for store in (memory(tmp_path), local(tmp_path)):
         owner = commit_method(store).locks("run").own()
         del owner

@@ -86,7 +86,7 @@ def test_a_pin_waits_while_the_step_is_being_deleted(place: Place, tmp_path: Pat
 
 
 @everywhere
-def test_a_pin_waits_no_longer_than_it_is_told(place: Place, tmp_path: Path) -> None:
+def test_a_pin_has_a_timeout(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     holds = commit_method(store).locks("run", clock=clock)
     intent = holds.intend_deletion("1")
@@ -98,7 +98,7 @@ def test_a_pin_waits_no_longer_than_it_is_told(place: Place, tmp_path: Path) -> 
 
 
 @where_locked
-def test_the_locks_of_the_dead_count_for_nothing(place: Place, tmp_path: Path) -> None:
+def test_locks_of_dead_processes_are_ignored(place: Place, tmp_path: Path) -> None:
     store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
     dying = commit_method(with_faults(store, plan)).locks("run", clock=clock)
     pin = dying.pin("1")
@@ -116,7 +116,7 @@ def test_the_locks_of_the_dead_count_for_nothing(place: Place, tmp_path: Path) -
 
 
 @where_leased
-def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_path: Path) -> None:
+def test_a_lease_expires_if_it_does_not_change(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     dying = commit_method(store).locks("run", clock=process)
@@ -139,7 +139,7 @@ def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_p
 
 
 @where_leased
-def test_who_looks_seldom_does_not_take_the_living_for_dead(place: Place, tmp_path: Path) -> None:
+def test_a_slow_observer_does_not_expire_active_leases(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     reader, owner = (
         commit_method(store).locks("run", clock=clock),
@@ -152,7 +152,7 @@ def test_who_looks_seldom_does_not_take_the_living_for_dead(place: Place, tmp_pa
 
 
 @where_leased
-def test_who_stood_still_together_with_the_reader_lets_it_wake(place: Place, tmp_path: Path) -> None:
+def test_an_observer_paused_with_the_reader_lets_it_renew(place: Place, tmp_path: Path) -> None:
     """A scheduler stops and continues all processes of a job at once; their clocks go on."""
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
@@ -187,7 +187,7 @@ def test_a_pin_outwaits_a_dead_deletion_and_breaks_it(place: Place, tmp_path: Pa
 
 
 @where_leased
-def test_what_was_let_go_of_in_vain_is_removed_later(place: Place, tmp_path: Path) -> None:
+def test_leases_that_were_not_released_are_removed_later(place: Place, tmp_path: Path) -> None:
     """A breaking that was not followed by its deletion."""
     store, clock = place(tmp_path), FakeClock()
     pin = commit_method(store).locks("run", clock=clock).pin("1")
@@ -222,7 +222,7 @@ class LastMoment(FaultyStorage):
 
 
 @where_leased
-def test_who_wakes_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path) -> None:
+def test_a_reader_that_renews_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     pin = commit_method(store).locks("run", clock=process).pin("1")
@@ -251,7 +251,7 @@ class OnlyWhatIsHeld(FaultyDirectories):
 
 
 @where_locked
-def test_holds_are_removed_under_their_locks(place: Place, tmp_path: Path) -> None:
+def test_leases_are_removed_under_their_locks(place: Place, tmp_path: Path) -> None:
     store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
     assert isinstance(store, AtomicDirectories)
     dying = commit_method(with_faults(store, plan)).locks("run", clock=clock)
@@ -266,7 +266,7 @@ def test_holds_are_removed_under_their_locks(place: Place, tmp_path: Path) -> No
 
 
 @everywhere
-def test_what_is_no_hold_is_left_alone(place: Place, tmp_path: Path) -> None:
+def test_other_files_are_not_removed(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     keys = [
         ".ckptcore/pins/notes.txt",
@@ -286,7 +286,7 @@ def test_what_is_no_hold_is_left_alone(place: Place, tmp_path: Path) -> None:
 
 
 @where_leased
-def test_a_hold_that_cannot_be_read_is_alive_until_it_is_dead(place: Place, tmp_path: Path) -> None:
+def test_an_unreadable_lease_is_active_until_it_expires(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     store.put(".ckptcore/pins/1.0123456789abcdef.json", b"\0\1\2")
     holds = commit_method(store).locks("run", clock=clock)
@@ -298,13 +298,13 @@ def test_a_hold_that_cannot_be_read_is_alive_until_it_is_dead(place: Place, tmp_
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_pin_on_read_only_storage_says_so(tmp_path: Path) -> None:
+def test_a_pin_on_read_only_storage_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps").chmod(0o500)
     expect_a_clear_refusal(open_local(str(tmp_path / "steps"), StorageOptions()))
 
 
-def test_a_pin_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_a_pin_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / ".ckptcore").write_bytes(b"")
     expect_a_clear_refusal(open_local(str(tmp_path), StorageOptions()))
 
@@ -318,7 +318,7 @@ def expect_a_clear_refusal(store: StorageBackend) -> None:
 
 
 @everywhere
-def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
     with pytest.raises(ValueError, match="lease_seconds"):
         commit_method(store).locks("run", lease_seconds=0)

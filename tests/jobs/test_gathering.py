@@ -87,7 +87,7 @@ class _Unanswered:
         return self._coordinator.gather(key, payload)
 
 
-def test_ranks_whose_first_heard_nothing_are_missing() -> None:
+def test_ranks_of_a_silent_group_leader_are_missing() -> None:
     """Their messages would be lost: the first rank of their block failed, too."""
 
     def of_rank(coordinator: Coordinator) -> str:
@@ -163,7 +163,7 @@ def _stages(size: int, *, absent: Sequence[int] = (), fails: Sequence[int] = (),
     return list(ThreadJob(size, timeout_seconds=seconds).run(of_rank))
 
 
-def test_nothing_told_to_a_rank_grows_with_the_job() -> None:
+def test_messages_to_a_rank_do_not_grow_with_the_job() -> None:
     found = {}
     for size in (16, 64):
         counts = _Counts()
@@ -179,13 +179,13 @@ def test_nothing_told_to_a_rank_grows_with_the_job() -> None:
     assert small.messages[0] == 2 * (3 + 3) + 4 + 1
 
 
-def test_an_error_is_told_to_all_with_its_rank() -> None:
+def test_an_error_is_raised_on_all_ranks_with_its_rank() -> None:
     ended = _stages(11, fails=[6])
     assert ended.pop(6) == "OSError: the disk is full"
     assert set(ended) == {"RankFailedError: the stage 'write' failed on rank 6: OSError: the disk is full"}
 
 
-def test_of_many_errors_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_many_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreements, "_SHOWN", 2)
     ended = _stages(9, fails=[1, 2, 5, 8])
     told = "RankFailedError: the stage 'write' failed on the ranks [1, 2]: OSError: the disk is full; and 2 more ranks"
@@ -197,7 +197,7 @@ def test_of_many_errors_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     [([6], [6]), ([2, 9], [2, 9]), ([4], [4]), ([4, 6], [4]), ([1, 8], [1, 8])],
     ids=["one", "in two blocks", "first of a block", "first and another", "of the leader's block and first of another"],
 )
-def test_the_ranks_that_did_not_come_are_named_to_all(absent: list[int], named: list[int]) -> None:
+def test_missing_ranks_are_named_on_all_ranks(absent: list[int], named: list[int]) -> None:
     """Of a block whose first rank did not come nothing is known."""
     ended = _stages(11, absent=absent, seconds=0.7)
     came = [rank for rank in range(11) if rank not in absent]
@@ -222,7 +222,7 @@ def test_the_leader_of_a_job_names_them_in_the_error() -> None:
     assert ThreadJob(10, timeout_seconds=0.5).run(of_rank)[0] == (3, 7)
 
 
-def test_an_answer_to_an_earlier_operation_is_none_in_a_block() -> None:
+def test_responses_to_an_earlier_operation_are_ignored() -> None:
     """Rank 5 was restarted, and finds a message for its former process."""
     job = ThreadJob(6, timeout_seconds=_LONG_SECONDS)
 
@@ -285,7 +285,7 @@ def test_a_large_job_saves_and_loads(tmp_path: Path) -> None:
     assert loaded["name"] == "large"
 
 
-def test_what_is_told_can_be_any_json() -> None:
+def test_messages_can_be_any_json() -> None:
     told: list[JSON] = [None, 3, "a\nb", [1, {"b": None}]]
 
     def of_rank(coordinator: Coordinator) -> None:

@@ -66,7 +66,7 @@ def files(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("apart", [[1], [1, 2], [0]])
 @pytest.mark.parametrize("begin", ["save", "save_async"])
-def test_a_save_that_not_all_see_writes_no_array(begin: str, apart: list[int], tmp_path: Path) -> None:
+def test_a_save_without_shared_files_writes_no_array(begin: str, apart: list[int], tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         location = Mounted(directory_of(tmp_path, coordinator.rank, apart=apart) / "step")
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
@@ -86,7 +86,7 @@ def test_a_save_that_not_all_see_writes_no_array(begin: str, apart: list[int], t
     assert not files(tmp_path)
 
 
-def test_every_rank_is_told_of_all_that_do_not_see_it(tmp_path: Path) -> None:
+def test_every_rank_reports_all_ranks_without_access(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         location = Mounted(directory_of(tmp_path, coordinator.rank, apart=[1, 2]) / "step")
         ckptcore.save(
@@ -103,7 +103,7 @@ def test_every_rank_is_told_of_all_that_do_not_see_it(tmp_path: Path) -> None:
         assert any(f"rank {other}: NotSharedError" in note for note in error.__notes__)
 
 
-def test_a_storage_without_directories_is_looked_at_too(tmp_path: Path) -> None:
+def test_object_stores_are_checked_too(tmp_path: Path) -> None:
     class Place(Mounted):
         def __fspath__(self) -> str:
             return f"memory://{tmp_path.name}-{self._path}/step"
@@ -121,7 +121,7 @@ def test_a_storage_without_directories_is_looked_at_too(tmp_path: Path) -> None:
     assert f"memory://{tmp_path.name}-disk1/step on host" in str(found[0])
 
 
-def test_a_claim_that_another_save_left_is_not_that_of_the_leader(tmp_path: Path) -> None:
+def test_a_leftover_claim_does_not_prove_visibility(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
         if coordinator.rank == 2:  # what an earlier job had here, on the disk that this host has now
@@ -133,7 +133,7 @@ def test_a_claim_that_another_save_left_is_not_that_of_the_leader(tmp_path: Path
     assert not np.any(ckptcore.load(tmp_path / "disk 2" / "step")["w"])
 
 
-def test_a_directory_of_steps_is_looked_at_before_there_is_one(tmp_path: Path) -> None:
+def test_a_directory_of_steps_is_checked_before_it_is_created(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
         store = open_directory(directory, runtime_of(ckptcore.Context()).storages)
@@ -145,7 +145,7 @@ def test_a_directory_of_steps_is_looked_at_before_there_is_one(tmp_path: Path) -
     assert files(tmp_path) == []
 
 
-def test_a_checkpointer_agrees_by_the_name_that_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpointer_compares_the_path_given_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links and mounts may lead each host to one directory by another path."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
@@ -169,7 +169,7 @@ def test_a_checkpointer_agrees_by_the_name_that_the_user_gave(tmp_path: Path, mo
     assert len(keys) > SIZE and all(key.startswith("run/") for key in keys)
 
 
-def test_what_is_seen_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_appear_late_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a client of a network file system, which remembers for a while that nothing was there."""
     monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 30.0)
     looked: list[int] = []
@@ -192,7 +192,7 @@ def test_what_is_seen_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ckptcore.verify(tmp_path / "step").ok
 
 
-def test_a_leader_that_cannot_claim_keeps_nobody_looking(tmp_path: Path) -> None:
+def test_an_error_of_the_leader_ends_the_visibility_check(tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "theirs").write_text("")
 
