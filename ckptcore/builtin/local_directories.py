@@ -85,6 +85,7 @@ def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Most directories that are remembered as durable. Beyond this, some are synced twice.
 _MAX_REMEMBERED = 4096
+_CREATE_ATTEMPTS = 1000
 _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_SECONDS = 0.001
 
@@ -106,8 +107,11 @@ class LocalDirectories:
             InvalidLocationError: a symbolic link leads out of the checkpoint.
             StorageError
         """
-        # Another process may remove an empty parent meanwhile: start again.
-        while not self.exists(directory):
+        # Another process may remove an empty parent meanwhile: start again. Some file systems, such as /proc, also
+        # report a missing parent where they do not support new directories, so the attempts are limited.
+        for _ in range(_CREATE_ATTEMPTS):
+            if self.exists(directory):
+                return
             if _is_below(directory, self.root):
                 self.ensure(os.path.dirname(directory))
                 self._make(directory)
@@ -117,6 +121,12 @@ class LocalDirectories:
                 missing.append(above)
             for path in reversed(missing):
                 self._make(path)
+        if not self.exists(directory):
+            raise StorageError(
+                f"cannot create the directory {directory}: the file system reports that its parent is missing, after "
+                f"{_CREATE_ATTEMPTS} attempts. Save to a file system that supports new directories, or end the program "
+                "that removes this directory"
+            )
 
     def exists(self, directory: str) -> bool:
         """Return True if a directory of the storage exists.

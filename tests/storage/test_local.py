@@ -756,3 +756,14 @@ def test_a_relative_location_without_a_working_directory_is_refused(
     with pytest.raises(InvalidLocationError, match="working directory"):
         ckptcore.load("relative")
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_file_system_without_new_directories_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as /proc, where `os.mkdir` reports a missing parent. A save there once never ended."""
+
+    def refuse(path: str, *_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(StorageError, match=r"cannot create the directory .*/run: .* its parent is missing"):
+        ckptcore.save(tmp_path / "run" / "step", {"a": 1})
