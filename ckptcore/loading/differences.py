@@ -106,8 +106,8 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
             "transforms=[DequantizeAsConfigured()] or [Dequantize(...)] of ckptcore.transforms"
         )
     return TreeMismatchError(
-        f"{display} does not match the abstract tree{counted}:{''.join(shown)}\n"
-        "Change the abstract tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
+        f"{display} does not match the requested tree{counted}:{''.join(shown)}\n"
+        "Change the requested tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
         f"that are not to be loaded{allowing}{dequantizing}",
         [difference.line for difference in differences],
     )

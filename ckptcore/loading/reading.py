@@ -363,6 +363,6 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
         if max(stop, taken[key]) > sizes[key]:
             raise CorruptCheckpointError(
                 f"{format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which has {sizes[key]} "
-                "bytes",
+                "bytes: the file is truncated. Restore it, or load another checkpoint",
                 key=key, start=min(sizes[key], stop), stop=stop,
             )  # fmt: skip

@@ -132,8 +132,9 @@ def refuse_existing(step: int, directories: Sequence[StepDirectory]) -> None:
     for directory in directories:
         if step not in directory.broken and directory.is_committed(step):
             raise CheckpointExistsError(
-                f"step {step} is in {directory.display} already, as {directory.name(step)}; pass overwrite=True to "
-                "replace it. If the run was set back, delete it and all later steps, or the next resume loads them"
+                f"{directory.display} already has step {step} ({directory.name(step)}); pass overwrite=True to replace "
+                "it. To continue from an earlier step, first delete this step and all later ones: a resume loads the "
+                "newest"
             )
 
 

@@ -446,8 +446,8 @@ class StepDirectory:
         steps = self.steps()
         there = ", ".join(map(str, steps[-5:])) if steps else "none"
         return (
-            f"there is no committed step {step} in {self.display}; the newest in the last listing are {there}: "
-            "reload() lists it again"
+            f"{self.display} has no committed step {step}; the newest steps when it was last listed: {there}. "
+            "If another process has saved the step since then, call reload()"
         )
 
 

@@ -34,7 +34,7 @@ def evaluate(directory: str, last: int) -> list[int]:
         except ckptcore.CheckpointError as error:
             # It may be deleted between being seen and being pinned, and in no other moment.
             assert isinstance(error, FileNotFoundError), error
-            assert "there is no committed step" in str(error), error
+            assert "has no committed step" in str(error), error
         else:
             seen.append(step)
         if step >= last:

@@ -199,7 +199,7 @@ def test_an_existing_step_is_replaced_only_on_request(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1])
         for _ in range(2):
-            with pytest.raises(CheckpointExistsError, match=r"step 1 is in .*overwrite=True"):
+            with pytest.raises(CheckpointExistsError, match=r"already has step 1 .*overwrite=True"):
                 run.save(1, tree(2))
             with pytest.raises(CheckpointExistsError):
                 run.save_blocking(1, tree(2))
@@ -223,7 +223,7 @@ def test_a_step_is_found_under_any_of_its_names(directory: str) -> None:
         assert f"step_00000010/{'checkpoint.json'}" in keys_of(directory)
     with Checkpointer(directory) as run:
         assert list(run.steps) == [10]
-        with pytest.raises(CheckpointExistsError, match="as step_00000010"):
+        with pytest.raises(CheckpointExistsError, match="already has step 10 .step_00000010"):
             run.save(10, tree(11))
         save_steps(run, [20])
         assert list(run.steps) == [10, 20]
