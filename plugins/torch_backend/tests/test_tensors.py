@@ -538,7 +538,7 @@ def test_build_of_another_shape_or_kind_is_a_mismatch() -> None:
         PLAIN.build(torch.empty(2), record, boxed(np.ones(3, np.float32)))
     with pytest.raises(TreeMismatchError, match="a float is stored"):
         PLAIN.build(torch.empty(()), ValueRecord("float", 1.0), ())
-    with pytest.raises(PluginError, match="read in 0 boxes"):
+    with pytest.raises(PluginError, match="0 boxes were read"):
         PLAIN.build(torch.empty(3), record, ())
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.model import JSON
-from ckptcore.tree.suggestions import NameSuggestions
 from ckptcore_obstore.retrying import RetryPolicy
 from ckptcore_obstore.services import Tuning
 
@@ -85,8 +85,8 @@ def check_options(scheme: str, given: Mapping[str, JSON], options: Mapping[str, 
         option = options.get(name)
         if option is None:
             known = ";\n".join([f"  {name}: {option.meaning}" for name, option in sorted(options.items())])
-            near = NameSuggestions(list(options)).nearest(name)
-            meant = f"; did you mean {near!r}?" if near else "."
+            near = difflib.get_close_matches(name, options, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"Context(storage={{{scheme!r}: ...}}): unknown option {name!r}{meant} Options:\n{known}")
         if (wrong := option.check(value)) is not None:
             raise ValueError(f"Context(storage={{{scheme!r}: {{{name!r}: ...}}}}): {wrong} ({option.meaning})")
