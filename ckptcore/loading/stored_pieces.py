@@ -30,9 +30,9 @@ class BatchSizes:
     """Sizes of batches, in bytes.
 
     Attributes:
-        aim: average size.
+        aim: target for the average size.
         most: maximum size, unless one element is larger.
-        block: batches end at multiples of this offset in an object.
+        block: size of a block. Batches end at multiples of it in an object, if possible.
     """
 
     aim: int
@@ -45,11 +45,12 @@ class StoredPiece:
     """A box of an array, and the location of its bytes.
 
     Attributes:
-        leaf: the array.
+        leaf: the number of the array in the tree.
         box: a box of the array, within one chunk if chunks are known.
         itemsize: bytes per element.
         chunk: the chunk that contains the box; None if unknown.
-        start, stop: the half-open range of its bytes in the object; 0 if unknown.
+        start, stop: the half-open range of its bytes in the object. If the chunk can only be read whole, both are the
+            offset of the chunk; if the chunk is unknown, both are 0.
     """
 
     leaf: int
@@ -87,9 +88,9 @@ class StoredPiece:
         return -(-self.box.size * self.itemsize // ALIGNMENT) * ALIGNMENT
 
     def cut_at(self, position: int) -> tuple[list[StoredPiece], list[StoredPiece]] | None:
-        """Cut the piece at a byte of the object. Returns the pieces before and after it; None if this is impossible.
+        """Cut the piece at an offset in the object. Returns the pieces before and after it; None if this is impossible.
 
-        An element that contains the byte belongs to the second part.
+        If the offset is inside an element, the element belongs to the second part.
         """
         chunk = self.chunk
         if chunk is None or not chunk.is_plain or not self.start < position < self.stop:
@@ -134,11 +135,11 @@ class ChunkLookup:
 
     @property
     def is_plain(self) -> bool:
-        """True if any part of any chunk can be read alone."""
+        """True if parts of every chunk can be read without the rest of it."""
         return all(chunk.is_plain for chunk in self._chunks)
 
     def parts(self, box: Box) -> Iterator[tuple[Box, Chunk]]:
-        """Yield the part of a non-empty box in each chunk, with the chunk."""
+        """Yield the intersection of a non-empty box with each chunk that it intersects, and this chunk."""
         chunks: Sequence[Chunk] = self._chunks
         if chunks and box.start:
             first = bisect.bisect_right(self._starts, box.start[self._axis] - self._longest)
@@ -150,7 +151,7 @@ class ChunkLookup:
 
 
 def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[StoredPiece]:
-    """Cut a box at chunks. Returns one piece with an unknown location if the chunks do not cover the box."""
+    """Cut a box at chunk borders. Returns one piece with an unknown location if the chunks do not cover the box."""
     pieces = [StoredPiece.of(leaf, part, itemsize, chunk) for part, chunk in chunks.parts(box)]
     if sum([piece.box.size for piece in pieces]) != box.size:
         return [StoredPiece(leaf, box, itemsize)]
@@ -182,7 +183,7 @@ def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[lis
         border = near // sizes.block * sizes.block
         is_plain = group[0].chunk is not None and group[0].chunk.is_plain
         if is_plain and group[0].stop <= border:
-            batch.append(group)  # the block ends after it
+            batch.append(group)  # it ends at or before the border where the batch should end
             held += nbytes
             continue
         if (parts := group[0].cut_at(border)) is not None:
@@ -227,7 +228,7 @@ def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
 
 
 def _slack(piece: StoredPiece) -> int:
-    """Return the maximum padding of the parts of a flat range in bytes: at most two parts for each axis."""
+    """Return the maximum padding in bytes after a cut, which makes at most two parts for each axis on each side."""
     return 2 * ALIGNMENT * max(1, len(piece.box.start))
 
 

@@ -1,4 +1,4 @@
-"""The sentence encoder in JAX: functions of a dict of arrays, sharded by tensor parallelism."""
+"""The sentence encoder in JAX: functions that take the weights as a dict, with tensor parallelism."""
 
 # mypy: allow-untyped-calls
 
@@ -19,7 +19,7 @@ from examples.minilm.tokens import Tokens
 __all__ = ["Weights", "embed", "mesh_over", "sharding"]
 
 Weights: TypeAlias = Mapping[str, jax.Array]
-"""The arrays of the network, by the names of Hugging Face."""
+"""The arrays of the network, by their names in the Hugging Face checkpoint."""
 
 _SPLIT_OUTPUTS = ("query.weight", "key.weight", "value.weight", "intermediate.dense.weight")
 _SPLIT_INPUTS = ("output.dense.weight", "word_embeddings.weight")
@@ -34,8 +34,8 @@ def mesh_over(devices: Sequence[jax.Device]) -> Mesh:
 def sharding(mesh: Mesh, name: str) -> NamedSharding:
     """Return the sharding of an array on a mesh with the axis ``model``.
 
-    As in Megatron, each device has some heads and a part of the feed-forward layer; other arrays are replicated.
-    Weights are ``[outputs, inputs]``.
+    Each device has some of the attention heads, and a part of each feed-forward layer, as in Megatron. The word
+    embeddings are split along the hidden axis. Other arrays are replicated. Matrices are ``[outputs, inputs]``.
     """
     axes: tuple[str | None, ...] = ()
     if name.endswith(_SPLIT_OUTPUTS):
@@ -48,7 +48,7 @@ def sharding(mesh: Mesh, name: str) -> NamedSharding:
 
 
 def embed(weights: Weights, tokens: Tokens, sizes: Sizes) -> jax.Array:
-    """Return the vector of each sentence, ``[sentences, hidden]``, of length 1."""
+    """Return a unit vector for each sentence, ``[sentences, hidden]``."""
     vectors: jax.Array = _embed(weights, tokens.numbers, tokens.mask, sizes)
     return vectors
 

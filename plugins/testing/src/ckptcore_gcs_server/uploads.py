@@ -1,4 +1,4 @@
-"""Unfinished uploads: in parts (XML API) and resumable (JSON API)."""
+"""State of uploads: multipart uploads of the XML API, and resumable uploads of the JSON API."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PartUpload:
     Attributes:
         id, bucket, name: the id of the upload, and the bucket and name of the object.
         properties: the properties of the object.
-        parts: bytes and MD5 (hexadecimal) of the parts, by number.
-        begun: start of the upload.
+        parts: the bytes and the hexadecimal MD5 of each part, by part number.
+        begun: time at which the upload started.
     """
 
     id: str
@@ -47,7 +47,7 @@ class PartUpload:
         return tag
 
     def joined(self, named: Sequence[tuple[int, str]]) -> bytes:
-        """Return the bytes of the parts that a client lists by number and tag. Other parts are left out."""
+        """Return the object: the parts that the client lists by number and entity tag. Other parts are ignored."""
         if not named:
             raise invalid("The XML you provided names no part", "MalformedXML")
         numbers = [number for number, _ in named]
@@ -75,9 +75,9 @@ class ResumableSession:
     Attributes:
         id, bucket, name: the id of the session, and the bucket and name of the object.
         properties: the properties of the object.
-        conditions: the conditions of the first request, which are checked at the end.
-        data: the received bytes.
-        done: True when the upload is finished. Further requests get the same response.
+        conditions: preconditions of the request that started the session. They are checked when all bytes are received.
+        data: the received bytes; empty after the upload is finished.
+        done: True when the upload is finished. Further requests, except DELETE, get the properties of the object.
         lock: held by the current request.
     """
 

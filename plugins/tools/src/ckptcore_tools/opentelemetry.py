@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenTelemetryObserver"]
 
 _MAX_OPERATIONS: Final = 64
-"""Limit of open operations, and of finished operations whose late phases still get spans. The oldest are dropped."""
+"""Maximum number of open operations, and of finished ones that are kept for phases that end later. Drops the oldest."""
 
 T = TypeVar("T")
 
@@ -32,8 +32,8 @@ class OpenTelemetryObserver:
       ``ckptcore.operation``, ``ckptcore.location`` and ``ckptcore.rank``, and if known ``ckptcore.step``,
       ``ckptcore.bytes`` and ``ckptcore.save_id``. A failed phase has the status ERROR and the error as description.
       The span of the operation (``ckptcore.save``) is the parent of the spans of its phases. Its own parent is the
-      current span of the thread on which the first phase ended, which is the caller's. The spans are created when
-      the operation has ended.
+      span that is current on the thread where the first phase of the operation ends; in a save, this is the
+      caller's thread. The spans are created when the operation has ended.
     - Histogram ``ckptcore.phase.duration`` (seconds) and counter ``ckptcore.phase.bytes``, by ``ckptcore.phase``,
       ``ckptcore.operation`` and ``ckptcore.failed``. Location, step and rank are left out to limit the number of time
       series.
@@ -88,7 +88,10 @@ class OpenTelemetryObserver:
             _end(span, ended, self._failed)
 
     def _spans(self, event: Event) -> Sequence[tuple[Span, Event]]:
-        """Return the spans to end now: of a finished operation, or of a phase that ended after its operation."""
+        """Create and return the spans to end now, with their events.
+
+        These are the spans of an operation that ended with this event, or of a phase that ended after its operation.
+        """
         if (parent := self._finished.get(event.operation_id)) is not None:
             return [(self._start(event, parent), event)]
         if event.operation_id not in self._open:
@@ -127,7 +130,7 @@ class _OpenOperation:
     """An operation that has not ended.
 
     Attributes:
-        context: the caller's OpenTelemetry context.
+        context: the OpenTelemetry context of the thread where its first phase ended.
         phases: the phases that have ended.
     """
 

@@ -1,9 +1,9 @@
 """Encodes a value as a pickle of protocol 2 or 4. The same value gives the same bytes in every process.
 
 The opcodes are described in ``Lib/pickletools.py`` of CPython. Protocol 2 output uses only opcodes
-that ``torch.load`` accepts with ``weights_only=True``. `pickle.dumps` writes the same bytes for
-plain values if their equal texts are the same object. The encoder uses a work list instead of
-recursion, so the nesting depth is not limited.
+that ``torch.load`` accepts with ``weights_only=True``. For small lists, tuples and dicts of texts,
+integers and floats, the output equals that of `pickle.dumps` if equal texts are the same object.
+The encoder uses a work list instead of recursion, so the nesting depth is not limited.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PLAIN_OPCODES: Final[Mapping[type, Callable[[Any], bytes]]] = {
     bool: _bool_opcode,
     type(None): _none_opcode,
 }
-"""Encoders of values that use neither the memo nor the work list."""
+"""Functions that return the opcodes of a value, for types that need neither the memo nor the work list."""
 
 
 _FLAT: Final = frozenset({int, str, bool, float, type(None), bytes, Global})
@@ -63,7 +63,7 @@ _FLAT: Final = frozenset({int, str, bool, float, type(None), bytes, Global})
 
 
 class _Opcodes:
-    """Opcodes to write."""
+    """An entry of the work list: opcodes to write."""
 
     __slots__ = ("opcodes",)
 
@@ -72,7 +72,7 @@ class _Opcodes:
 
 
 class _Steps:
-    """Several steps, skipped together if their object was already written."""
+    """An entry of the work list: the items, pairs and state of a call. Skipped if the call was already written."""
 
     __slots__ = ("pieces",)
 
@@ -81,7 +81,7 @@ class _Steps:
 
 
 class _Build:
-    """Creates a tuple, frozenset or call from the parts on the reader's stack."""
+    """An entry of the work list: opcodes that build a tuple, set or call from its parts on the reader's stack."""
 
     __slots__ = ("discard", "opcodes", "value")
 
@@ -89,11 +89,11 @@ class _Build:
         self.value = value
         self.opcodes = opcodes
         self.discard = discard
-        """Opcodes that remove the parts from the reader's stack, if one of them already created the value."""
+        """Opcodes that remove the parts from the reader's stack. Used if the value was already written in a cycle."""
 
 
 def _is_flat(value: tuple[Value, ...]) -> bool:
-    """Return whether a tuple contains only values of `_FLAT` types, and tuples of them."""
+    """Return whether a tuple contains only values of `_FLAT` types, and tuples of such values."""
     for each in value:
         if each.__class__ not in _FLAT and (each.__class__ is not tuple or not _FLAT.issuperset(map(type, each))):
             return False
@@ -110,10 +110,11 @@ def _sorted_items(items: Iterable[Value]) -> list[Value]:
 
 
 _BATCH: Final = 1000
-"""Items per APPENDS or SETITEMS. `pickle` uses the same number; it limits the stack of readers."""
+"""Maximum number of items per APPENDS, SETITEMS or ADDITEMS, as in `pickle`. It limits the reader's stack."""
 _FRAME: Final = 64 * 1024
-"""Size from which a frame of protocol 4 ends, in bytes."""
+"""Minimum size at which a frame of protocol 4 is ended, in bytes. The last frame may be smaller."""
 _SMALLEST_FRAME: Final = 4
+"""Minimum size of a body that is written with a FRAME opcode, in bytes."""
 _TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 """EMPTY_TUPLE, TUPLE1, TUPLE2 and TUPLE3."""
 
@@ -123,12 +124,12 @@ def write_pickle(value: Value, *, protocol: int) -> bytes:
 
     A list, dict, tuple, set or `Call` that occurs several times is written once, and is one object
     again after reading. Equal texts, bytes and globals are shared. Sets of texts, of bytes or of
-    numbers are written in sorted order, other sets in iteration order. A `bytearray` is a `Call`,
-    as in the results of `read_pickle`.
+    numbers are written in sorted order, other sets in iteration order. To write a `bytearray`, pass
+    the `Call` that creates it.
 
     Raises:
         UnsupportedLeafError: the value contains something other than a `Value`, or a tuple or `Call`
-            that contains itself.
+            that contains itself, except through a list, a dict, or the items or state of a `Call`.
         ValueError: the protocol is not supported.
     """
     if protocol not in (2, 4):
@@ -146,10 +147,10 @@ class _Encoder:
         self._protocol = protocol
         self._parts: list[bytes] = []
         self._done: list[bytes] = []
-        self._memo: dict[object, int] = {}  # by id() of containers and calls; by (type, value) of other values
-        self._open: dict[int, int] = {}
+        self._memo: dict[object, int] = {}  # keys: id() of containers and calls, (type, value) of other values
+        self._open: dict[int, int] = {}  # size of the memo when `_enter` was called, by id()
         self._todo: list[Any] = []
-        self._kept: list[object] = []  # objects created here whose id() is in the memo; keeps the ids unique
+        self._kept: list[object] = []  # keeps the encoder's own objects alive, so that their id() is not reused
         self._writers: dict[type, Callable[[Any], None]] = {
             str: self._text,
             int: self._plain,
@@ -228,10 +229,10 @@ class _Encoder:
             self._parts.append(b"q%c" % index if index < 256 else b"r" + index.to_bytes(4, "little"))
 
     def _enter(self, value: Any) -> None:
-        """Record that the parts of a value are being written, and reject a value that contains itself.
+        """Record that the parts of a value will be written. Raise an error if the value contains itself.
 
-        A cycle through a list, dict or call is allowed: that object is in the memo before its items
-        are written.
+        A cycle through a list, a dict, or the items or state of a call is allowed, because that object
+        is in the memo before them. So the memo grows in each round of such a cycle.
         """
         size = len(self._memo)
         if self._open.get(id(value)) == size:
@@ -244,11 +245,11 @@ class _Encoder:
         value = made.value
         self._open.pop(id(value), None)
         index = self._memo.get(id(value))
-        if index is not None:  # one of its parts contains the value, and wrote it
+        if index is not None:  # a cycle: one of the parts contains the value, and already wrote it
             self._parts.append(made.discard)
             self._recall(id(value))
             if value.__class__ is Call:
-                del self._todo[-1]  # its items and state were written too
+                del self._todo[-1]  # skip its items and state, which were already written
             return
         self._parts.append(made.opcodes)
         self._memoize(id(value))
@@ -277,7 +278,7 @@ class _Encoder:
             else:
                 self._parts.append(self._counted(b"B", b"\x8e", value))
             self._memoize(name)
-        else:  # empty bytes too: Python would call ``bytes``, which torch rejects with weights_only=True
+        else:  # `pickle` calls ``bytes`` if it is empty, which torch rejects with weights_only=True
             self._reduce(name, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
 
     def _counted(self, opcode: bytes, long_opcode: bytes, body: bytes) -> bytes:
@@ -295,10 +296,12 @@ class _Encoder:
         self._reduce(None, Global(module, "complex"), (value.real, value.imag))
 
     def _reduce(self, name: object, function: Global, arguments: tuple[Value, ...]) -> None:
-        """Write a call that builds a value without an opcode, from arguments that are not containers.
+        """Write a function call that builds a value for which there is no opcode.
 
         Args:
-            name: name of the value in the memo; None to write it again at each use.
+            name: key of the value in the memo; None to write the value again at each use.
+            function: the function to call.
+            arguments: at most two values that are not containers.
         """
         if name is not None and self._recall(name):
             return
@@ -310,7 +313,7 @@ class _Encoder:
         if arguments:
             self._parts.append(b"\x86" if len(arguments) == 2 else b"\x85")
             if name is not None:
-                self._memoize((tuple, name))  # never used; `pickle` does the same, and the bytes must be equal
+                self._memoize((tuple, name))  # never recalled; keeps the memo numbers equal to those of `pickle`
         self._parts.append(b"R")
         if name is not None:
             self._memoize(name)
@@ -445,7 +448,13 @@ class _Encoder:
         self._todo.extend(work)
 
     def _batches(self, items: Iterable[Any], one: bytes, many: bytes) -> list[Any]:
-        """Return the work that adds items, or pairs, to the container on the reader's stack."""
+        """Return work list entries that add items, or pairs, to the container on the reader's stack.
+
+        Args:
+            items: the items, or pairs if `many` is SETITEMS.
+            one: opcode that adds a single item or pair.
+            many: opcode that adds the items or pairs after a MARK.
+        """
         rows: Sequence[Any] = list(items)
         if not rows:
             return []

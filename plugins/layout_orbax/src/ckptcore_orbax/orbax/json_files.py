@@ -1,4 +1,7 @@
-"""JSON documents written by other software: parsing and validation."""
+"""JSON files of a checkpoint: parsing, validation and encoding.
+
+`key` is the key of the file, and `what` describes the checked part of it. Both are for error messages.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,10 @@ def encode_json(document: JSON) -> bytes:
 
 
 def expect_type(found: JSON, kind: type[T], key: str, what: str) -> T:
-    """Return `found` if it has this type; a bool does not count as an int.
+    """Return `found` if it has the type `kind`. A bool does not count as an int.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: it has another type.
     """
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
         raise unexpected(key, f"a {kind.__name__} as {what}", found)
@@ -59,7 +62,7 @@ def expect_object(found: JSON, key: str, what: str) -> dict[str, JSON]:
     """Return `found` if it is a JSON object.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: it is not.
     """
     if not isinstance(found, dict):
         raise unexpected(key, f"an object as {what}", found)
@@ -70,7 +73,7 @@ def expect_text(found: JSON, key: str, what: str) -> str:
     """Return `found` if it is text without lone surrogates, which names cannot contain.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: it is not.
     """
     text = expect_type(found, str, key, what)
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
@@ -79,10 +82,10 @@ def expect_text(found: JSON, key: str, what: str) -> str:
 
 
 def expect_shape(found: JSON, key: str, what: str) -> tuple[int, ...]:
-    """Return `found` if it is the shape of an array.
+    """Return `found` if it is the shape of an array, with at most 64 axes.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: it is not.
     """
     shape = expect_counts(found, key, what)
     if len(shape) > 64:
@@ -94,7 +97,7 @@ def expect_counts(found: JSON, key: str, what: str) -> tuple[int, ...]:
     """Return `found` if it is a list of non-negative integers below 2**63.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: it is not.
     """
     numbers = expect_type(found, list, key, what)
     for number in numbers:
@@ -104,7 +107,7 @@ def expect_counts(found: JSON, key: str, what: str) -> tuple[int, ...]:
 
 
 def unexpected(key: str, expected: str, found: object) -> CorruptCheckpointError:
-    """Return the error for unexpected content of a file."""
+    """Return an error for a file whose content is not as expected."""
     return CorruptCheckpointError(
         f"{key}: expected {expected}, found {str(found)[:80]!r}. The file is damaged, or something else wrote it",
         key=key,
