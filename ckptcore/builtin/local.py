@@ -48,10 +48,13 @@ from ckptcore.protocols import (
 __all__ = ["LocalStorage", "LocalWriter", "open_local"]
 
 _TEMPORARY_PREFIX: Final = ".ckptcore-put-"
-"""Prefix of files that a put has not renamed yet. No object may have such a name."""
+"""Name prefix of the temporary files of `put`. No object may have such a name."""
 
 _LEAST_ALLOCATED_BYTES: Final = 1 << 20
-"""Files from this size are allocated before they are written: faster, and a full disk is found early."""
+"""Files of at least this size are allocated before they are written.
+
+This makes the writes faster, and reports a full disk early.
+"""
 
 
 def open_local(url: str, options: StorageOptions) -> LocalStorage:
@@ -70,7 +73,7 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
         path = "/" + unquote(rest, errors="surrogateescape")
     if not path or "\0" in path:
         raise InvalidLocationError(f"{url!r} is not a path of a directory: it is empty or has a NUL character")
-    # Not abspath: `link/..` is not the directory of the link.
+    # Do not use abspath: if `link` is a symbolic link, `link/..` is the parent of its target.
     path = path if path.startswith("/") else os.path.join(working_directory(), path)
     return LocalStorage(path if ".." not in path.split("/") else os.path.realpath(path), options)
 
@@ -78,7 +81,8 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
 class LocalStorage(StorageBackend):
     """The files below a directory. Thread-safe. Also implements `AtomicDirectories`.
 
-    Files of a put whose process was killed are not listed, and are deleted with their directory.
+    A process that is killed during `put` may leave a temporary file. It is not listed, and
+    `delete_directory` deletes it with its directory.
     """
 
     def __init__(self, directory: str, options: StorageOptions) -> None:
@@ -193,7 +197,7 @@ class LocalStorage(StorageBackend):
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Start a file that is written in pieces. Removes an existing file first, so that its readers keep it."""
+        """Start a file that is written in pieces. Unlinks an existing file first: its readers keep its content."""
         path = self._new_path(key)
         self._directories.check_parent(path)
         try:
@@ -246,7 +250,7 @@ class LocalStorage(StorageBackend):
             self._directories.remove_empty(directory)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Make files durable that other code wrote, and the directories that contain them."""
+        """Make existing files, which other code wrote, and their directories durable."""
         paths = [self._checked_path(key) for key in keys]
         directories: set[str] = set()
         for path in paths if self._durable else ():
@@ -280,7 +284,10 @@ class LocalStorage(StorageBackend):
     # --- AtomicDirectories
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """Create a directory if needed, and lock it until the lock is closed or the process ends; None if locked."""
+        """Create a directory if needed, and lock it. Return None if it is already locked.
+
+        The lock lasts until it is closed or the process ends.
+        """
         path = self._path(key)
         while True:
             self._directories.ensure(path)
@@ -293,7 +300,10 @@ class LocalStorage(StorageBackend):
                 raise local_error(error, "lock the directory", path) from error
 
     def rename(self, source: str, destination: str) -> None:
-        """Rename a directory atomically; durable if the storage is. Replaces only an empty directory."""
+        """Rename a directory atomically; durable if the storage was opened durable.
+
+        Replaces only an empty directory.
+        """
         old, new = self._checked_path(source), self._path(destination)
         _expect_directory(old)
         self._directories.ensure(os.path.dirname(new))
@@ -310,7 +320,7 @@ class LocalStorage(StorageBackend):
             self._sync_both(new, old)
 
     def exchange(self, first: str, second: str) -> None:
-        """Exchange two directories atomically; durable if the storage is."""
+        """Exchange two directories atomically; durable if the storage was opened durable."""
         paths = self._checked_path(first), self._checked_path(second)
         for path in paths:
             _expect_directory(path)
@@ -327,7 +337,10 @@ class LocalStorage(StorageBackend):
             self._directories.make_durable(directory)
 
     def sync_directory(self, key: str) -> None:
-        """Make the name of a directory durable, and all names in it and in directories below it."""
+        """Make the name of a directory durable, and all names in it and in its subdirectories.
+
+        Does not sync the contents of files.
+        """
         path = self._directory_path(key)
         self._directories.check_parent(path)
         _expect_directory(path)
@@ -434,7 +447,8 @@ class LocalWriter:
         self._status = os.fstat(descriptor)
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
-        # Thread identifiers of running writes. An interrupted thread may leave its identifier; its `abort` removes it.
+        # Identifiers of threads that are writing. A thread that is interrupted may leave its
+        # identifier here. It removes the identifier when it calls `finish` or `abort`.
         self._writing: set[int] = set()
 
     def write_at(self, offset: int, data: Buffer) -> None:

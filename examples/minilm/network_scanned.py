@@ -1,4 +1,4 @@
-"""The same encoder in the form of Flax: one array for all layers, and kernels as ``[inputs, outputs]``."""
+"""The sentence encoder in JAX with weights as in Flax: stacked layers, and kernels as ``[inputs, outputs]``."""
 
 # mypy: allow-untyped-calls
 
@@ -23,7 +23,10 @@ _SPLIT_OUTPUTS = ("query", "key", "value", "intermediate")
 
 
 def sharding(mesh: Mesh, path: tuple[str, ...]) -> NamedSharding:
-    """Return the sharding of an array on a mesh with the axis ``model``, as in `examples.minilm.network_jax`."""
+    """Return the sharding of an array on a mesh with the axis ``model``.
+
+    Layers are sharded as in `examples.minilm.network_jax`. Arrays outside of layers are replicated.
+    """
     axes: tuple[str | None, ...] = ()
     if path[-1] == "kernel" and "layers" in path:
         axes = (None, None, "model") if path[-2] in _SPLIT_OUTPUTS else (None, "model", None)
@@ -33,7 +36,7 @@ def sharding(mesh: Mesh, path: tuple[str, ...]) -> NamedSharding:
 
 
 def embed(weights: Weights, tokens: Tokens, sizes: Sizes) -> jax.Array:
-    """Return the vector of each sentence, ``[sentences, hidden]``, of length 1."""
+    """Return the vector of each sentence, normalised to length 1: an array ``[sentences, hidden]``."""
     vectors: jax.Array = _embed(weights, tokens.numbers, tokens.mask, sizes)
     return vectors
 

@@ -1,10 +1,11 @@
-"""Stored forms of an optimizer's state by names, and conversions between them.
+"""Stored forms of an optimizer's state that identify parameters by name, and their conversions.
 
 The forms differ in how they store the groups. All store the state of each parameter under its name.
 
 - nested: a list of groups, ``[{option: value, ..., "params": names}]``, the default of torch.
-- by name: ``{name: {option: value}}``. Mappings of processes with different parameters merge by key.
-  If a layout joins keys by dots, as ``dcp`` does, the result has the keys of the flat form.
+- by name: ``{name: {option: value}}``. If processes hold different parameters, their mappings have
+  different keys and can be merged. If a layout joins keys by dots, as ``dcp`` does, the result has
+  the keys of the flat form.
 - flat: torch with ``flatten_optimizer_state_dict=True``. Keys are ``state.<parameter>.<slot>`` and
   ``param_groups.<parameter>.<option>``. Every option is repeated for each parameter. A slot that is
   a dict is flattened with further dots (torch 2.13.0, ``checkpoint/state_dict.py``).
@@ -67,7 +68,10 @@ class OptionsByName:
     """The form by name: ``{"state": {name: slots}, "param_groups": {name: {option: value}}}``."""
 
     def nested(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the nested form, with a group for each parameter. Keeps invalid options, which cause an error."""
+        """Return the nested form, with a group for each parameter.
+
+        Keeps invalid options: a later check rejects them.
+        """
         groups = [
             {**options, "params": [name]} if isinstance(options, Mapping) else options
             for name, options in state[_GROUPS].items()
@@ -95,7 +99,7 @@ class _FlatKeys:
         """Return the nested form, with one group for each parameter.
 
         Raises:
-            TreeMismatchError: if an entry and other entries, which form a dict, have the same key.
+            TreeMismatchError: if one key extends another, as ``state.w.x.y`` extends ``state.w.x``.
         """
         parts: dict[str, dict[str, Any]] = {_STATE: {}, _GROUPS: {}}
         for key, (section, name, path) in self.paths.items():
@@ -109,7 +113,7 @@ class _FlatKeys:
         return {_STATE: parts[_STATE], _GROUPS: groups}
 
     def as_stored(self, nested: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the flat form of a nested state dict, such as a result of `nested`."""
+        """Return the flat form of a nested state dict whose groups have one parameter each, as from `nested`."""
         groups = {group["params"][0]: group for group in nested[_GROUPS]}
         found: dict[str, Any] = {}
         for key, (section, name, path) in self.paths.items():
@@ -204,7 +208,7 @@ def _parameters(group: object) -> Sequence[Any]:
 
 
 def _replace_parameters(group: Any, names: list[Any]) -> Any:
-    """Return a group with other parameters. Keep an invalid group, so that it causes an error."""
+    """Return a group with other parameters. Keep an invalid group: a later check rejects it."""
     return {**group, "params": names} if isinstance(group, Mapping) and isinstance(group.get("params"), list) else group
 
 

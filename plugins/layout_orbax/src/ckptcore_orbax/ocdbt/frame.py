@@ -1,4 +1,4 @@
-"""Frames: the envelope of each manifest and node of a database.
+"""Frames: header and checksum around the body of each manifest and node of an OCDBT database.
 
 ``magic u32 big endian | length u64 LE of the whole frame | version varint 0 | compression varint |
 body | crc32c u32 LE of all preceding bytes``.
@@ -28,19 +28,24 @@ _MIN_BYTES: Final = HEAD_BYTES + 2 + _FOOT_BYTES
 _ALWAYS_ALLOWED_BODY: Final = 4 << 20
 _MAX_GROWTH: Final = 1000
 _MAX_BODY: Final = (1 << 31) - 1
-"""Limit for decompressed bodies: `_ALWAYS_ALLOWED_BODY` bytes or `_MAX_GROWTH` times the compressed size, at
-most `_MAX_BODY`. zstd expands by up to 30,000; similar keys compress about 100 times.
+"""Limit for the size of a decompressed body, because zstd can expand its input up to 30,000 times.
+
+The limit is the larger of `_ALWAYS_ALLOWED_BODY` and `_MAX_GROWTH` times the compressed size, but
+at most `_MAX_BODY`. Nodes with similar keys compress only about 100 times.
 """
 
 _SLICE: Final = 1024
-"""Input bytes per step. They expand to at most 32 MiB: a zstd block of at least 4 bytes expands to 128 KiB or less."""
+"""Compressed bytes per step of the decompression.
+
+A step yields at most 32 MiB: a zstd block has at least 4 bytes and expands to at most 128 KiB.
+"""
 
 
 def frame_length(head: bytes, magic: bytes, byte_range: ByteRange) -> int:
     """Return the length of a frame from its first bytes, `HEAD_BYTES` or more.
 
     Raises:
-        CorruptCheckpointError: the data is not such a frame.
+        CorruptCheckpointError: the data is too short, or does not begin with `magic`.
     """
     if len(head) < HEAD_BYTES:
         raise byte_range.damage_error(f"it ends after {len(head)} bytes, within the first {HEAD_BYTES}")
@@ -87,7 +92,7 @@ def decode_frame(data: bytes, magic: bytes, byte_range: ByteRange) -> bytes:
 
 
 def encode_frame(body: bytes, magic: bytes) -> bytes:
-    """Return a frame with an uncompressed body. Readers accept it whatever compression the database states."""
+    """Return a frame with an uncompressed body. Readers accept it even if the database states a compression."""
     total = len(body) + _MIN_BYTES
     encoded = b"".join((magic, total.to_bytes(8, "little"), b"\0\0", body))
     return encoded + crc32c_of(encoded).to_bytes(_FOOT_BYTES, "little")
@@ -101,7 +106,7 @@ def _decompress(data: memoryview, byte_range: ByteRange) -> bytes:
             raise byte_range.damage_error(
                 f"its {len(data)} bytes would decompress to {stated}, expected at most {limit}"
             )
-        # tensorstore streams larger nodes, whose frames do not state their size.
+        # tensorstore compresses large nodes as a stream, whose zstd header states no decompressed size.
         decompressor = zstandard.ZstdDecompressor().decompressobj()
         pieces = []
         total = 0

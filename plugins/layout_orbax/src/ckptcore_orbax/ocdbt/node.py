@@ -5,9 +5,12 @@ subtree_common_prefix_len[n] (interior only) | suffixes``. Then in a leaf ``valu
 u8[n] (0 inline, 1 indirect) | file_id[] | offset[] (both only for indirect values) | inline
 values``, and in an interior node ``file_id[n] | offset[n] | length[n] | num_keys[n] | tree_bytes[n]
 | indirect_bytes[n]``. The documentation says that the kind of a value is a varint; tensorstore
-writes a byte. Keys ascend strictly, bytewise. Stored keys omit the prefix that all keys of the
-subtree share. For a child, the prefix is ``key[: length of its parent's prefix +
-subtree_common_prefix_len]``; for the root, it is empty.
+writes a byte.
+
+Keys ascend strictly, bytewise. A key is stored as the number of bytes that it shares with the
+previous key (``prefix_len``), and the rest (``suffixes``). In addition, each node omits a prefix
+from all its keys. The prefix of the root is empty. The prefix of a child is its parent's prefix
+followed by the first ``subtree_common_prefix_len`` bytes of the child's key in the parent.
 """
 
 from __future__ import annotations
@@ -51,14 +54,17 @@ MAX_INLINE_BYTES: Final = 1 << 20
 
 _ALWAYS_ALLOWED_KEYS: Final = 4 << 20
 _MAX_GROWTH: Final = 64
-"""Limit for the keys of a node: `_ALWAYS_ALLOWED_KEYS` bytes (Orbax limits a node to 100 MB), or
-`_MAX_GROWTH` times its body.
+"""Limit for the total size of a node's keys: shared prefixes can make them much larger than the body.
+
+The limit is the larger of `_ALWAYS_ALLOWED_KEYS` bytes and `_MAX_GROWTH` times the body's size.
 """
 
 _ALWAYS_ALLOWED_ENTRIES: Final = 1 << 14
 _MAX_ENTRIES: Final = 16
-"""Limit for the entries of a node: `_ALWAYS_ALLOWED_ENTRIES`, or `_MAX_ENTRIES` per byte in the file. An
-entry has 5 bytes before compression, and takes 30 times as much memory.
+"""Limit for the number of entries of a node, because an entry may have only 5 bytes before
+compression, but takes about 150 bytes of memory.
+
+The limit is the larger of `_ALWAYS_ALLOWED_ENTRIES` and `_MAX_ENTRIES` per byte in the file.
 """
 
 _ENTRY_BYTES: Final = 150
@@ -147,7 +153,7 @@ class InteriorNode:
 
     Attributes:
         keys: lower bound of the keys of each child, ascending; above all keys of the previous child.
-        prefixes: number of bytes of the key that all keys of the child share.
+        prefixes: number of leading bytes of each key that all keys of its child share.
         children: locations of the nodes.
     """
 

@@ -103,7 +103,7 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (StoragePermissionError, ExitCode.PERMISSION),
     (StorageThrottledError, ExitCode.THROTTLED),
     (StorageTimeoutError, ExitCode.TIMEOUT),
-    (ObjectNotFoundError, ExitCode.CORRUPT),  # the root names an object that does not exist
+    (ObjectNotFoundError, ExitCode.CORRUPT),  # the checkpoint refers to a missing object
     (UnsupportedVersionError, ExitCode.UNSUPPORTED),
     (UnsupportedLeafError, ExitCode.UNSUPPORTED),
     (UnsupportedKeyError, ExitCode.UNSUPPORTED),
@@ -217,7 +217,8 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
         return ExitCode.INTERRUPTED
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
-            # The reader of the pipe has exited, as in `| head`. Python flushes stdout again at exit, here to /dev/null.
+            # The reader of the pipe has exited, as in `| head`. Redirect stdout to /dev/null, because
+            # Python flushes it again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)
@@ -227,7 +228,7 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
             return _report_bug(error, as_json=as_json)
         # A storage refuses unknown options with a ValueError when it is opened.
         return _report_failure(error, ExitCode.USAGE, f"--option: {error}", as_json=as_json, debug=debug)
-    except Exception as error:  # noqa: BLE001  # without this, Python would exit with 1: "found differences"
+    except Exception as error:  # noqa: BLE001  # otherwise Python would exit with 1, the code for differences
         return _report_bug(error, as_json=as_json)
 
 
@@ -237,7 +238,7 @@ def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
 
 
 def _error_text(error: Exception) -> str:
-    """Return the message of an error, with its remedies in the language of the shell."""
+    """Return the message of an error, with shell options and commands in place of Python remedies."""
     text = str(error) or type(error).__name__
     for python, shell in _SHELL_REMEDIES:
         text = python.sub(shell, text)
