@@ -1,4 +1,4 @@
-"""Conversion of shardings to notes of an array and back."""
+"""Conversion between shardings and the notes (JSON metadata) of an array record."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
     The first form can have ``devices``: the ids of the devices in the order of the mesh, last axis
     fastest. It is omitted if the ids are 0, 1, 2 and so on. The first form can also have
     ``axis_types``: a list of ``Auto``, ``Explicit`` and ``Manual``. It is omitted if all are
-    ``Auto``, or if JAX has no axis types. A device has the name that JAX prints, as in Orbax.
+    ``Auto``, or if JAX has no axis types. ``device`` is the device as JAX prints it, as in Orbax.
 
-    A list of ids needs about five bytes per device, once for each different sharding, because a
-    checkpoint stores equal notes once. That is 0.3 kB for 64 devices, 20 kB for 4096, and 0.2 MB of
-    the root for ten shardings over 4096. Random keys store their notes separately. `jax.make_mesh`
-    reorders devices only on TPUs. A `jax.sharding.Mesh` over `jax.devices()` in order needs no
-    list.
+    A list of ids needs about five bytes per device: 0.3 kB for 64 devices, 20 kB for 4096. A
+    checkpoint stores equal notes once, so ten different shardings over 4096 devices take 0.2 MB.
+    Random keys have additional notes, so their lists are stored again. `jax.make_mesh` reorders
+    devices only on TPUs. A `jax.sharding.Mesh` over `jax.devices()` in order needs no list.
 
-    All processes of a job return the same notes: for an array on devices of one process, the notes
-    name the devices of process 0 at the same positions. Thread-safe. Equal shardings return the
-    same object.
+    All processes of a job return the same notes. If all devices of a sharding belong to one
+    process, the notes name the corresponding devices of process 0 instead: its first device for the
+    first device of the other process, and so on. Thread-safe. Equal shardings return the same
+    object.
     """
     notes: dict[str, JSON] = {"sharding": _sharding_to_json(sharding)}
     kind = sharding.memory_kind
@@ -81,10 +81,10 @@ def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
 def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device] | None = None) -> Sharding | None:
     """Return the sharding in the notes of a record, on the available devices.
 
-    A mesh consists of the devices with the stored ids. If some ids are missing but there are enough
-    devices, it consists of the first of `devices`, in the order of the ids. A single-device
-    sharding uses the device of that name, or else the first device. If all stored devices belong to
-    one process, the result uses devices of the calling process.
+    A mesh consists of the devices with the stored ids. If no device has one of the ids, the first
+    of `devices` are used instead: the first for the smallest id, and so on. A single-device
+    sharding uses the device with the stored name, or else the first device. If all these devices
+    belong to one process, the corresponding devices of the calling process are used, if they exist.
 
     Args:
         notes: notes of a `ckptcore.model.ArrayRecord`, from any version and any plugin. They can be
@@ -93,7 +93,8 @@ def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device]
 
     Returns:
         The sharding, with the default memory kind if the devices lack the stored one. None if there
-            are too few devices, or if the notes are malformed or of another class.
+            are too few devices, or if the notes are malformed or describe another class of
+            sharding.
     """
     noted = notes.get("sharding")
     if not isinstance(noted, Mapping):
@@ -145,8 +146,8 @@ def _device_name(device: Any) -> str:
 
 
 def _default_memory_kind(sharding: Sharding) -> str | None:
-    # Use a device of this process, because some versions of JAX know the memory kinds only of
-    # these. All processes must return the same notes.
+    # Use a device of this process: some versions of JAX do not know the memory kinds of other
+    # processes' devices, and the notes would then differ between processes.
     device: Any = next(iter(sharding.addressable_devices), None) or jax.local_devices()[0]
     try:
         return str(device.default_memory().kind)
@@ -228,7 +229,7 @@ def _partition_spec(noted: JSON, axes: Mapping[str, JSON]) -> PartitionSpec | No
 
 
 def _mesh_devices(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the devices of a mesh in order, or None for invalid ids or too few devices."""
+    """Return the devices of a mesh in order, or None for invalid ids. Expects at least `count` devices."""
     if ids is None:
         ids = list(range(count))
     if not isinstance(ids, list | tuple) or len(ids) != count or any(type(one) is not int for one in ids):

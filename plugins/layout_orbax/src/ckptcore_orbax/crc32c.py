@@ -48,10 +48,10 @@ class _Crc32c:
 
         Takes a few microseconds.
         """
-        # The initial and final XOR of a checksum cancel out, so appending n bytes multiplies by
-        # x^(8 n) and adds their checksum.
-        # The length is processed byte by byte: there are few distinct bytes, and building a table
-        # costs 100 times its use.
+        # The initial and final XOR of the checksums cancel out, so appending n bytes multiplies
+        # the first checksum by x^(8 n) and XORs it with the second.
+        # Multiply once for each nonzero byte of the length: different lengths then share cached
+        # tables. Building a table takes hundreds of times longer than using it.
         shift = 0
         while second_bytes >> shift:
             if part := second_bytes >> shift & 0xFF:
@@ -60,7 +60,7 @@ class _Crc32c:
         return first ^ second
 
     def _appended(self, first: int, nbytes: int) -> int:
-        """Return the checksum of a byte range followed by zeros, without the initial and final XOR."""
+        """Return ``first * x ** (8 * nbytes)`` modulo the polynomial."""
         low, high = first & 0xFFFF, first >> 16
         table = _appending(nbytes)
         return (
@@ -88,7 +88,7 @@ CRC32C: Final[Checksum] = _Crc32c()
 
 @lru_cache(maxsize=1024)
 def _appending(nbytes: int) -> tuple[int, ...]:
-    """Return the tables for appending bytes: 16 products for each nibble of a checksum, lowest first."""
+    """Return ``x ** (8 * nbytes)`` times each value (0 to 15) of each nibble of a checksum, lowest nibble first."""
     factor = _power(nbytes)
     # Products of the 32 single bits; x^0 is bit 31.
     bits = [factor] * 32

@@ -14,7 +14,7 @@ from ckptcore_orbax.zarr.formats import ArrayFormat, Compression
 __all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "expect_blosc_size", "is_blosc"]
 
 _Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
-"""Name and configuration; None for a configuration with unknown members."""
+"""Name and configuration. The configuration is None if the codec has members other than these two."""
 
 _INDEX_CODECS: Final[Sequence[JSON]] = (
     {"name": "bytes", "configuration": {"endian": "little"}},
@@ -24,7 +24,7 @@ _INDEX_CODECS: Final[Sequence[JSON]] = (
 
 @dataclass(frozen=True, slots=True)
 class ChunkCodecs:
-    """Properties of a codec chain, with which chunks can be read without running its codecs.
+    """Properties of a codec chain that readers need to find and read inner chunks.
 
     Attributes:
         inner, sharded, index_at, index_checksum, direct, checksum: as in `ArrayFormat`.
@@ -56,7 +56,7 @@ def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCod
 
 
 def _last_compressor(value: JSON) -> str:
-    """Return the codec that produces the bytes of a chunk, ignoring checksums after it. The chain is valid."""
+    """Return the name of the last codec that is not a checksum. The chain must be valid."""
     names = [name for name, _ in _chain(value)]
     while len(names) > 1 and names[-1] == "crc32c":
         names.pop()
@@ -139,7 +139,7 @@ def _without_identities(chain: list[_Codec], axes: int) -> list[_Codec]:
 
 
 def _raw(chain: list[_Codec], itemsize: int) -> Literal["plain", "checksum"] | None:
-    """Return whether elements are raw little endian, and whether a CRC32C follows; None if not raw."""
+    """Return ``plain`` for raw little-endian elements, ``checksum`` if a CRC32C follows them, else None."""
     if not chain or chain[0][0] != "bytes":
         return None
     endian = chain[0][1]
@@ -176,13 +176,16 @@ def _sharding(configuration: dict[str, JSON], chunk: tuple[int, ...], itemsize: 
 
 
 _SIZE: Final = slice(4, 8)
-"""Position of the uncompressed size in a chunk, little endian (c-blosc 1, README_CHUNK_FORMAT)."""
+"""Position of the uncompressed size in a blosc chunk, little endian (c-blosc 1, README_CHUNK_FORMAT)."""
 
 
 def is_blosc(inner: ArrayFormat) -> bool:
-    """Return whether blosc directly produced the read chunks of an array from `inner_array`.
+    """Return whether a chunk of this format begins with a blosc header.
 
-    Returns False if another codec or a nested shard index encloses them, which hides their header.
+    False if another compressor or a nested shard encloses the blosc data and hides its header.
+
+    Args:
+        inner: the format of one inner chunk, from `inner_array`.
     """
     if inner.zarr_format == 3:
         return _last_compressor(inner.document["codecs"]) == "blosc"
@@ -191,10 +194,10 @@ def is_blosc(inner: ArrayFormat) -> bool:
 
 
 def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:
-    """Reject a read chunk whose header states more bytes than a read chunk has; it may state up to 2 GiB.
+    """Reject a chunk whose blosc header states a larger uncompressed size than that of an inner chunk.
 
-    tensorstore 0.1.86 checks this only after decoding, and aborts the process if memory is
-    insufficient.
+    A header can state up to 2 GiB. tensorstore 0.1.86 checks the size only after decoding, and
+    aborts the process if memory is insufficient.
 
     Args:
         inner: format from `inner_array`, for which `is_blosc` holds.
