@@ -16,7 +16,7 @@ from benchmarks.setting import Setting
 __all__ = ["TABLE_HEAD", "PageCache", "Row", "write_report"]
 
 TABLE_HEAD: Final = f"{'case':44} {'contender':38} {'median':>11} {'ratio':>7} {'spread':>6}"
-"""The head of the table that `Row.line` continues."""
+"""The header of the table. `Row.line` returns its rows."""
 
 _DISTRIBUTIONS: Final = (
     "ckptcore", "numpy", "torch", "jax", "safetensors", "orbax-checkpoint", "tensorstore", "transformers", "obstore",
@@ -59,16 +59,16 @@ class Row:
 
     Attributes:
         case: what was measured.
-        contender: whose number it is.
+        contender: the measured alternative, such as ``dcp.save``.
         median: the median of the rounds, in `unit`.
         unit: ``s``, ``B``, or the name of what is counted.
         ratio: median over the rounds of the contender's time divided by ckptcore's. Above 1, ckptcore is faster.
         spread: interquartile range of the rounds divided by their median.
         cpu: median of the processor time of this process, in seconds.
-        nbytes: bytes that were moved in the time; 0 if the time does not depend on them.
-        target: the number that is required, in words; empty if none is.
+        nbytes: bytes that one run moves, for the speed in `line`; 0 if no speed is shown.
+        target: the required limit as text; empty if there is none.
         reached: False if the target was missed.
-        page_cache: medians before each run of a case that writes.
+        page_cache: state before a run that writes, as medians over the rounds; None if not recorded.
         note: other findings.
     """
 
@@ -137,7 +137,7 @@ def _processor() -> str:
 
 
 def _file_system(directory: Path) -> str:
-    """Return the type of the file system of a directory; that of the longest mount point above it."""
+    """Return the type of the file system of a directory. The longest mount point that contains it decides."""
     path, found = Path("/proc/mounts"), ("", "unknown")
     here = directory.resolve()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():

@@ -32,11 +32,11 @@ _TIED: Final = {5: 0}
 
 @dataclass(frozen=True)
 class _CutTrial(Trial):
-    """A trial whose arrays are divided into runs, and whose objects are assigned to processes in turn.
+    """A trial that writes arrays in pieces. The objects are assigned to the processes in turn.
 
     Attributes:
-        objects: the leaves of each object.
-        most_bytes: maximum size of a run.
+        objects: the leaves in each object, from `Layout.arrays_by_object`.
+        most_bytes: maximum size of a piece, as in `cut_flat_ranges`.
     """
 
     objects: Sequence[Sequence[int]] = ()
@@ -57,7 +57,7 @@ class LayoutPiecesTests:
     """Tests of a layout that writes arrays in pieces, in addition to `LayoutTests`. Subclass it and define `layout`."""
 
     def layout(self) -> Layout:
-        """Return the layout, with options for small chunks and files, so that small arrays cross all boundaries."""
+        """Return the layout, with options for small chunks and files, so that the test arrays need several of them."""
         raise NotImplementedError("define the method `layout`")
 
     def _arrays_by_object(self, trial: Trial) -> Sequence[Sequence[int]]:

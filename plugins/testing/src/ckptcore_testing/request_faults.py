@@ -1,4 +1,4 @@
-"""Faults of requests in a `FaultProxy`, and plans that choose them by number or by a seed."""
+"""Faults that a `FaultProxy` applies to requests, and plans that choose them by request number or from a seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ProxiedRequest:
         number: the number of earlier requests, of all connections.
         method: ``GET``, ``PUT``...
         path: the path without the query, as sent.
-        query: parameters by name. Empty if they have no value.
+        query: values of the parameters by name; an empty string for a parameter without a value.
         headers: headers by lower-case name.
         nbytes: bytes of the body; 0 if unknown.
     """
@@ -69,11 +69,11 @@ class ProxiedRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoreDialect:
-    """Properties of a service that a proxy needs. The testing package of its storage plugin defines them.
+    """Properties of an object store that a `FaultProxy` needs.
 
     Attributes:
         is_list: returns True if a request lists keys.
-        throttled: the answer of the service to throttled requests.
+        throttled: the answer of the store to throttled requests.
     """
 
     is_list: Callable[[ProxiedRequest], bool]
@@ -89,7 +89,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """Answer that the service is throttled, without forwarding the request."""
+    """Answer with `StoreDialect.throttled`, without forwarding the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class RequestPlan(Protocol):
 
 
 class RequestsFailing:
-    """A plan with faults by the number of the request. By default there are none."""
+    """A plan that chooses faults by the number of the request. By default there are none."""
 
     def __init__(self, faults: Mapping[int, RequestFault] | None = None) -> None:
         """Set the faults by number of the request, counted from 0."""
@@ -209,10 +209,11 @@ _OF_LISTS: Final = (*_OF_READS, StaleList, StaleList)
 
 
 class SeededFaults:
-    """A plan with random but reproducible faults, independent of the order in which threads send requests.
+    """A plan with random but reproducible faults.
 
     The faults of a request depend on the seed, its method, its path without random ids, the names of its parameters,
-    and the number of earlier equal requests. Throttling comes in bursts of several requests.
+    and the number of earlier equal requests. They do not depend on the order in which threads send different requests,
+    except for the limit `most` and bursts: after a throttled request, the next ones of any kind may be throttled too.
     """
 
     def __init__(
@@ -232,12 +233,12 @@ class SeededFaults:
         Args:
             seed: seed of the random numbers.
             rate: fraction of requests with a fault, 0 to 1.
-            most: maximum number of faults, so that retries succeed eventually.
+            most: maximum number of faults, so that retries succeed eventually. A burst counts as one.
             spared: kinds of faults to leave out.
-            may_repeat: returns True for requests that may be delayed (`RepeatLater`, `DeliverLater`).
+            may_repeat: returns True if `RepeatLater` and `DeliverLater` are allowed for a request.
             wait_seconds: maximum wait.
             burst: maximum number of throttled requests in a row.
-            latest: maximum number of requests before a delayed one.
+            latest: maximum `requests` of `RepeatLater` and `DeliverLater`.
         """
         self._seed = seed
         self._rate = rate

@@ -190,7 +190,7 @@ class AtomicDirectoriesTests:
         assert {key: storage.get(key) for key in storage.list()} == {"deep/other/a": b"1", "one/b/c": b"2"}
 
     def test_readers_follow_an_exchange(self, storage: DirectoryStorage) -> None:
-        """Readers that keep files open continue to work."""
+        """A storage may keep files open between reads. After an exchange, it must read the new files."""
         storage.put("one/a", b"first ")
         storage.put("other/a", b"second")
         memory = bytearray(6)

@@ -17,7 +17,7 @@ from ckptcore.events import Event
 __all__ = ["StepStatisticsObserver", "log_step_statistics"]
 
 _MAX_OPEN_OPERATIONS: Final = 64
-"""Limit of open operations. Beyond it the oldest one, which did not end normally, is dropped."""
+"""Maximum number of unfinished operations. Beyond it the oldest is dropped: its last event probably never comes."""
 
 _COMMIT_PHASES: Final = ("write", "exchange", "commit")
 _SAVE_PHASES: Final = ("save", "blocking", "wait_for_previous", *_COMMIT_PHASES)
@@ -26,7 +26,7 @@ _LOGGER: Final = logging.getLogger("ckptcore.statistics")
 
 
 def log_step_statistics(record: Mapping[str, object]) -> None:
-    """Log a record at level INFO, as the attribute ``ckptcore_statistics`` of an entry of ``ckptcore.statistics``."""
+    """Log a record at INFO by the logger ``ckptcore.statistics``, as the attribute ``ckptcore_statistics``."""
     _LOGGER.info(
         "%s of step %s in %s", record["event_type"], record["step"], record["directory"],
         extra={"ckptcore_statistics": dict(record)},
@@ -36,11 +36,11 @@ def log_step_statistics(record: Mapping[str, object]) -> None:
 class StepStatisticsObserver:
     """An observer that combines the events of an operation into one record. Thread-safe.
 
-    A save is recorded when it has ended and its call has returned, a load when it has ended. An operation that failed
-    while its caller was blocked is not recorded. A save that failed later is recorded, because its caller was blocked
-    for the same time. Times are seconds since the epoch. ckptcore has no events about preemption, so
-    ``reached_preemption`` is False and ``preemption_received_at`` is None. Old steps are listed in the background, so
-    ``get_old_steps_duration_secs`` is 0.
+    The record of a load is written when the load ends. The record of a save is written when the save has ended and its
+    call has returned. An operation that failed while its caller was blocked is not recorded. A save that failed later,
+    in the background, is recorded, because it blocked its caller as long as a successful save. Times are seconds since
+    the epoch. ckptcore has no events about preemption, so ``reached_preemption`` is False and
+    ``preemption_received_at`` is None. Old steps are listed in the background, so ``get_old_steps_duration_secs`` is 0.
 
     Each rank with this observer writes its own records.
 
@@ -69,7 +69,7 @@ class StepStatisticsObserver:
     def _add_load_event(self, event: Event) -> Mapping[str, object] | None:
         phases = self._phases(event)
         if event.phase != "load":
-            # The checkpoint itself is first accessed in the first phase.
+            # Kept because the record counts the checkpointer's own time from the start of this phase.
             phases.setdefault("first", event)
             return None
         del self._open[event.operation_id]
@@ -101,7 +101,7 @@ def _save_record(
     wait = phases.get("wait_for_previous")
     wait_start = blocking.began if wait is None else wait.began
     wait_seconds = 0.0 if wait is None else wait.seconds
-    # The caller is blocked by the previous save first, and by this save from here on.
+    # The caller first waits for the previous save. From here on, this save blocks it.
     own_start = blocking.began if wait is None else wait.ended
     return {
         "step": whole.step,

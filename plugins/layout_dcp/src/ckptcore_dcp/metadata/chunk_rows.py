@@ -25,7 +25,7 @@ class DcpChunkColumns:
         file: index of the chunk's file in `files`.
         offset, length: byte range of the chunk's item in its file.
         files: the file names.
-        transforms: transforms of items, by row; rows without transforms are omitted.
+        transforms: by row, the transforms of its item, as in `DcpChunk`. Rows without transforms are omitted.
     """
 
     axes: HostArray
@@ -101,13 +101,13 @@ class ChunkRows(Sequence[DcpChunk]):
 
     Attributes:
         columns: the chunks of all tensors.
-        start, stop: the rows.
+        start, stop: the range of rows, half-open.
     """
 
     __slots__ = ("columns", "start", "stop")
 
     def __init__(self, columns: DcpChunkColumns, start: int, stop: int) -> None:
-        """Create a view of existing rows `start` to `stop`."""
+        """Create a view of the rows from `start` up to, but not including, `stop`."""
         self.columns = columns
         self.start = start
         self.stop = stop
