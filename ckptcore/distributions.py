@@ -1,6 +1,7 @@
 """The distributions of this project and what each adds. No other file of the core names them.
 
-Error messages take the ``pip install`` command from this table, and `ckptcore` its lazy names, such as `ckptcore.copy`.
+Error messages take the ``pip install`` command from this table. `ckptcore` takes its lazy names from it:
+attributes that are imported from another distribution at their first use, such as `ckptcore.copy`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ckptcore.errors import MissingDistributionError
 
 if TYPE_CHECKING:
     # Type checkers see the lazy names of `ckptcore` here.
-    import ckptcore_tiers as tiers  # noqa: TC004  # `__all__` exports the type only
+    import ckptcore_tiers as tiers  # noqa: TC004  # in `__all__` for type checkers only
     import ckptcore_transforms as transforms  # noqa: TC004
     from ckptcore_incremental.partial_checkpoint import partial as partial  # noqa: PLC0414
     from ckptcore_incremental.updates import Update as Update  # noqa: PLC0414
@@ -155,7 +156,7 @@ def import_name(name: str, *, purpose: str = "") -> object:
 
     Args:
         name: its name in the table.
-        purpose: the caller, for the error message. Empty: the attribute of that name.
+        purpose: what needs it, for the error message; if empty, the attribute of `ckptcore` with this name.
 
     Raises:
         MissingDistributionError: the distribution is not installed. The message has the ``pip install`` command.

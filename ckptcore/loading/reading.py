@@ -1,4 +1,4 @@
-"""Reading: the boxes of stored arrays that leaves need, and the leaves that are built from them."""
+"""Read the boxes of stored arrays that leaves need, and build the leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _MAX_GROWTH: Final = 1 << 16
-"""Limit of the ratio of array bytes to object bytes. zstd compresses zeros by a factor of 30,000."""
+"""Limit of the ratio of array bytes to stored bytes. Above 30,000, the factor by which zstd compresses zeros."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class LeafRead:
         positions: the positions of these leaves in the value.
         boxes: the boxes to read.
         nbytes: the bytes to read; if workers read it, the largest number of bytes for one worker.
-        array: an array without axes that was built from a stored number; None for an array that is read.
+        array: a 0-dimensional array that was built from a stored number; None for an array that is read.
         at_workers: True if the workers of this controller read and build it.
     """
 
@@ -81,7 +81,7 @@ def read_leaves(
 
     Args:
         opened: the checkpoint.
-        numbers: the stored leaves; None for a leaf that is not loaded: its abstract leaf is returned.
+        numbers: for each leaf, the number of the stored leaf. None: the abstract leaf is returned instead.
         handlers, abstracts: for each leaf, the handler that builds it, and the abstract leaf.
         context: limits memory.
     """
@@ -92,7 +92,7 @@ def read_leaves(
 
 
 def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None) -> TreeRead:
-    """Plan the boxes to read, and build the values, which need no read. Reads nothing, and changes no target.
+    """Plan the boxes of arrays to read. Build the values, which the metadata contains. Reads and fills nothing.
 
     Args:
         opened: the checkpoint.
@@ -142,7 +142,7 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any
 
 
 def _placement_key(builder: LeafHandler | Executor[Any, Any], abstract: object) -> object:
-    """Return a key that is equal for two abstract leaves only if one built leaf, with its placement, fits both."""
+    """Return a key for an abstract leaf. If two keys are equal, one built leaf can be used for both abstract leaves."""
     if abstract is None:
         return None
     identity = builder.identity(abstract)
@@ -185,7 +185,7 @@ class TreeRead:
             CorruptCheckpointError: an array does not fit in memory, and other software wrote the checkpoint.
         """
         if leaf_read.array is not None:
-            return [leaf_read.array for _ in leaf_read.boxes]  # an array without axes has one box at most
+            return [leaf_read.array for _ in leaf_read.boxes]  # a 0-dimensional array has one box at most
         buffers = []
         for box in leaf_read.boxes:
             buffer = (
@@ -298,9 +298,9 @@ def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
     """Allocate memory for an array of a checkpoint.
 
     Raises:
-        MemoryError: there is not enough memory, and ckptcore wrote the checkpoint: its shapes were checked before.
-        CorruptCheckpointError: there is not enough memory, and other software wrote the checkpoint: a few hostile bytes
-            may state any shape.
+        MemoryError: there is not enough memory, and ckptcore wrote the checkpoint, so its shapes were checked before.
+        CorruptCheckpointError: there is not enough memory, and other software wrote the checkpoint. Its shapes may be
+            wrong: a damaged or hostile file can state any shape.
     """
     try:
         return allocate(spec)
@@ -327,7 +327,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
         wanted: numbers of leaves.
 
     Raises:
-        CorruptCheckpointError: names the first array that is not.
+        CorruptCheckpointError: an array is not stored completely. Names the first such array.
     """
     if opened.derived is not None:
         for checkpoint, stored in opened.derived.stored(sorted(wanted)).items():

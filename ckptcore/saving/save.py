@@ -37,7 +37,7 @@ def perform_save(request: SaveRequest, context: Context) -> None:
         CheckpointError: the save failed.
     """
     runtime = runtime_of(context)
-    # Before anything can fail, so that all ranks count the same saves.
+    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
     key = runtime.exchange_key(request.destination.exchange_name)
     with _recorded(request, context) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
@@ -70,7 +70,7 @@ def begin_save(
         CheckpointError: the save cannot start. The handle raises later errors.
     """
     runtime = runtime_of(context)
-    # Before anything can fail, so that all ranks count the same saves.
+    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
     key = runtime.exchange_key(request.destination.exchange_name)
     with _recorded(request, context, in_background=True) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
@@ -130,9 +130,9 @@ def _recorded(request: SaveRequest, context: Context, *, in_background: bool = F
 def _writes_while_copying(save: Save) -> bool:
     """Return True if arrays are written while others are still being copied.
 
-    A remote storage waits for requests rather than for memory, and takes longer than the copies. With a disk, copies
-    and writes would share the processors, and the caller would wait longer. Workers start to write once all of them
-    have copied.
+    True for remote storage: its writes wait for requests rather than for memory, and take longer than the copies. False
+    for a disk: its writes would compete with the copies for the processors, and the caller would wait longer. False for
+    workers: they start to write only when all of them have finished their copies.
     """
     return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
 
@@ -185,7 +185,8 @@ def _write_in_background(
     """Write the captured arrays in the background. Keeps no reference to the request, which refers to the state."""
     runtime = runtime_of(save.context)
     saves = [save, *save.further]
-    # Only the leader commits. Ranks may be threads of one process.
+    # Only the leader, which commits, queues at the locations: ranks may be threads of one process, and would wait for
+    # each other there.
     locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
     for one in saves:
         # Import the module of the commit on this thread: a process that is forked while another thread imports a module
@@ -261,7 +262,7 @@ class _Capture:
         if limit is None and self.at_workers is not None:
             return [*self._copies, self.at_workers]
         if self.at_workers is not None:
-            self.at_workers.wait()  # the writer starts before `_finish_copies`
+            self.at_workers.wait()  # with a limit, the writer starts before `_finish_copies`
         return self._copies[:]
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ _RULES: Final = {
 }
 
 _SHOWN: Final = 20
-"""Most differences in the text of an error; its attribute has all."""
+"""Maximum number of differences in an error message. `TreeMismatchError.differences` has all."""
 
 
 def merge_trees(
@@ -42,7 +42,8 @@ def merge_trees(
     that has the leaf.
 
     Leaves stay tied unless a rank has two of them as separate arrays. Then all are stored separately, which takes more
-    space and is always correct. A rank that holds nothing of an array does not know whether it is tied.
+    space and is always correct. A rank that holds no elements of an array is ignored here, because it does not know
+    whether the array is tied.
 
     Args:
         trees: all different trees.
@@ -58,7 +59,7 @@ def merge_trees(
     nothing: Sequence[Collection[int]] = [()] * len(trees)
     merge = _TreeMerge(trees, ranks, size, remote_leaves or nothing, may_differ or nothing, savers)
     skeleton = merge.node((), list(enumerate(tree.skeleton for tree in trees)))
-    merge.expect_no_difference()  # otherwise leaves below a difference have no number
+    merge.expect_no_difference()  # `aliases` needs the number of every leaf; leaves below a difference have none
     aliases = merge.aliases()
     held_by = merge.held_by(skeleton, aliases)
     merge.expect_no_difference()
@@ -109,7 +110,7 @@ class _TreeMerge:
         return Node(first.kind, keys, tuple(merged), first.type)
 
     def expect_no_difference(self) -> None:
-        """Raise the differences found so far.
+        """Raise an error if differences were found so far.
 
         Raises:
             TreeMismatchError
@@ -125,7 +126,7 @@ class _TreeMerge:
             )
 
     def aliases(self) -> dict[int, int]:
-        """Return, by leaf, the earlier leaf with the same bytes, if all ranks that have both agree."""
+        """Map each tied leaf to the first leaf of its group. Leaves are not tied if a rank has them separately."""
         classes = list(range(len(self.records)))
 
         def first_of(leaf: int) -> int:
@@ -157,7 +158,7 @@ class _TreeMerge:
         return True
 
     def held_by(self, skeleton: Skeleton, aliases: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """Return, by leaf, the ranks that hold it, for leaves that not every rank holds."""
+        """Map each leaf to the ranks that hold it. Leaves that every rank holds are left out."""
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         held = {}
         for leaf, of in enumerate(self.sources):

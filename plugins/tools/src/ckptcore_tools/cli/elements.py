@@ -29,7 +29,7 @@ class Distance:
     largest: float | None
 
     def __add__(self, other: Distance) -> Distance:
-        """Return the distance of two pairs of arrays together."""
+        """Combine the differences of two pairs of arrays, such as two slices of one pair."""
         if self.largest is None or other.largest is None:
             largest = None
         elif math.isnan(self.largest) or math.isnan(other.largest):
@@ -48,8 +48,8 @@ class Tolerance:
 
     Attributes:
         absolute, relative: elements are equal if they differ by at most ``absolute + relative * |b|``. Two NaNs are
-            equal. If both tolerances are 0, elements of one dtype are equal if their bits are equal: 0.0 differs from
-            -0.0, with a difference of 0.
+            equal. If both tolerances are 0 and both arrays have the same dtype, the bits are compared instead. Then
+            0.0 and -0.0 count as different, with a difference of 0, and so do NaNs with different bits.
     """
 
     absolute: float = 0.0
@@ -57,7 +57,7 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """True if bits are compared."""
+        """True if the bits of elements are compared where the dtypes are equal."""
         return self.absolute == 0 and self.relative == 0
 
 
@@ -110,7 +110,8 @@ def _differing_bits(a: HostArray, b: HostArray) -> npt.NDArray[np.bool_]:
 def _absolute_differences(a: HostArray, b: HostArray) -> npt.NDArray[np.float64]:
     """Return the absolute differences of numbers. 0 for two NaNs and for equal infinities."""
     if a.dtype.kind in "iu" and a.dtype == b.dtype:
-        # Exact, although float64 has only 53 bits: the difference of two int64 fits uint64, whose subtraction wraps.
+        # Subtract as uint64: float64 would round large integers first, and int64 could overflow. Subtraction of uint64
+        # wraps, so the larger minus the smaller element is exact for int64 too.
         return np.where(a > b, a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64)).astype(
             np.float64
         )

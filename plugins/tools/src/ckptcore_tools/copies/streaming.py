@@ -110,7 +110,7 @@ def items_by_object(
 
 
 def _stored_bytes(opened: Checkpoint) -> Mapping[int, int]:
-    """Return the number of stored bytes of each leaf, for leaves that are plain ranges of objects."""
+    """Return the total size of the byte ranges of each leaf. See `ChunkIndex.extents`."""
     stored: dict[int, int] = {}
     for leaf, _, start, stop in extents_of(opened):
         stored[leaf] = stored.get(leaf, 0) + stop - start
@@ -122,7 +122,7 @@ def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSiz
 
     Args:
         record: the array.
-        stored: bytes of the array that are plain ranges of objects.
+        stored: total size of its byte ranges, which may include headers and checksums. See `_stored_bytes`.
         rows: rows per chunk. None if there is no regular grid.
         sizes: sizes of slices.
     """
