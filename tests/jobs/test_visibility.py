@@ -118,7 +118,7 @@ def test_object_stores_are_checked_too(tmp_path: Path) -> None:
 
     found = outcomes(work)
     assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
-    assert f"memory://{tmp_path.name}-disk1/step on host" in str(found[0])
+    assert f"memory://{tmp_path.name}-disk1/step: host" in str(found[0])
 
 
 def test_a_leftover_claim_does_not_prove_visibility(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_directory_of_steps_is_checked_before_it_is_created(tmp_path: Path) ->
 
     found = outcomes(work)
     assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
-    assert f"{tmp_path}/disk 2 on host" in str(found[0])
+    assert f"{tmp_path}/disk 2: host" in str(found[0])
     assert files(tmp_path) == []
 
 
