@@ -30,7 +30,11 @@ class JsonApi:
         self._base = base
 
     def answer(self, request: Request) -> Response:
-        """Answer a request; raises a Refusal."""
+        """Answer a request.
+
+        Raises:
+            Refusal: if the request is invalid, names a missing bucket or object, or fails a precondition.
+        """
         path = request.path.removeprefix("/download").removeprefix("/storage/v1").strip("/")
         # Split the path before unquoting, because names contain quoted slashes.
         match request.method, [unquote(part) for part in path.split("/")]:
@@ -161,7 +165,10 @@ class JsonApi:
 
 
 def properties_of(resource: Mapping[str, Any], old: Properties | None = None) -> Properties:
-    """Return the properties of an object's resource. Properties that are not in it do not change."""
+    """Return the properties in an object's JSON resource. Missing ones are taken from `old`, by default empty.
+
+    Custom metadata with the value null is removed.
+    """
     old = old or Properties()
     metadata = {**old.metadata, **(resource.get("metadata") or {})}
     return Properties(
@@ -172,17 +179,17 @@ def properties_of(resource: Mapping[str, Any], old: Properties | None = None) ->
 
 
 def generation_of(request: Request) -> int | None:
-    """Return the generation in a request."""
+    """Return the generation in a request, or None if the request does not specify one."""
     return request.number("generation", 0) or None
 
 
 def page_token(name: str) -> str:
-    """Return an opaque token for the next page."""
+    """Return an opaque token for a page that starts with this name."""
     return base64.urlsafe_b64encode(name.encode()).decode()
 
 
 def page_start(token: str | None) -> str:
-    """Return the first name of a page."""
+    """Return the first name of the page of a token. Empty without a token, for the first page."""
     try:
         return base64.urlsafe_b64decode(token or "").decode()
     except (binascii.Error, ValueError) as error:

@@ -50,7 +50,7 @@ def answer_batch(request: Request, answer_one: Callable[[Request], Response]) ->
 
 
 def _inner(part: Message) -> Request:
-    """Parse a part of a batch. Its path may contain the service's URL."""
+    """Parse a part of a batch. Its target can be a path or a full URL."""
     text = part.get_payload()
     if not isinstance(text, str):
         raise invalid("Failed to parse batch request, error: a part is not a request")

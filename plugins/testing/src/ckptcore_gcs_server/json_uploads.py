@@ -1,4 +1,4 @@
-"""Uploads of the JSON API: in one request, with properties in one request, or resumable."""
+"""Uploads of the JSON API: media (only the bytes), multipart (properties and bytes), and resumable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class JsonUploads:
         self._base = base
 
     def answer(self, request: Request) -> Response:
-        """Answer a request; raises a Refusal."""
+        """Answer a request.
+
+        Raises:
+            Refusal: if the request is invalid, names a missing bucket or upload, or fails a precondition.
+        """
         parts = [unquote(part) for part in request.path.removeprefix("/upload/storage/v1/").split("/")]
         if len(parts) != 3 or parts[0] != "b" or parts[2] != "o":
             raise not_implemented(f"the fake does not know {request.method} {request.path}")
@@ -101,7 +105,7 @@ class JsonUploads:
             raise invalid(f"Invalid Content-Range: {text!r}")
         first, last, total = (None if number is None else int(number) for number in found.groups())
         if first is None or last is None:
-            # ``bytes */N`` asks for the number of received bytes, and ends the upload of an empty object.
+            # ``bytes */N`` asks for the number of received bytes. It completes the upload if this number is N.
             return total == len(session.data)
         if last - first + 1 != len(body):
             raise invalid(f"Content-Range {text!r} does not fit a body of {len(body)} bytes")

@@ -19,7 +19,7 @@ class Request:
 
     Attributes:
         method: the method, in upper case.
-        path: the path, not unquoted, because ``%2F`` is part of a name.
+        path: the path, still percent-encoded, to distinguish ``%2F`` in a name from a separator.
         query: unquoted parameters by name. If one is repeated, the last value.
         headers: headers by lower-case name.
         body: the whole body.
@@ -32,7 +32,11 @@ class Request:
     body: bytes = b""
 
     def number(self, name: str, default: int) -> int:
-        """Return a query parameter that must be a non-negative integer."""
+        """Return a query parameter, or `default` if it is missing.
+
+        Raises:
+            Refusal: if the parameter is not a non-negative integer.
+        """
         text = self.query.get(name)
         if text is None:
             return default
@@ -41,7 +45,11 @@ class Request:
         return int(text)
 
     def json(self) -> dict[str, Any]:
-        """Return the body as a JSON object. An empty body is an empty object."""
+        """Return the body as a JSON object. An empty body is an empty object.
+
+        Raises:
+            Refusal: if the body is not a JSON object.
+        """
         if not self.body:
             return {}
         try:

@@ -48,12 +48,12 @@ class StoredObject:
     Attributes:
         bucket, name: the bucket and the name.
         data: the bytes.
-        generation: unique and ascending in the bucket.
-        metageneration: number of versions of the properties, from 1.
+        generation: unique number of this write, larger than those of all earlier writes.
+        metageneration: version of the properties: 1 at first, and one more after each change of them.
         properties: the client's properties.
         created, updated: time of the write, and of the last change of properties.
         crc32c: CRC32C in base64.
-        md5: MD5 in base64. None for composed objects.
+        md5: MD5 in base64. None for composed objects and for multipart uploads of the XML API.
         components: number of components of a composed object, or None.
     """
 

@@ -46,7 +46,7 @@ def condition_not_met() -> Refusal:
 
 
 def not_modified() -> Refusal:
-    """Return the response to a read if the object has not changed."""
+    """Return the refusal (status 304) of a conditional read of an unchanged object."""
     return Refusal(304, "notModified", "NotModified", "Not Modified")
 
 

@@ -24,7 +24,8 @@ class StrictGcs:
         buckets: buckets to create.
         port: the port. 0: any free port.
         token: the required token. None: no authorization.
-        intercept: receives each request before the service, and returns the response for the client.
+        intercept: receives each request instead of the service, and returns the response for the client. None: the
+            service answers. See `Intercept`.
 
     Attributes:
         url: the endpoint for clients.

@@ -29,7 +29,7 @@ class Service:
         self._xml = XmlApi(self.buckets)
 
     def answer(self, request: Request) -> Response:
-        """Answer a request. Never raises."""
+        """Answer a request. A `Refusal` becomes an error response in the format of the requested API."""
         speaks_json = request.path.startswith(("/storage/v1", "/upload/storage/v1", "/download/storage/v1", "/batch"))
         try:
             # The URL of an upload session is itself a secret, so it needs no token.

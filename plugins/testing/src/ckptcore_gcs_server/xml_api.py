@@ -23,14 +23,18 @@ _LONGEST_PAGE: Final = 1000
 
 
 class XmlApi:
-    """Answers requests to ``/BUCKET``."""
+    """Answers requests to ``/``, ``/BUCKET`` and ``/BUCKET/NAME``."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
         self._uploads = XmlUploads(buckets)
 
     def answer(self, request: Request) -> Response:
-        """Answer a request; raises a Refusal."""
+        """Answer a request.
+
+        Raises:
+            Refusal: if the request is invalid, names a missing bucket, object or upload, or fails a precondition.
+        """
         bucket, _, name = (unquote(part) for part in request.path.removeprefix("/").partition("/"))
         if {"uploads", "uploadId", "partNumber"} & request.query.keys():
             return self._uploads.answer(request, bucket, name)

@@ -23,13 +23,17 @@ _NAMESPACE: Final = re.compile(r"^\{.*\}")
 
 
 class XmlUploads:
-    """Answers requests of uploads in parts. They accept no conditions, as in the service."""
+    """Answers requests of multipart uploads. Preconditions are refused, as in the service."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
 
     def answer(self, request: Request, bucket: str, name: str) -> Response:
-        """Answer a request; raises a Refusal."""
+        """Answer a request.
+
+        Raises:
+            Refusal: if the request is invalid, has a precondition, or names a missing bucket or upload.
+        """
         self._buckets.require(bucket)
         refuse_conditions(request)
         match request.method:

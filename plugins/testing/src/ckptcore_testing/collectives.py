@@ -34,7 +34,7 @@ class CollectivesTests:
     def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
         """Run `job` once on each of `size` ranks with its collectives. Return the results by rank.
 
-        `job` and its results can be pickled, so that ranks can be processes. All calls of one test are one job.
+        `job` and its results can be pickled, so that ranks can be processes. The ranks of one call form one job.
 
         Args:
             job: the function that each rank calls.
@@ -124,7 +124,7 @@ def _memory(collectives: Collectives) -> tuple[str, tuple[int, ...], bool, bool]
 
 
 def _turns(collectives: Collectives) -> list[HostArray]:
-    """Run twenty broadcasts, as many at a time as allowed."""
+    """Run twenty broadcasts, up to `Channels.depth` at a time. Return the received bytes of each."""
     channels = collectives.connect("turns", [_everyone(collectives)])
     assert channels.depth >= 1
     begun, received = [], []
@@ -180,7 +180,7 @@ def _two(collectives: Collectives) -> list[int]:
 
 
 def _absent(collectives: Collectives) -> str | None:
-    """Run a broadcast without the last rank. Return the errors of the others."""
+    """Run a broadcast without the last rank. Return the type of this rank's error, None without an error."""
     if collectives.rank == collectives.size - 1:
         return None
     try:

@@ -98,7 +98,7 @@ class CoordinatorTests:
         assert outcomes[1:] == [[0]] * (several - 1), "CoordinationTimeoutError.missing names the leader"
 
     def test_a_broadcast_can_be_repeated_after_a_timeout(self, several: int) -> None:
-        """The leader can be a deadline later than the others, because it waits for missing ranks first."""
+        """The leader can be later than the others by one deadline, if it has waited for missing ranks before."""
         received = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
         assert received == [b"late"] * several
 
@@ -255,13 +255,16 @@ def _groups(coordinator: Coordinator) -> tuple[int, int, list[bytes] | None, byt
     group = coordinator.within(ranks)
     gathered = group.gather(f"names of {ranks[0]}", b"rank %d" % coordinator.rank)
     received = group.broadcast(f"from {ranks[0]}", b"of %d" % ranks[0] if group.rank == 0 else None)
-    # As after every stage of a save: the leader of the job must not exit before the other ranks.
+    # A gather of all ranks, as at the end of a save, because the leader of the job must not exit before the others.
     coordinator.gather("all groups are done", b"")
     return group.rank, group.size, None if gathered is None else list(gathered), received
 
 
 def _absent_from_group(coordinator: Coordinator) -> list[int] | None:
-    """Gather in a group of the first and the last rank, without the last. Return the missing ranks of the error."""
+    """Gather in a group of the first and the last rank, without the last. Return the missing ranks of the error.
+
+    Returns None on other ranks, and if groups are not supported. Returns an empty list without an error.
+    """
     if coordinator.rank or not isinstance(coordinator, GathersInGroups):
         return None
     try:

@@ -34,7 +34,7 @@ class ExecutorTests:
 
     @pytest.fixture
     def executor(self) -> Executor[Any, Any]:
-        """Return an executor with at least two workers. Only `lose` changes it."""
+        """Return an executor with at least two workers. No test changes it, but for the one that calls `lose`."""
         raise NotImplementedError("define the fixture `executor`")
 
     def context(self, executor: Executor[Any, Any]) -> ckptcore.Context:
@@ -122,7 +122,7 @@ class ExecutorTests:
         self._expect(tmp_path / "it", split=elements, whole=elements + 1, alone=elements + 2, here=elements + 3)
 
     def test_a_snapshot_does_not_change(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
-        """Exports write the snapshot again."""
+        """The snapshot is written twice, the second time by an export."""
         elements = _numbers(len(executor.workers))
         leaf = self.split(executor, elements)
         strategy = WithExports([Export(location=tmp_path / "again")])

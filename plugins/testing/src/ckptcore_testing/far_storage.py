@@ -42,17 +42,17 @@ class FarStorage(StorageBackend):
     """A storage that behaves like a client of an object store. Thread-safe.
 
     Objects are uploaded in parts. A write of whole parts is sent before `write_at` returns. Other writes are buffered
-    until a part is complete. An object of at most one part is put by `finish`.
+    until a part is complete. An object that is smaller than one part is sent by `finish` in one request.
 
     Attributes:
         concurrency, part_bytes, request_bytes: the capabilities.
-        latency: seconds until a request is answered.
+        latency: seconds until a request is answered, in addition to the time of its transfer.
         bytes_per_second: bandwidth of one request. None: unlimited.
         most_at_once: maximum number of concurrent requests. More are throttled and retried. None: unlimited.
-        requests: all requests, in order of their start.
-        refused: number of throttled requests.
+        requests: all requests since the last `forget`, in order of their start.
+        refused: number of throttled attempts. A request can be throttled several times.
         peak_at_once: peak number of concurrent requests.
-        held_bytes: buffered bytes of incomplete parts.
+        held_bytes: buffered bytes: of incomplete parts, and of buffered parts until they are sent.
         peak_held_bytes: peak of `held_bytes`.
     """
 
@@ -100,7 +100,10 @@ class FarStorage(StorageBackend):
 
     @contextmanager
     def request(self, kind: FarRequestKind, key: str, start: int = 0, stop: int = 0) -> Iterator[None]:
-        """Simulate a request. The body runs when it is answered, and the request ends with the body."""
+        """Simulate a request: wait for the throttle, the latency and the transfer, and then run the body.
+
+        The request counts as running until the body ends. Its transfer has ``stop - start`` bytes.
+        """
         wait = max(self.latency, 0.0005)
         while True:
             with self._lock:
@@ -124,7 +127,7 @@ class FarStorage(StorageBackend):
                 self._at_once -= 1
 
     def hold(self, nbytes: int) -> None:
-        """Add buffered bytes. Negative: bytes that are sent."""
+        """Add `nbytes` to the number of buffered bytes. Negative for bytes that were sent or dropped."""
         with self._lock:
             self.held_bytes += nbytes
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)

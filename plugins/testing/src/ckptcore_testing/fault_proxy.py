@@ -41,7 +41,7 @@ PLAIN_HTTP: Final = StoreDialect(
 """A service without list requests."""
 
 _SECONDS: Final = 60.0
-"""Timeout of answers of the server, and of the end of threads."""
+"""Timeout in seconds: of connecting to, sending to and receiving from the server, and of joining threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class LoggedRequest:
     Attributes:
         request: the request.
         faults: the injected faults.
-        status: status of the answer that the client received, or would have received without the fault. None if there
-            was none.
-        answered: bytes of the body of that answer.
+        status: status of the answer for the client, even if a fault changed or lost this answer on its way. None if
+            there was no answer, for example because of a fault before it.
+        answered: number of bytes of that answer's body, before a fault changed it.
     """
 
     request: ProxiedRequest
@@ -68,7 +68,7 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _DelayedRequest:
-    """A request that is sent to the server after `due` other requests."""
+    """A request that is sent to the server when the number of finished requests reaches `due`."""
 
     due: int
     method: str
@@ -92,7 +92,7 @@ class FaultProxy:
         Args:
             upstream: the URL of the server, ``http://host:port``.
             plan: decides about faults. None: no faults. The attribute `plan` can be changed between requests.
-            dialect: list requests and throttling answers of the service.
+            dialect: how the service's list requests are recognised, and its answer to a throttled request.
 
         Raises:
             ValueError: for an invalid URL.
@@ -123,7 +123,7 @@ class FaultProxy:
 
     @property
     def log(self) -> Sequence[LoggedRequest]:
-        """The finished requests, sorted by number."""
+        """The finished requests since the last `forget`, sorted by number."""
         with self._lock:
             return sorted(self._log, key=lambda logged: logged.request.number)
 
@@ -202,12 +202,12 @@ class FaultProxy:
         return number
 
     def arrive_later(self, requests: int, method: str, message: bytes) -> None:
-        """Send a request to the server after `requests` other requests."""
+        """Send a request to the server after the current request and `requests` other ones have finished."""
         with self._lock:
             self._late.append(_DelayedRequest(self._done + 1 + requests, method, message))
 
     def listed(self, key: str, answer: HTTPAnswer) -> HTTPAnswer:
-        """Store the answer to a list request, and return the previous answer, or this one if it is the first."""
+        """Store the answer to a list request. Return the previous answer for the same key, or this one if none."""
         with self._lock:
             before = self._lists.get(key, answer)
             self._lists[key] = answer
@@ -367,7 +367,7 @@ class _Connection:
 
 
 def _part(answer: HTTPAnswer, part: float) -> int:
-    """Return the number of bytes of a body to send: never all of them, and never the last chunk."""
+    """Return how many bytes of a body to send for a fraction `part`: never all, and no final chunk of size 0."""
     nbytes = len(answer.body)
     return min(int(nbytes * min(max(part, 0.0), 1.0)), max(0, nbytes - (5 if answer.head.is_chunked else 1)))
 

@@ -34,7 +34,7 @@ _CHANGES: Final = frozenset(
 
 
 class SimulatedCrash(BaseException):
-    """The simulated process has crashed. Not an `Exception`, so that no code handles it."""
+    """The simulated process has crashed. Not an `Exception`, so that ``except Exception`` does not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Operation:
     Attributes:
         number: the number of earlier operations.
         name: the method: ``get``, ``put``, ``write_at``, ``rename``...
-        keys: the keys.
+        keys: the keys of objects or directories, or the prefix, that the call names.
         offset: offset in the object, in bytes; 0 if not applicable.
         nbytes: number of bytes to read or write, if known in advance.
     """
@@ -63,9 +63,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class CrashAt:
-    """Crash before an operation, midway (after half of the bytes or objects), or after it.
+    """Crash before the operation with this number, midway (after half of the bytes, ranges or objects), or after it.
 
-    Midway in an atomic operation (put, rename, exchange) is before it.
+    Operations that cannot be divided (such as put, rename, exchange, sync_directory and all reads but get_into) do
+    nothing if the crash is midway.
     """
 
     operation: int
@@ -82,14 +83,14 @@ class FailAt:
 
 @dataclass(frozen=True, slots=True)
 class FullAfter:
-    """Fail with `StorageFullError` if more than `nbytes` are written in total."""
+    """Raise `StorageFullError` from each write that would bring the total of written bytes above `nbytes`."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShortReadAt:
-    """Truncate the object by some bytes for one read."""
+    """Make an object appear `missing_bytes` shorter to one read."""
 
     operation: int
     missing_bytes: int = 1
@@ -104,7 +105,7 @@ class FlipBitAt:
 
 
 Fault: TypeAlias = CrashAt | FailAt | FullAfter | ShortReadAt | FlipBitAt
-"""A fault."""
+"""Any fault of a `FaultPlan`."""
 
 
 class FaultPlan:
@@ -147,7 +148,7 @@ class FaultPlan:
         """Count bytes before they are written.
 
         Raises:
-            StorageFullError: if they do not fit.
+            StorageFullError: if they exceed the limit of `FullAfter`.
         """
         with self._lock:
             if self._room is not None and self.bytes_written + operation.nbytes > self._room:
@@ -163,7 +164,7 @@ class FaultPlan:
             self.bytes_read += nbytes
 
     def crash(self) -> None:
-        """Crash: this and all later operations raise `SimulatedCrash`. Locks are released, as the system would.
+        """Crash: this and all later operations raise `SimulatedCrash`. Locks are released, as by an operating system.
 
         Raises:
             SimulatedCrash: always.
@@ -185,7 +186,7 @@ class FaultPlan:
             raise SimulatedCrash("the test killed this process")
 
     def hold(self, lock: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """Return the lock, which is released by a crash."""
+        """Return a context manager that releases an acquired lock. A crash releases it, too."""
         with self._lock:
             self._held.append(lock)
         return _HeldLock(self, lock)
@@ -226,7 +227,12 @@ class Step:
         return any(isinstance(fault, CrashAt) and fault.moment == moment for fault in self._faults)
 
     def run(self, action: Callable[[], T], half: Callable[[], object] | None = None) -> T:
-        """Run the operation, and crash midway or afterwards if planned. `half` runs half of it."""
+        """Run the operation, and crash midway or afterwards if planned.
+
+        Args:
+            action: runs the operation.
+            half: runs half of it, before a crash midway. None: a crash midway comes before the operation.
+        """
         if self._crashes("midway"):
             if half is not None:
                 half()
@@ -243,7 +249,7 @@ class Step:
         return [fault.bit for fault in self._faults if isinstance(fault, FlipBitAt)]
 
     def missing_bytes(self) -> int:
-        """Number of bytes that are missing at the end of the object."""
+        """Return the number of bytes by which the object appears shorter. See `ShortReadAt`."""
         return sum(fault.missing_bytes for fault in self._faults if isinstance(fault, ShortReadAt))
 
     def flipped(self, data: Buffer) -> Buffer:

@@ -55,7 +55,7 @@ def with_storage(context: Context, scheme: str, opener: StorageOpener) -> Contex
 class FaultyStorage(StorageBackend):
     """A storage with the faults of a plan. Thread-safe.
 
-    `open_reader`, `open_stamped` and `delete_while` are the defaults, which call methods with faults.
+    `open_reader`, `open_stamped` and `delete_while` are inherited from `StorageBackend`, and call methods with faults.
     """
 
     def __init__(self, inner: StorageBackend, plan: FaultPlan) -> None:
@@ -159,7 +159,7 @@ class FaultyStorage(StorageBackend):
 
 
 class FaultyDirectories(FaultyStorage):
-    """A storage with real directories and the faults of a plan."""
+    """A storage that implements `AtomicDirectories`, with the faults of a plan."""
 
     def __init__(self, inner: StorageBackend, directories: AtomicDirectories, plan: FaultPlan) -> None:
         """Wrap a storage. `inner` and `directories` are the same object."""
@@ -190,7 +190,7 @@ class FaultyDirectories(FaultyStorage):
         self.plan.begin("sync_directory", [key]).run(lambda: self._directories.sync_directory(key))
 
     def delete_directory(self, key: str) -> None:
-        """See `AtomicDirectories`. Midway, half of the objects are deleted."""
+        """See `AtomicDirectories`. A crash midway deletes half of the objects."""
 
         def half() -> None:
             keys = list(self.inner.list(key))

@@ -67,7 +67,7 @@ class FilesHandlerTests:
     def test_load_restores_what_was_saved(self, example: FilesExample, tmp_path: Path) -> None:
         stored = self._saved(example.make(), tmp_path)
         loaded = self.handler.load(example.make_other(), stored)
-        shutil.rmtree(stored)  # as the caller does
+        shutil.rmtree(stored)  # as the core does after a load
         assert example.fingerprint(loaded) == example.fingerprint(example.make())
 
     def test_save_does_not_change_the_object(self, example: FilesExample, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ class FilesHandlerTests:
             self.handler.load(example.make_other(), _empty(tmp_path / "empty"))
 
     def _saved(self, value: object, tmp_path: Path) -> Path:
-        """Save a value, and return a directory with the files, to which they are moved after the save."""
+        """Save a value, and move the files to another directory after the save. Return this directory."""
         directory = _empty(tmp_path / "saved")
         _finish(self.handler.save(value, directory))
         return _stored(directory, tmp_path)

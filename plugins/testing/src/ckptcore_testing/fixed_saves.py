@@ -28,7 +28,7 @@ def fixed_saves(first: int = 1) -> Iterator[None]:
     Affects all threads of the process. The ids are reproducible only if one thread saves.
 
     Args:
-        first: the first save id.
+        first: the first save id, as a number.
     """
     numbers = itertools.count(first)
 
@@ -60,7 +60,8 @@ def fixed_saves(first: int = 1) -> Iterator[None]:
 def _fixed_timeline(events: Sequence[Event]) -> JSON:
     """Return the phases of each rank by name, without times.
 
-    Phases of two threads end in any order. The phase "blocking" is left out, because it may end after the commit.
+    The phases are sorted, because two threads can end their phases in any order. The phase "blocking" is left out,
+    because it may end after the commit.
     """
     kept = sorted([event for event in events if event.phase != "blocking"], key=lambda event: (event.rank, event.phase))
     return timeline_to_json([dataclasses.replace(event, began=0.0, seconds=0.0) for event in kept])

@@ -54,19 +54,19 @@ class GcsServer:
         """Options of ``Context(storage={"gs": ...})`` for this server."""
         options: dict[str, JSON] = {"endpoint": self.server.url, "anonymous": True}
         if self.kind == "fake-gcs-server":
-            options["uploads"] = "composite"  # it has no uploads in parts
+            options["uploads"] = "composite"  # fake-gcs-server has no multipart uploads
         return options
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables for this server, of Google's libraries, tensorstore and ckptcore."""
+        """Environment variables that make Google's libraries, tensorstore and ckptcore use this server."""
         variables = {"STORAGE_EMULATOR_HOST": self.server.url, "TENSORSTORE_GCS_HTTP_URL": self.server.url}
         if self.kind == "fake-gcs-server":
             variables["CKPTCORE_GCS_UPLOADS"] = "composite"
         return variables
 
     def create_bucket(self, name: str = "") -> str:
-        """Create a bucket. Return its name, a new one by default."""
+        """Create a bucket with this name, by default a new unique name. Return the name."""
         name = name or f"bucket-{uuid.uuid4().hex[:12]}"
         answer = urllib3.request("POST", f"{self.server.url}/storage/v1/b?project=testing", json={"name": name})
         if answer.status != 200:

@@ -23,9 +23,10 @@ HOSTILE: Final[tuple[Any, ...]] = (
 
 
 def tampered(document: JSON, count: int, seed: int = 0) -> Iterator[JSON]:
-    """Yield about `count` copies of a document, each changed in one or two places.
+    """Yield copies of a document with hostile changes. Equal arguments give equal copies.
 
-    In a small document every place gets every hostile value. Equal arguments give equal copies.
+    First up to `count` copies with one hostile value in one place: all combinations, or a random choice if there are
+    more. Then ``count // 4`` copies with one or two random changes.
     """
     choices = random.Random(seed)
     pairs = [(place, value) for place in range(len(list(_places([document])))) for value in range(len(HOSTILE))]

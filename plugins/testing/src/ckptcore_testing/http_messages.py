@@ -40,7 +40,7 @@ class HTTPHead:
     fields: tuple[bytes, ...]
 
     def field(self, name: str) -> str | None:
-        """Return the value of a header, of the first one if it is repeated."""
+        """Return the value of a header. The first value if it is repeated, None if it is missing."""
         wanted = name.lower().encode("ascii")
         for line in self.fields:
             found, _, value = line.partition(b":")
@@ -89,7 +89,7 @@ class HTTPAnswer:
 
     Attributes:
         head: the head.
-        body: the body, with the framing of chunks.
+        body: the body as received: a chunked body contains the sizes of its chunks.
     """
 
     head: HTTPHead
@@ -120,7 +120,7 @@ class HTTPStream:
         """Send bytes.
 
         Raises:
-            ConnectionLost
+            ConnectionLost: if the other end has closed or reset the connection.
         """
         try:
             for piece in pieces:
@@ -133,7 +133,7 @@ class HTTPStream:
         """Read the next head. None if the connection was closed before its first byte.
 
         Raises:
-            ConnectionLost
+            ConnectionLost: if the connection ends in the middle of the head, or if the head is too long.
         """
         while (end := self._left.find(b"\r\n\r\n")) < 0:
             if len(self._left) > _HEAD_BYTES:
@@ -149,18 +149,18 @@ class HTTPStream:
         return HTTPHead(first, tuple(fields))
 
     def read_request_body(self, head: HTTPHead) -> bytes:
-        """Read the body of a request, with the framing of chunks.
+        """Read the body of a request. A chunked body contains the sizes of its chunks.
 
         Raises:
-            ConnectionLost
+            ConnectionLost: if the connection ends before the body does, or if a size is invalid.
         """
         return self._read_chunks() if head.is_chunked else self.read(head.length or 0)
 
     def read_answer(self, method: str) -> HTTPAnswer:
-        """Read the answer to a request. Interim answers (100 Continue) are skipped.
+        """Read the answer to a request with this method. Interim answers (100 Continue) are skipped.
 
         Raises:
-            ConnectionLost
+            ConnectionLost: if the connection ends before the answer does, or if the answer is invalid.
         """
         while True:
             head = self.read_head()
@@ -183,7 +183,7 @@ class HTTPStream:
         """Read `nbytes` bytes.
 
         Raises:
-            ConnectionLost
+            ConnectionLost: if the connection ends before them.
         """
         if nbytes <= len(self._left):
             found, self._left = self._left[:nbytes], self._left[nbytes:]
@@ -256,7 +256,7 @@ class HTTPStream:
             return  # closed already
 
     def close(self) -> None:
-        """Close the connection. Sent data arrives."""
+        """Close the connection. The system still delivers data that was sent before."""
         self._connection.close()
 
     def reset(self) -> None:

@@ -55,7 +55,7 @@ class LayoutCrashTests:
     """Tests that a failed save leaves the old or the new checkpoint. Subclass it and define `layout`.
 
     On a local file system the save replaces a checkpoint. In memory, which behaves like an object store, it is the
-    first save to its location.
+    first save to its location, and the old state is that there is no checkpoint.
 
     Attributes:
         faults: approximate number of faults per test, including the first and the last. None: all.
@@ -79,7 +79,7 @@ class LayoutCrashTests:
 
     @pytest.fixture
     def trials(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_TrialLocation]]:
-        """Yield new locations."""
+        """Return an endless iterator of new locations."""
         with storage.open(tmp_path) as location:
             scheme, found, rest = location.rpartition("://")
             yield _trials(scheme if found else "file", rest.rpartition("/")[0])

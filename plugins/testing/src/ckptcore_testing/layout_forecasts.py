@@ -67,7 +67,7 @@ class LayoutForecastTests:
     """Tests that plans match saves, in addition to `LayoutTests`. Subclass it and define `layout`."""
 
     def layout(self) -> Layout:
-        """Return the layout, with options so that arrays of some hundred kilobytes cross boundaries."""
+        """Return the layout, with limits so low that arrays of some hundred kilobytes need several chunks or files."""
         raise NotImplementedError("give the class the method `layout`")
 
     @pytest.mark.parametrize("size", [1, 4])
@@ -132,7 +132,7 @@ class LayoutForecastTests:
 
 
 def _state(rank: int, size: int) -> dict[str, Any]:
-    """Return replicated, sharded, partly replicated and tied arrays, with more keys on the last rank."""
+    """Return sharded, partly replicated and replicated arrays and values, with one more array on the last rank."""
     wide = np.arange(300 * 500, dtype=np.float32).reshape(300, 500)
     edges = [300 * part // size for part in range(size + 1)]
     rows = ShardedArray.part(wide[edges[rank] : edges[rank + 1]], (edges[rank], 0), wide.shape, cuts=[edges[1:-1], []])
@@ -197,7 +197,7 @@ def _expect_objects(plan: SavePlan, found: Mapping[str, int]) -> None:
 
 
 def _without_random_names(plan: SavePlan) -> list[Any]:
-    """Return a plan without random names, for comparison with the plan of another save."""
+    """Return a plan without random names and approximate sizes, for comparison with the plan of another save."""
     return [
         (plan.layout, plan.arrays, plan.values, plan.array_bytes, tuple(plan.memory)),
         *[

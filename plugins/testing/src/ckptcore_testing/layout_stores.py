@@ -62,7 +62,7 @@ class MemorySnapshot:
         return self._plan
 
     def take(self, item: int) -> Sequence[HostArray]:
-        """Return arrays in C order, Fortran order and big-endian in turn. All are allowed."""
+        """Return arrays in C order, Fortran order and big-endian in turn. Layouts must accept all of them."""
         assert item not in self.released, f"item {item} is taken after it was released"
         self.taken.add(item)
         whole = self._arrays[self._plan.items[item].leaf]
@@ -85,7 +85,7 @@ class MemorySnapshot:
         self.released.append(item)
 
     def assert_released(self) -> None:
-        """Fail unless every item was released. Bounded memory would run out otherwise."""
+        """Fail unless every item was released. In a save, unreleased items would fill the limited memory."""
         missing = sorted(set(range(len(self._plan.items))) - set(self.released))
         assert not missing, f"the items {missing} were never released"
 
@@ -174,8 +174,8 @@ class StrictReadStore:
 
     Args:
         storage: the storage.
-        digests: SHA-256 of the objects, by key. Other objects are hidden from the layout. None: only checksums of
-            chunks are verified, as in checkpoints of other software.
+        digests: SHA-256 of the objects, by key. Reads of other objects raise `ObjectNotFoundError`. None: all objects
+            can be read, and only checksums of chunks are verified, as in checkpoints of other software.
     """
 
     def __init__(self, storage: StorageBackend, digests: Mapping[str, bytes] | None = None) -> None:
@@ -194,7 +194,7 @@ class StrictReadStore:
         return self._verified(key)[start:stop]
 
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
-        """Read ranges of objects, the last one first."""
+        """Read ranges of objects, the last one first. Return None for missing objects."""
         found: list[bytes | None] = []
         for key, start, stop in reversed(ranges):
             try:
@@ -212,7 +212,7 @@ class StrictReadStore:
         return list(self._storage.list_names(prefix.removesuffix("/")))
 
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
-        """Fill targets from objects, the last read first, and check each read."""
+        """Fill targets from objects, the last read first, and check each read. Yield the numbers of filled targets."""
         remaining: dict[int, int] = {}
         for read in reads:
             for number, _, _ in read.targets:

@@ -62,10 +62,11 @@ class Trial:
     Attributes:
         tree: the tree.
         arrays: elements of all arrays, including aliases, by number of the leaf.
-        parts: boxes that each process writes, by number of the leaf. Process 0 writes other leaves.
+        parts: by number of the leaf, the boxes that each process writes. Process 0 writes other leaves as a whole.
         size: number of processes.
         name: name of the checkpointable. Empty if the tree is the whole checkpoint.
-        session: number of the session of a partial save. None: not a partial save.
+        session: in a partial save, the rank of the first process of this session among the processes of all sessions.
+            None: not a partial save.
     """
 
     tree: TreeMetadata
@@ -158,9 +159,9 @@ class WrittenTrial:
 
         Args:
             wanted: numbers of leaves, and boxes. None: all arrays.
-            state, tree: replace the written ones.
-            verified: True if the strict store verifies objects.
-            store: replaces the strict store.
+            state, tree: the state and the tree to read with, by default the written ones.
+            verified: True if the default store verifies objects.
+            store: the store to read from. None: a `StrictReadStore`.
         """
         tree = self.trial.tree if tree is None else tree
         if wanted is None:
@@ -191,7 +192,12 @@ class WrittenTrial:
     def assert_reads_back(
         self, wanted: Sequence[tuple[int, Box]] | None = None, *, stores: Sequence[ReadStore] = ()
     ) -> None:
-        """Fail unless boxes of leaves (by default all arrays) are read back bitwise, with both kinds of store."""
+        """Fail unless boxes of leaves are read back bitwise.
+
+        Args:
+            wanted: numbers of leaves, and boxes. None: all arrays but aliases.
+            stores: the stores to read from, one after another. Empty: both kinds of `stores()`.
+        """
         if wanted is None:
             wanted = [
                 (leaf, Box.whole(array.shape))
@@ -203,7 +209,7 @@ class WrittenTrial:
                 assert_same_bits(found, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
 
     def stores(self, *, verified: bool = True) -> Sequence[ReadStore]:
-        """Return the strict store, and the store of loads."""
+        """Return a strict store, and a store as in `ckptcore.load`."""
         return (
             StrictReadStore(self.storage, self.digests if verified else None),
             ObjectReader(self.storage, self.records if verified else {}, _threads(), verify=verified),
@@ -211,9 +217,9 @@ class WrittenTrial:
 
 
 def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> WrittenTrial:
-    """Check and write a trial on each process, finish it, and write metadata files.
+    """Check a trial, write the part of each process, finish it, and write metadata files unless the trial is named.
 
-    Plans, receipts and states are encoded and decoded as in a job.
+    Receipts and states are encoded and decoded as in a job. Plans must be picklable.
     """
     return _finish(layout, trial, _write(layout, trial, storage), storage)
 
@@ -223,13 +229,13 @@ def write_sessions(layout: Layout, trials: Sequence[Trial], storage: StorageBack
 
     Args:
         layout: a layout with the capability ``sessions``.
-        trials: the trial of each session. Their mappings are merged.
+        trials: the trial of each session. Their trees are merged.
         storage: the storage.
     """
     assert layout.capabilities.sessions
     sessions: list[SessionReceipts] = []
     arrays: dict[TreePath, HostArray] = {}
-    first = 3  # ranks of failed sessions are missing
+    first = 3  # gaps between the ranks, as after failed sessions
     for trial in trials:
         receipts = _write(layout, replace(trial, session=first), storage)
         sessions.append(SessionReceipts(first, trial.tree, receipts))

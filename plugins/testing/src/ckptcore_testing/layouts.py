@@ -82,12 +82,13 @@ class LayoutTests:
     Attributes:
         several_processes: True if several processes can write parts of one array.
         ties: True if tied arrays are stored once.
-        foreign: True if `Layout.inspect` recognises checkpoints of this layout, with the keys of one dict and the names
-            of `PORTABLE_DTYPES`.
+        foreign: True if `Layout.inspect` recognises the files of this layout without a root. For a dict of arrays with
+            `PORTABLE_DTYPES`, it must then return the keys of the dict.
         composites: True if `Layout.inspect_composite` recognises several checkpointables of this layout.
         refused_dtypes: dtypes that `Layout.check` refuses. All others must be supported.
         tampered_states: approximate number of tampered states to test.
-        most_damages: maximum number of damaged variants of each kind per object. None: all, for fast storages.
+        most_damages: maximum number of damaged variants per object and test. None: all variants. Limit it for slow
+            storages.
     """
 
     several_processes: bool = True
@@ -108,7 +109,7 @@ class LayoutTests:
         return local_directory(tmp_path)
 
     def _some(self, damages: Sequence[T]) -> Sequence[T]:
-        """Return up to `most_damages` values, including the first and the last."""
+        """Return at most `most_damages` of the values: the first one, and others at regular intervals."""
         if self.most_damages is None:
             return damages
         return damages[:: max(1, -(-len(damages) // self.most_damages))]
@@ -239,7 +240,7 @@ class LayoutTests:
     def test_several_processes_share_the_write_of_a_replicated_array(
         self, cells: tuple[int, int], storage: StorageBackend
     ) -> None:
-        """Replicas are written by several processes in turn, and stored once."""
+        """Each process writes different cells of a replicated array, which is stored only once."""
         layout = self.layout()
         if not layout.capabilities.any_replica_writes:
             return
@@ -325,7 +326,7 @@ class LayoutTests:
         second.assert_reads_back()
 
     def test_a_new_layout_object_reads_the_checkpoint(self, storage: StorageBackend) -> None:
-        """The state of a layout contains its options."""
+        """The stored state contains the options that a read needs, so a layout with default options can read."""
         written = write_trial(self.layout(), _small_trial(), storage)
         dataclasses.replace(written, layout=type(self.layout())()).assert_reads_back()
 
@@ -374,7 +375,7 @@ class LayoutTests:
     # --- damaged and hostile checkpoints
 
     def test_a_hostile_state_is_an_error(self, storage: StorageBackend) -> None:
-        """A tampered state causes a CheckpointError, or returns bytes of the checkpoint's files, but never crashes."""
+        """A read with a tampered state raises no error but `CheckpointError`. It may return wrong elements."""
         written = write_trial(self.layout(), _small_trial(), storage)
         for state in tampered(written.state, self.tampered_states):
             with _BoundedMemory(f"reading with the state {state!r:.500}"):
@@ -518,7 +519,7 @@ class LayoutTests:
             stored.write_bytes(content)
 
     def _write_several(self, layout: Layout, storage: StorageBackend) -> dict[str, WrittenTrial]:
-        """Write two trees to directories of their names, with the metadata files of one checkpoint."""
+        """Write two named trees to directories of these names, and the metadata files of a checkpoint of both."""
         written = {}
         for name in ("params", "moments"):
             trial = dataclasses.replace(_small_trial(), name=name)
@@ -535,7 +536,7 @@ class LayoutTests:
             return None
         file_bytes = sum(stored.nbytes for stored in objects_below(written.storage).values())
         if found.tree.nbytes > 16 * file_bytes + 4096:
-            return None  # larger than the files, so a reader must refuse it
+            return None  # the arrays are much larger than the files, and would need too much memory
         return written.read(tree=found.tree, state=found.state, verified=False)
 
 
@@ -610,7 +611,7 @@ def _cut(spec: ArraySpec, cells: Sequence[int]) -> ArrayRecord:
 
 
 def _comes_back(written: WrittenTrial, leaf: int) -> bool:
-    """Return True if a leaf is read back. False if a checksum in the file detects damage."""
+    """Return True if a leaf is read back unchanged. False if it differs, or if a checksum in the file fails."""
     array = written.trial.arrays[leaf]
     try:
         (found,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
@@ -681,7 +682,7 @@ def _error_or_right(written: WrittenTrial, where: str) -> None:
 
 
 class _BoundedMemory:
-    """Fails if more memory is allocated than a correct read needs."""
+    """Fails if the peak of allocated memory reaches `_EXAMPLE_BYTES`, far more than a correct read needs."""
 
     def __init__(self, where: str) -> None:
         self._where = where

@@ -54,8 +54,8 @@ _KINDS: Final = frozenset({"example", "array_example", "value_example", "mutable
 def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a check into one test that runs it for every example of a kind, and raises all failures together.
 
-    Handlers have a hundred examples and thirty checks of a millisecond each. Separate tests would take longer to
-    collect than to run. If the test is called with arguments, it runs the check once with these.
+    A handler can have a hundred examples, and each of the thirty checks takes about a millisecond. Separate tests would
+    take longer to collect than to run. If the test is called with arguments, it runs the check once with these.
 
     Args:
         kind: the name of the argument for the example.
@@ -97,7 +97,7 @@ class LeafHandlerTests:
     unsupported: Sequence[Callable[[], Any]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrise tests that a subclass adds or overrides."""
+        """Parametrise the tests of unsupported leaves, and tests with examples that a subclass adds or overrides."""
         for argument in _KINDS.intersection(metafunc.fixturenames):
             members = self._examples(argument)
             metafunc.parametrize(argument, members, ids=[one.name for one in members])
@@ -329,7 +329,7 @@ class LeafHandlerTests:
         return shards
 
     def _boxes(self, leaf: object) -> list[Box]:
-        """Return the boxes of this process and parts of them, because replicas can divide a box."""
+        """Return the boxes of a job of one process, and halves of them, because processes can share a replicated box."""
         boxes: list[Box] = []
         for shard in self._shards(leaf, 0, 1):
             boxes.append(shard.box)
@@ -400,7 +400,7 @@ class LeafHandlerTests:
             assert type(built) is type(leaf)
 
     def _abstracts(self, example: LeafExample) -> list[Any]:
-        """Return the abstract leaves of an example, including the leaf itself."""
+        """Return the abstract leaves of an example, and a concrete leaf, which can be used in place of them."""
         return [*[make() for make in example.abstracts], example.make()]
 
     # --- into an existing leaf

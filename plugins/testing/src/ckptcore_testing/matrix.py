@@ -36,8 +36,8 @@ def _samples() -> Samples:
 class StorageMatrixTests:
     """Tests of combinations of frameworks, layouts and storages. Subclass it.
 
-    Frameworks and storages are found by their samples (see `ckptcore_testing.samples`), layouts by their names.
-    Override the three methods to test fewer of them.
+    Frameworks and storages come from the installed samples (see `ckptcore_testing.samples`), layouts from the installed
+    plugins. Override `frameworks`, `layouts` and `storages` to test fewer of them.
     """
 
     def frameworks(self) -> Mapping[str, FrameworkSample]:
@@ -57,9 +57,9 @@ class StorageMatrixTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with a pairwise covering array of their arguments.
 
-        Quick tests contain every pair of values of any two of saver, loader, layout, storage and container. The other
-        combinations are slow tests, which are generated with the option `--slow` of a `conftest.py`. Quick tests
-        combine costly storages only with the first framework and every layout.
+        Quick tests contain every pair of values of any two arguments, except that costly storages are combined only
+        with the first framework, but with all values of the other arguments. The remaining combinations are slow tests.
+        If a `conftest.py` defines the option `--slow`, they are generated only with this option.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {
@@ -373,7 +373,7 @@ def _checkpoint(
     storage: StorageSample,
     custom: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Yield a location whose checkpoint is deleted at the end, because the storage may outlive the test."""
+    """Save a checkpoint. Delete it at the end of the context, because the storage may outlive the test."""
     context = _context(storage)
     ckptcore.save(location, state, layout=layout.name, metadata=custom, context=context)
     try:

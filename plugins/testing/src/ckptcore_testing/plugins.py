@@ -40,7 +40,8 @@ PUBLIC_MODULES: Final = (
     "ckptcore.training",
     "ckptcore_testing",
 )
-"""The modules that plugins may import, including the modules of these packages."""
+"""The modules of this project that plugins may import. Of modules inside these packages, they may also import those of
+`ckptcore.model` and `ckptcore_testing`, but no others."""
 
 _TYPE_HOOKS: Final = (
     "ckpt_leaf_handler",
@@ -57,7 +58,8 @@ class PluginTests:
         entry_point: the name of the plugin's entry point in the group ``ckptcore``.
         heavy: packages that the entry module must not import. None: the requirements of the plugin's distribution that
             the core does not require.
-        inner: modules that may import any module of ckptcore. Only for distributions that are released with it.
+        inner: names (without packages) of the plugin's modules that may import any module of ckptcore. Only for
+            distributions that are released together with ckptcore.
     """
 
     entry_point: str
@@ -212,7 +214,7 @@ class _UnknownType:
 
 
 def _offered_by_others(hook: str, entry_point: str) -> dict[str, str]:
-    """Return the names that other installed plugins offer, with the plugin."""
+    """Return the names of layouts or schemes that other installed plugins offer, mapped to the plugin's name."""
     from ckptcore.plugins import installed_plugins
 
     attribute = "layouts" if hook == "ckpt_layouts" else "storages"

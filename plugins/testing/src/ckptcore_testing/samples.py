@@ -64,7 +64,7 @@ class FrameworkSample:
         array_type: the type of loaded arrays.
         fills: True if `ckptcore.load_into` changes the array in place.
         containers: container types of the framework.
-        session: context manager for settings of the framework that `dtypes` requires.
+        session: returns a context manager that applies the settings of the framework that `dtypes` require.
     """
 
     name: str
@@ -87,8 +87,8 @@ class StorageSample:
         open: takes an empty local directory, and returns a context manager for a new location. It may run a server.
         costly: True if requests are slow. Quick tests then combine the storage only with the first framework.
         aliases: equivalent schemes, which are not tested separately.
-        without_conditions: the option of the `Context` for saves to this storage: ``"marker"`` if it has no conditional
-            puts.
+        without_conditions: `IOOptions.without_conditions` for saves to this storage: ``"marker"`` if the storage has no
+            conditional puts.
     """
 
     scheme: str
@@ -127,8 +127,8 @@ class Samples:
     """Samples by name or scheme, and by distribution.
 
     Attributes:
-        frameworks, layouts, storages: the samples, sorted by name.
-        offered: the samples of each distribution.
+        frameworks, layouts, storages: the samples by name (storages by scheme), in order of their entry points' names.
+        offered: the samples of each distribution, by the name of the distribution.
     """
 
     frameworks: Mapping[str, FrameworkSample] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def installed_samples() -> Samples:
     """Return the samples of all installed distributions.
 
     Raises:
-        PluginError: if an entry point is not a sample, or two samples have the same name.
+        PluginError: if an entry point is not a sample, or two samples of one kind have the same name.
     """
     frameworks: dict[str, FrameworkSample] = {}
     layouts: dict[str, LayoutSample] = {}

@@ -32,7 +32,8 @@ signal.signal(signal.SIGTERM, lambda *_: child.terminate())
 threading.Thread(target=end_with_parent, daemon=True).start()
 sys.exit(child.wait())
 """
-"""Runs a server until its standard input ends, which also happens if the parent is killed by SIGKILL."""
+"""A program between the tests and a server. It ends the server when its own standard input ends, which also happens if
+the tests are killed by SIGKILL."""
 
 _TRIES: Final = 3
 _POLL_SECONDS: Final = 0.01
@@ -91,7 +92,8 @@ def serve(
         timeout_seconds: maximum time until the server is ready.
 
     Raises:
-        RuntimeError: if the server exits or is not ready in time. Contains the end of the log.
+        RuntimeError: if the server exits at its start in each of three attempts (contains the end of the log), or if it
+            is not ready in time.
     """
     for tries_left in reversed(range(_TRIES)):
         port = free_port()

@@ -1,4 +1,4 @@
-"""A bucket that all tests of a process share. The first location starts its server."""
+"""A bucket that all tests of a process share. Its server starts when the first location is opened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BucketServer(Protocol):
         ...
 
     def create_bucket(self, name: str = "") -> str:
-        """Create a bucket. Return its name, a new one by default."""
+        """Create a bucket with this name, by default a new unique name. Return the name."""
         ...
 
 
@@ -49,7 +49,7 @@ class SharedBucket:
             if self._found is None:
                 stack = ExitStack()
                 atexit.register(stack.close)
-                # Not a directory of pytest, because these paths are too long for sockets.
+                # Not a directory of pytest, whose path can be too long for a Unix socket.
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptcore-")))
                 server = stack.enter_context(self._serve(directory))
                 self._found = server, server.create_bucket()
@@ -57,7 +57,10 @@ class SharedBucket:
 
     @contextmanager
     def open(self, directory: Path) -> Iterator[str]:
-        """Yield a new location, with the environment variables of the server. See `StorageSample.open`."""
+        """Yield a new location, and set the server's environment variables until the end of the context.
+
+        See `StorageSample.open`. `directory` is not used.
+        """
         server, bucket = self._bucket()
         with pytest.MonkeyPatch.context() as patch:
             for name, value in server.environment.items():

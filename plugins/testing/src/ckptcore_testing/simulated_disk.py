@@ -1,8 +1,9 @@
 """A simulated disk in memory that can lose power: only synced data is guaranteed to survive.
 
-It simulates the worst case that file systems allow. The data of a file survives up to its last sync; any mix of later
-pages survives. A change of names (create, remove, rename, exchange) after the last sync of its directory survives
-completely or not at all, in any combination with other changes. A rename can survive without the data of the file.
+It simulates the worst case that file systems allow. The data of a file survives if it has not changed since its last
+sync. Otherwise the old data, the new data, any mix of their pages, or only the new size (with zeros as data) survives.
+A change of names (create, remove, rename, exchange) after the last sync of its directory survives completely or not at
+all, in any combination with other changes. A rename can survive without the data of the file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class DiskFile:
 
     Attributes:
         data: the data that readers see.
-        durable: the data that is guaranteed to survive. None before the first sync.
+        durable: the data at the last sync, which survives if `data` does not change afterwards. None before the first
+            sync.
     """
 
     data: bytearray = field(default_factory=bytearray)
@@ -41,7 +43,7 @@ class DiskDirectory:
     Attributes:
         names: the names that readers see.
         durable: the names that are guaranteed to survive.
-        ages: for each name, the number of its last change in `durable`.
+        ages: for each name, the number of the last change that was applied to `durable`.
     """
 
     names: dict[str, DiskNode] = field(default_factory=dict)
@@ -54,7 +56,12 @@ DiskNode: TypeAlias = DiskFile | DiskDirectory
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """An atomic change of names that is not durable: directory, name, and the new node."""
+    """An atomic change of names that is not yet durable.
+
+    Attributes:
+        number: ascending number of the change.
+        names: the directory, the name and the new node of each changed name. A node of None removes the name.
+    """
 
     number: int
     names: tuple[tuple[DiskDirectory, str, DiskNode | None], ...]
@@ -78,6 +85,7 @@ class SimulatedDisk:
 
         Args:
             crash_at: number of the step before which the power fails. This and all later steps raise `SimulatedCrash`.
+                None: the power does not fail.
         """
         self.root = DiskDirectory()
         self.steps: list[str] = []
@@ -122,7 +130,7 @@ class SimulatedDisk:
             self._pending.append(_Change(next(self._numbers), names))
 
     def write(self, what: str, file: DiskFile, offset: int, data: bytes) -> None:
-        """Write bytes, possibly after the end of the file."""
+        """Write bytes at an offset. A gap after the end of the file is filled with zeros."""
         with self.lock:
             self._step(what)
             file.data.extend(bytes(max(0, offset + len(data) - len(file.data))))

@@ -257,7 +257,7 @@ class SimulatedStorage(StorageBackend):
                 self._disk.sync_directory(f"sync the names in {_path_text((*path, name))}", node)
 
     def delete_directory(self, key: str) -> None:
-        """See `AtomicDirectories`. Takes one step per file, like a real disk."""
+        """See `AtomicDirectories`. Takes one step for each file and directory, like a real disk."""
         path = self._path(key)
         with self._disk.lock:
             above = self._find(path[:-1])
