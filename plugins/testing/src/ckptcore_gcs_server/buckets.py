@@ -104,7 +104,11 @@ class Buckets:
         stop: str | None = None,
         limit: int,
     ) -> Listing:
-        """Return the first `limit` names and prefixes from `start` to `stop` (exclusive), sorted as UTF-8."""
+        """Return the first `limit` names and common prefixes from `start` to `stop` (exclusive), sorted as UTF-8.
+
+        Only names that begin with `prefix` are listed. A common prefix replaces all names that are
+        equal up to the first `delimiter` after `prefix`. An empty `delimiter` gives no common prefixes.
+        """
         objects: list[StoredObject] = []
         prefixes: list[str] = []
         with self._lock:

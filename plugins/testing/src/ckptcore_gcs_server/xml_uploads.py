@@ -114,7 +114,7 @@ class XmlUploads:
 
 
 def spelling(request: Request) -> Callable[[str], str]:
-    """Return the encoder of names in a list: URL escapes if the client requests them."""
+    """Return the encoder of names in a list: URL escapes if the client requests them, else XML escapes."""
     return quote if request.query.get("encoding-type") == "url" else escape
 
 

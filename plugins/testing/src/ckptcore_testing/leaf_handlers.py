@@ -329,7 +329,7 @@ class LeafHandlerTests:
         return shards
 
     def _boxes(self, leaf: object) -> list[Box]:
-        """Return the boxes of a job of one process, and halves of them, because processes can share a replicated box."""
+        """Return the boxes of a job of one process, and halves of them: processes can share a replicated box."""
         boxes: list[Box] = []
         for shard in self._shards(leaf, 0, 1):
             boxes.append(shard.box)

@@ -75,9 +75,9 @@ class SimulatedDisk:
     the disks of `after_power_loss`.
 
     Attributes:
-        steps: descriptions of the steps.
+        steps: descriptions of the steps so far, in order.
         lock: protects all reads and changes.
-        locked: the locked directories.
+        locked: the directories that a storage has locked.
     """
 
     def __init__(self, *, crash_at: int | None = None) -> None:
