@@ -36,7 +36,8 @@ def open(location: LocationLike, *, context: Context | None = None) -> OpenCheck
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
-        CompositeCheckpointError: it has several checkpointables: open one by its own location.
+        CompositeCheckpointError: the checkpoint has several checkpointables: open one by its own location.
+        TreeMismatchError: the checkpoint has the files of an object instead of a tree.
     """
     return OpenCheckpoint(location, context or default_context())
 
@@ -81,7 +82,7 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
         context: options.
 
     Raises:
-        UnsupportedLeafError: lists, by path, every leaf that cannot be saved or loaded, or has no abstract form.
+        UnsupportedLeafError: leaves cannot be saved or loaded, or have no abstract form. Lists the first 20 by path.
         UnsupportedKeyError: a key is neither an int nor a str.
     """
     flat = flatten(state, runtime_of(context or default_context()).registry, placeholders=True)

@@ -119,7 +119,8 @@ def load_into(
     """Load a checkpoint into an existing value: arrays and tensors are filled in place. Returns the target.
 
     Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. So are containers
-    that cannot be changed (tuples, frozen dataclasses). Arrays of the target must not overlap in memory.
+    that cannot be changed (tuples, frozen dataclasses). Arrays of the target must not overlap in memory, except tied
+    arrays, which must also be tied in the checkpoint.
 
     Args:
         location: see `load`.
@@ -154,13 +155,14 @@ def load_checkpointables(
     into: Mapping[str, object] | None = None,
     context: Context | None = None,
 ) -> dict[str, Any]:
-    """Load objects by name from a checkpoint that `save_checkpointables` wrote.
+    """Load objects by name from a checkpoint that `save_checkpointables` or other software wrote.
 
     Args:
         location: a path or URL.
         abstract: objects to load as new values: abstract trees by name (see `load`), or a list of names. None as
             an abstract tree loads Python and NumPy types (files as a dict of bytes by path), and `PLACEHOLDER` skips
-            the object. Without `abstract` and `into`, every object is loaded.
+            the object. Without `abstract` and `into`, every object is loaded; those that were deleted since the save
+            are skipped with a warning.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees (see `load_into`).
         context: options.
 

@@ -71,7 +71,9 @@ class Stored(WithoutInputs):
 
 
 class WholeArray(ABC):
-    """A derived array that is computed as a whole from whole inputs, once for all boxes that are read together.
+    """A derived array that is computed as a whole from whole inputs.
+
+    It is computed once for all boxes that are read together.
 
     Attributes:
         inputs: the arrays that it is computed from.
@@ -234,7 +236,7 @@ def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
     """Concatenate arrays along an axis.
 
     Raises:
-        ValueError: if there are no inputs, or their dtypes or other extents differ.
+        ValueError: if there are no inputs, the axis does not exist, or the dtypes or other extents differ.
     """
     if not inputs:
         raise ValueError("concatenate at least one array")
@@ -257,7 +259,7 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
     Args:
         of: the array.
         before, after: by axis, the number of elements to add before the first and after the last one.
-        value: a number that the dtype of the array can represent.
+        value: a number that the dtype of the array can represent. As in `constant`, floats are rounded.
 
     Raises:
         ValueError: if `before` or `after` does not have one number for each axis, a number is negative, or the dtype
@@ -282,8 +284,8 @@ def constant(spec: ArraySpec, value: Any) -> DerivedArray:
 
     Args:
         spec: shape and dtype of the array.
-        value: a number, or an array that NumPy broadcasts to the shape. The dtype must be able to represent every
-            value.
+        value: a number, or an array that NumPy broadcasts to the shape. The dtype must be able to represent ints and
+            bools exactly. Floats and complex numbers within its range are rounded to it.
 
     Raises:
         ValueError: if the dtype or the shape does not fit.
@@ -303,10 +305,15 @@ def constant(spec: ArraySpec, value: Any) -> DerivedArray:
 
 
 def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
-    """Fill an array with values of another dtype.
+    """Fill an array with values of another dtype. Floats and complex numbers are rounded.
+
+    Args:
+        elements: the array to fill.
+        found: the values as an array of the same shape.
+        value: the values as the caller passed them, for errors.
 
     Raises:
-        ValueError: if its dtype cannot represent one of the values.
+        ValueError: if the dtype of `elements` cannot represent one of the values.
     """
     given, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
     try:
@@ -341,7 +348,7 @@ def _shifted(box: Box, by: tuple[int, ...]) -> Box:
 
 
 def walk(array: DerivedArray) -> Iterator[DerivedArray]:
-    """Yield a derived array and, recursively, its inputs."""
+    """Yield a derived array and, recursively, its inputs. An input that occurs several times is yielded each time."""
     stack = [array]
     while stack:
         one = stack.pop()

@@ -52,9 +52,9 @@ class FloatValues:
 
     Attributes:
         bits: bits of precision, including the implicit bit.
-        least, most: the smallest and the largest positive value.
-        is_signed: True if it has negative numbers and zero. Dtypes without negative numbers also lack zero.
-        has_infinity, has_nan, has_minus_zero: True if it has these values.
+        least, most: the smallest and the largest finite positive value.
+        is_signed: True if the dtype has negative numbers and zero. Dtypes without negative numbers also lack zero.
+        has_infinity, has_nan, has_minus_zero: True if the dtype has these values.
     """
 
     bits: int
@@ -105,9 +105,9 @@ def has_all_values_of(dtype: str, other: str) -> bool:
 
 
 def is_narrowing(dtype: str, other: str) -> bool:
-    """Return True if a cast of the dtype `other` to `dtype` loses only precision and range.
+    """Return True if a cast of the dtype `other` to `dtype` loses precision or range, and nothing else.
 
-    Casts of floats to ints and of complex numbers to real ones lose more.
+    False for a cast without loss, and for casts of floats to ints and of complex numbers to real ones, which lose more.
     """
     return dtype != other and accepts_kind_of(dtype, other) and not has_all_values_of(dtype, other)
 
@@ -193,7 +193,11 @@ class _Converted:
 
 @dataclass(frozen=True, slots=True)
 class CastArray(_Converted):
-    """An array cast as by NumPy: numbers outside of the range of the dtype wrap or become infinite."""
+    """An array cast as by NumPy, without errors for numbers outside of the range of the dtype.
+
+    Ints wrap. Floats become infinite or NaN, or the largest value of a dtype that has neither. The result of a cast of
+    such floats to ints depends on the platform.
+    """
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Cast the elements."""
@@ -257,6 +261,7 @@ def narrow(of: DerivedArray, dtype: str) -> DerivedArray:
 
     Raises:
         ValueError: if one of the dtypes is not numeric, or complex numbers would become real.
+        UnsupportedLeafError: if the name is not known.
     """
     made = cast(of, dtype)
     if not isinstance(made, CastArray) or made is of:
@@ -308,7 +313,11 @@ def _expect_within(source: HostArray, dtype: str) -> None:
 
 
 def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatValues) -> None:
-    """Check that infinite elements and NaN are unchanged, and that no other element became one of them."""
+    """Check that infinite elements and NaN are unchanged, and that all others are in the range of the dtype.
+
+    Raises:
+        ValueError: an element is outside of the range, or the dtype lacks its infinity or NaN.
+    """
     finite = np.isfinite(out)
     if values.has_infinity and values.has_nan and finite.all():
         return

@@ -75,7 +75,7 @@ class Reshaped:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return boxes of the input with exactly these elements; one bounding box if there are too many."""
+        """Return boxes of the input with exactly the elements of `box`; one bounding box if these are too many."""
         groups = self._pieces(box)
         if groups is None:
             ranges = [_bounding_ranges(group, of_box) for group, of_box in self._of_groups(box)]
@@ -156,7 +156,7 @@ def reshape(of: DerivedArray, shape: Sequence[int]) -> DerivedArray:
         shape: shape of the result, in elements; one extent may be -1, to be computed from the others.
 
     Raises:
-        ValueError: if the number of elements differs.
+        ValueError: if the number of elements differs, or an extent is negative.
     """
     wanted = list(shape)
     spec = of.spec
@@ -235,7 +235,7 @@ def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:
 
 
 def _bounding_ranges(group: _AxisGroup, of_box: _Ranges) -> _Ranges:
-    """Return the smallest contiguous box along the input axes that has all elements of a box along the result axes."""
+    """Return the smallest contiguous box along the input axes that contains a box along the result axes."""
     if group.inner == group.outer:
         return of_box
     steps = _steps(group.outer)

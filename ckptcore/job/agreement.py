@@ -35,7 +35,8 @@ class Stage:
         payloads: on the leader after the stage, the payloads of all ranks in order of rank.
         done: True if this rank finished its work. If the exchange then fails on this rank, other ranks may have
             received this outcome and continue.
-        failed: after the stage, the ranks that failed; only the first ones if there are many.
+        failed: after the stage, the ranks that failed; only the first ones if there are many. Empty on a rank that
+            failed itself.
     """
 
     payload: JSON | bytes = None
@@ -47,9 +48,9 @@ class Stage:
 class Agreement:
     """The exchanges of one operation. A job of one process exchanges nothing.
 
-    In the first stage every rank sends a random token, and the leader sends the tokens of each block back to it. If a
-    rank does not find its token, the response is stale: it belongs to an earlier operation. The keys of later
-    exchanges contain the token of the leader, which is unique to the operation.
+    In the first stage every rank sends a random token, and the leader sends the tokens of each block of ranks back to
+    this block. If a rank does not find its token, the response is stale: it belongs to an earlier operation. The keys
+    of later exchanges contain the token of the leader, which is unique to the operation.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class Agreement:
             meaning: the end of the error message if the stage failed on another rank.
 
         Raises:
-            RankFailedError: it failed on another rank; the message has that rank's error. A rank raises its own error
-                unchanged.
-            CommitUnknownError: it failed with this error on another rank.
-            CoordinationTimeoutError: a rank did not take part in time.
+            RankFailedError: the stage failed on another rank; the message has that rank's error. A rank raises its own
+                error unchanged.
+            CommitUnknownError: the stage failed with this error on another rank.
+            CoordinationTimeoutError: on the leader, a rank did not take part in time; the others raise RankFailedError.
+                On another rank, the exchange with the leader did not end in time.
         """
         stage = Stage()
         if self.size == 1:
@@ -162,13 +164,18 @@ class Agreement:
             return self._verdict(key, token, verdict, tokens)
 
     def _verdict(self, key: str, token: str | None, verdict: _Verdict | None, tokens: Sequence[str]) -> _Verdict:
-        """Send the verdict from the leader to all. Its size does not depend on the size of the job.
+        """Send the verdict from the leader to all ranks, and return it on each of them.
+
+        Its size does not depend on the size of the job.
 
         Args:
             key: the key of the exchange.
             token: the token of this rank; None after the first stage.
             verdict: on the leader, the verdict; None on the others.
-            tokens: on the leader, the tokens of all ranks.
+            tokens: on the leader, the tokens of all ranks; empty if ranks are missing.
+
+        Raises:
+            RankFailedError: the received verdict is of an earlier operation.
         """
 
         def message(block: range) -> bytes:
@@ -254,7 +261,11 @@ class _Verdict:
 
 
 def encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
-    """Encode the message of a rank: a line of JSON, followed by the payload if it is bytes."""
+    """Encode the message of a rank that succeeded: a line of JSON, followed by the payload if it is bytes.
+
+    Raises:
+        PluginError: the payload is neither bytes nor JSON.
+    """
     head: dict[str, JSON] = {"error": None, "unknown": False, "token": token}
     if isinstance(payload, bytes):
         return _encode(head) + b"\n" + payload

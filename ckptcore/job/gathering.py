@@ -126,11 +126,12 @@ class Gathering:
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Send a payload to the leader. Returns all payloads in order of rank on the leader, and None on other ranks.
 
-        The first rank of a block waits for the other ranks of the block. If it is missing, the leader
-        reports only this rank of the block.
+        The first rank of a block waits for the other ranks of the block. If this first rank is missing, the leader
+        reports only this rank, because it receives nothing about the rest of the block.
 
         Raises:
-            CoordinationTimeoutError: on the leader, with the missing ranks.
+            CoordinationTimeoutError: on the leader, with the missing ranks. On another rank, its payload could not be
+                sent in time.
         """
         if self._groups is None:
             return self._coordinator.gather(key, payload)
@@ -191,7 +192,7 @@ class Gathering:
         """Broadcast from the leader to the ranks of a coordinator. The receivers wait for several deadlines.
 
         The leader may start up to a deadline later than this rank, and reports missing ranks after its own deadline. In
-        a job with blocks it waits for its own block, and twice as long for the first ranks of the others.
+        a job with blocks, the leader waits for its own block, and twice as long for the first ranks of the others.
         """
         if payload is not None:
             return coordinator.broadcast(key, payload)

@@ -1,7 +1,8 @@
 """Receipts as messages to the leader. Numbers are encoded as columns, and decoded as arrays.
 
 A message is one line of JSON, followed by the columns that it lists. A column has the narrowest dtype that fits either
-its numbers or their differences. Messages are not stored: all processes must have the same version of this package.
+its numbers or their differences, less the smallest of them. Messages are not stored: all processes must have the same
+version of this package.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _Columns:
 
     Attributes:
         described: for each column: kind (``"numbers"``, or ``"steps"`` for differences), width in bytes, count,
-            an offset to add, the first number.
+            an offset to add to each entry, and the number before the first step (0 for ``"numbers"``).
         data: the bytes of each column.
     """
 
@@ -139,7 +140,7 @@ class _Columns:
         self.data: list[bytes] = []
 
     def add(self, numbers: HostArray) -> int:
-        """Add a column of numbers. Return its number."""
+        """Add a column of numbers. Return the index of the column."""
         if not len(numbers):
             return self._add("numbers", 1, 0, 0, b"")
         plain = _as_narrow_column(numbers)
@@ -151,7 +152,7 @@ class _Columns:
         return self._add(kind, narrow.itemsize, len(numbers), least, narrow.tobytes(), first)
 
     def add_bytes(self, data: bytes) -> int:
-        """Add a column of bytes. Return its number."""
+        """Add a column of bytes. Return the index of the column."""
         return self._add("numbers", 1, len(data), 0, data)
 
     def _add(self, kind: str, width: int, count: int, least: int, data: bytes, first: int = 0) -> int:
@@ -161,7 +162,10 @@ class _Columns:
 
 
 def _as_narrow_column(numbers: HostArray) -> tuple[HostArray, int]:
-    """Subtract the smallest number. Returns the narrowest array of the differences, and the smallest number."""
+    """Subtract the smallest number. Returns the narrowest array of the differences, and the smallest number.
+
+    If a difference could exceed 63 bits, returns the numbers unchanged, as 64 bits each, and 0.
+    """
     least, most = int(numbers.min()), int(numbers.max())
     span = most - least
     if span > _LARGEST:

@@ -52,8 +52,8 @@ def seen_by_all(agreement: Agreement, name: str, directory: str, look: Callable[
         look: returns True if the object exists; may raise `ObjectNotFoundError`.
 
     Raises:
-        NotSharedError: this process does not see it. If the leader failed to create it, the other ranks do not
-            look for it.
+        NotSharedError: this process does not see the object within 10 seconds. If the leader failed to create it, the
+            other ranks do not look for it.
     """
     if agreement.size == 1:
         yield
@@ -73,7 +73,7 @@ def sees_claim(claimed: Claim, location: Location) -> bool:
     """Return True if this process sees the claim that the leader wrote.
 
     Raises:
-        ObjectNotFoundError: it sees no claim.
+        ObjectNotFoundError: this process sees no root at all.
     """
     expected = encode_claim(claimed)
     store = location.commits.store_of(location, claimed.save_id)
@@ -84,7 +84,7 @@ def expect_claim(claimed: Claim, location: Location) -> None:
     """Check that a worker sees the claim of its controller, which is rank 0, before it writes.
 
     Raises:
-        NotSharedError
+        NotSharedError: this process does not see the claim within 10 seconds.
     """
     _look_for(lambda: sees_claim(claimed, location), location.absolute, location.display)
 

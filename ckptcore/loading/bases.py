@@ -32,7 +32,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     """Return the location of a base of a checkpoint.
 
     Raises:
-        InvalidLocationError: the Context does not allow this location, or it is outside of the storage.
+        InvalidLocationError: the Context does not allow this location, or the location is outside of the storage.
     """
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
     found = location.address
@@ -90,10 +90,11 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
     Args:
         referring: the display name of the checkpoint that refers to the base.
         at: the location of the base.
-        save_id: the id of its save.
+        save_id: the id of the save that the referring checkpoint expects there.
 
     Raises:
-        CorruptCheckpointError: the base was deleted or replaced.
+        CorruptCheckpointError: the base was deleted, was replaced by another save, or cannot be read.
+        UnsupportedVersionError: the format of the base has an unsupported version.
     """
     try:
         version = read_version(at)
@@ -113,10 +114,11 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
 
 
 def open_base(referring: str, at: Location, save_id: str, context: Context) -> Checkpoint:
-    """Open a base with the arrays that it stores itself.
+    """Open a base. Its tree has only the arrays that it stores itself, not those that it refers to.
 
     Raises:
         CorruptCheckpointError: see `read_base`; also if the base has files instead of a tree.
+        UnsupportedVersionError: see `read_base`.
     """
     version, root = read_base(referring, at, save_id)
     if root.layout == FilesLayout.name:
@@ -134,7 +136,8 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         context: options.
 
     Raises:
-        CorruptCheckpointError: a base was deleted or replaced, or does not have an array.
+        CorruptCheckpointError: a base was deleted or replaced, cannot be read, or lacks an array that the checkpoint
+            refers to.
         InvalidLocationError: the Context does not allow the location of a base.
     """
     references, location = root.references, opened.location

@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def is_files(self) -> bool:
-        """True for files that an object wrote, instead of a tree."""
+        """True if the checkpoint has the files that an object wrote, instead of a tree."""
         return self.stored.layout.name == FilesLayout.name
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
@@ -208,7 +208,11 @@ class CompositeCheckpoint:
 
 @contextmanager
 def naming_arrays(opened: Checkpoint) -> Iterator[None]:
-    """Add the names of the affected arrays to errors about bytes."""
+    """Add the names of the affected arrays to errors about bytes. Reports a missing object as damage.
+
+    Raises:
+        CorruptCheckpointError: the error of the body, or an object of the checkpoint is missing.
+    """
     try:
         yield
     except CorruptCheckpointError as error:
@@ -228,7 +232,12 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def naming_additional(opened: Checkpoint) -> Iterator[None]:
-    """Add the location of an additional source, and the names of its arrays, to errors about its bytes."""
+    """Add the location of an additional source, and the names of its arrays, to errors about its bytes.
+
+    Raises:
+        CorruptCheckpointError: the body failed because the source is damaged or was replaced.
+        Other errors of the body.
+    """
     try:
         with naming_arrays(opened):
             yield
@@ -264,7 +273,13 @@ def check_additional(opened: Checkpoint) -> None:
 
 
 def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int | None) -> list[str]:
-    """Return the paths of the stored arrays that have bytes in a range of an object."""
+    """Return the paths of the stored arrays that have bytes in a range of an object.
+
+    Args:
+        opened: the checkpoint. For a derived checkpoint, only its first source is searched.
+        key: the object; None returns no paths.
+        start, stop: the range in bytes, half-open; None for the whole object.
+    """
     if key is None:
         return []
     if opened.derived is not None:
@@ -289,7 +304,7 @@ def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
     """Check that a file has its recorded size. A hostile root may state any size.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the size differs.
     """
     found = opened.location.store.size(record.key)
     if found != record.size:
@@ -304,7 +319,7 @@ def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
     """Iterate over the verified bytes of a file, 16 MiB at a time.
 
     Raises:
-        CorruptCheckpointError: also if the file does not have its recorded size.
+        CorruptCheckpointError: the file is damaged, or does not have its recorded size.
     """
     check_file(opened, record)
     for start in range(0, record.size, _PIECE_BYTES):

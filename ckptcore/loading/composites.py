@@ -64,8 +64,8 @@ class CompositeRequest:
         """Check the types.
 
         Raises:
-            TypeError: `abstract` is a str, or `into` is not a mapping.
-            ValueError: a name is in both.
+            TypeError: `abstract` is a str or bytes, or `into` is not a mapping.
+            ValueError: a name is in both `abstract` and `into`.
         """
         if isinstance(self.abstract, str | bytes):
             raise TypeError(f"abstract={self.abstract!r}: pass a list of names, [{self.abstract!r}], or a mapping")
@@ -92,7 +92,7 @@ class CompositeRequest:
 
 @dataclass(frozen=True, slots=True)
 class MemberRequest:
-    """A checked request for one checkpointable: it exists, and fits its target.
+    """A request for one checkpointable that exists. A target to restore in place was checked against the stored tree.
 
     Attributes:
         name: its name.
@@ -123,12 +123,13 @@ class CompositeLoad:
         self._changed: list[str] = []  # names of objects restored in place, also by an attempt that is repeated
 
     def run(self) -> dict[str, object]:
-        """Load the requested objects. Returns them in the order of the request.
+        """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.
 
         Raises:
-            TypeError: `abstract` has an object that must be restored in place.
+            TypeError: `abstract` has an object that must be restored in place, or `into` has None for a name.
             CheckpointNotFoundError: a name was not saved, or was deleted. Nothing was changed.
-            CorruptCheckpointError: also if all objects are requested, and one is missing.
+            CorruptCheckpointError: the checkpoint is damaged. Also if all objects are requested with
+                ``absent="error"``, and one is missing.
             TreeMismatchError: an object does not match its request. Nothing was changed.
             TargetUndefinedError: the load failed after an object was changed.
         """
@@ -199,7 +200,9 @@ class CompositeLoad:
 def _plan_requests(
     composite: CompositeCheckpoint, location: AnyLocation, wanted: CompositeRequest, context: Context
 ) -> Iterator[MemberRequest]:
-    """Plan requests in the order of the save. Checks that each member exists and fits its target.
+    """Plan requests in the order of the save.
+
+    Checks that each member exists, and that the stored tree can be loaded into a target that is restored in place.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError, TypeError: see `CompositeLoad.run`.
@@ -282,7 +285,11 @@ def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) 
 
 
 def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> int:
-    """Return the rank whose state is requested: that of this process."""
+    """Return the rank of this process, whose state of a member is requested.
+
+    Raises:
+        TreeMismatchError: each process saved a separate state, and this job has another number of processes.
+    """
     job = runtime_of(context).job()
     if member.processes is None or member.processes == job.size:
         return job.rank
@@ -307,8 +314,10 @@ def _request(
         context: its plugins dispatch the object.
 
     Raises:
-        TreeMismatchError: it is stored in another form.
-        TypeError: `like` is an object that must be restored in place, and `in_place` is False.
+        TreeMismatchError: the object is stored as files, and `how` has options for trees or `like` cannot be restored
+            from files.
+        TypeError: `like` is an object that must be restored in place, and `in_place` is False. Also if `like` is None,
+            and `in_place` is True.
     """
     is_files = member.kind == "files"
     if is_files and how != DEFAULT_REQUEST:

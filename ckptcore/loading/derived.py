@@ -51,12 +51,14 @@ class Derived:
         tree: the derived tree.
         sources: the checkpoint that is read, and additional ones that are combined with it.
         derivations: by leaf number, the derived array. May lack aliases.
-        values: by leaf number of each value in the derived tree, its leaf number in the first source.
+        values: for each value of the derived tree that comes from the first source, by its leaf number: its leaf number
+            in that source.
         most_bytes: limit of memory in addition to that of the computed arrays. A single array that cannot be computed
             in pieces may exceed it.
-        description: a description of the transforms, equal on every rank of a job; empty without transforms.
-        changes: changes that `Matching` allowed; may differ by rank. By leaf number, the number before the change,
-            and a description of the change.
+        description: a description of the transforms and of the bases of an update, which must be equal on every rank of
+            a job; empty without both.
+        changes: changes that `Matching` allowed; may differ by rank. By leaf number, the leaf number before the
+            change, and a description of the change; the description is empty for an array without a change.
         is_builtin: True if the arrays come from the checkpoint's bases, not from transforms of the user.
     """
 
@@ -75,7 +77,8 @@ class Derived:
         """See `Checkpoint.read`.
 
         Raises:
-            TransformError: an array cannot be computed, for instance because a function of the caller failed; names it.
+            TransformError: an array cannot be computed, for instance because a function of the caller failed. Names
+                the array.
             Errors of reading the sources.
         """
         left = [0] * len(plan.items)
@@ -95,7 +98,7 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Return the stored leaves from which leaves of the tree are computed, by index of their source."""
+        """Return the numbers of the stored leaves from which leaves of the tree are computed, by index of source."""
         found: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -108,10 +111,11 @@ class Derived:
         return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """Return an axis and a number of elements along it for bands that read about `nbytes` stored bytes each.
+        """Return an axis, and the number of elements along it in each band, for bands of about `nbytes` bytes.
 
-        Each band reads a separate contiguous part of the stored bytes. Returns None if the array cannot be
-        divided into such bands, or is one band.
+        Bands are parts of the computed array. Each band reads contiguous ranges of stored bytes, and the bands together
+        read hardly more than the array as a whole does. Returns None if no axis allows such bands, or if the array has
+        at most `nbytes` bytes.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -132,7 +136,8 @@ class Derived:
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
         """Return bands of an array along its first axis, of at most `most_bytes` if possible.
 
-        Returns the whole array if reading bands one after the other would read much more than reading it at once.
+        A band has at least one index of that axis. Returns the whole array if it is small enough, or if a band does not
+        read long contiguous ranges: separate bands would then read many bytes several times.
         """
         derivation = self.derivations[self.tree.aliases.get(leaf, leaf)]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -173,10 +178,11 @@ class Derived:
                     yield numbers[there]
 
     def _fills(self, derivation: DerivedArray, outputs: Sequence[BoxOutput]) -> Sequence[_Fill]:
-        """Return the fills of boxes of an array: one fill, or several pieces if one fill needs too much memory.
+        """Return the fills of boxes of an array: one fill, or several if one fill needs too much memory.
 
-        Pieces are used only if they read few additional bytes. A piece is a band across all boxes, because stored
-        elements between those of one box may belong to another box.
+        First tries pieces, which must read few additional bytes. A piece is a band across all boxes, because stored
+        elements between those of one box may belong to another box. If there are no such pieces, divides the list of
+        boxes, or returns one fill that exceeds the memory limit.
         """
         fill = _Fill.of(derivation, outputs)
         if fill.held_bytes <= self.most_bytes:
@@ -210,8 +216,8 @@ class Derived:
     def _reads_runs(self, fill: _Fill) -> bool:
         """Return True if a piece reads long contiguous ranges of stored elements, or whole arrays.
 
-        Each long range may be accompanied by a short one, such as the scales of weights: the blocks at its ends are a
-        small part of both.
+        There may be one short range for each long one, such as the scales of weights: compared with the long range, the
+        blocks at the ends of the short one are few bytes.
         """
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]
@@ -352,7 +358,7 @@ class _Fill:
         reads: the boxes of stored arrays to read.
         waiting: the number of reads that are not complete.
         steps: the computations after the reads, in order.
-        held_bytes: memory in addition to that of the boxes.
+        held_bytes: bytes of memory in addition to that of the boxes.
     """
 
     owners: Sequence[int]

@@ -101,7 +101,7 @@ class CheckpointMetadata:
         writer: the software that wrote it.
         custom: metadata of the user.
         save_id: id of the save; None for checkpoints of other software.
-        metrics: measurements saved with it.
+        metrics: measurements saved with the checkpoint.
         timeline: events of the save until its commit; empty for checkpoints of other software.
         contents: the tree; None if there are several objects.
         checkpointables: by name, the metadata of each object; empty for one tree.
@@ -268,7 +268,7 @@ def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeC
 def _describe_first(
     composite: CompositeCheckpoint, name: str, directories: Sequence[str], location: AnyLocation, context: Context
 ) -> CheckpointMetadata | None:
-    """Describe the checkpoint in the first directory that still exists; None if none does."""
+    """Describe the checkpoint in the first of the directories that still exists; None if all were deleted."""
     for directory in directories:
         if is_deleted(composite, directory):
             continue

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _SHOWN: Final = 30
-"""Limit of differences in the text of an error. Its attribute lists all."""
+"""Limit of differences in the text of an error. `TreeMismatchError.differences` has all."""
 
 _LONGEST: Final = 600
 """Limit of a line, in characters."""
@@ -43,7 +43,7 @@ _LONGEST: Final = 600
 _SEQUENCES: Final = ("list", "tuple")
 
 _ALLOW_MORE: Final = ("narrowing", "placeholder")
-"""Choices that include the other choices of the same option."""
+"""Choices that also allow everything that the other choices of the same option allow."""
 
 _PROPOSED_SHAPES: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
 """Changes that may turn one shape into another, in the order in which they are proposed."""
@@ -78,11 +78,11 @@ class Difference:
 
 
 def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata) -> TreeMismatchError:
-    """Return the error for differences. Its message shows some of each sort; its attribute lists all.
+    """Return the error for differences. Its message shows some of each sort; its attribute `differences` has all.
 
     Args:
         display: the location.
-        differences: at least one.
+        differences: the differences, at least one.
         tree: the stored tree.
     """
     by_sort: dict[str, list[Difference]] = {}
@@ -165,12 +165,12 @@ def unexpected_leaves(names: Sequence[str]) -> Iterator[Difference]:
 def lost_scales(
     tree: TreeMetadata, changes: Mapping[int, LeafChange], loaded: Collection[int | None]
 ) -> Iterator[Difference]:
-    """Yield the differences for quantised arrays that would be cast without their scales, to wrong numbers.
+    """Yield the differences for quantised arrays that would be cast to wrong numbers, because no scales are requested.
 
     Args:
         tree: the stored tree.
-        changes: by leaf, the changes of arrays.
-        loaded: the requested leaves.
+        changes: by number of the stored leaf, the changes of arrays.
+        loaded: the numbers of the stored leaves that are requested.
     """
     for number, scales in find_scales(tree):
         change = changes.get(number)
@@ -248,7 +248,7 @@ def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matchin
 
 
 def _remedy(requested: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
-    """Return the option that allows a shape."""
+    """Return the option that allows the change of a shape; None if no option does."""
     for shapes in _PROPOSED_SHAPES:
         changes = _shape_changes(requested, stored, replace(matching, shapes=shapes))
         if changes is not None:

@@ -44,7 +44,7 @@ __all__ = [
 _STEPS_SHOWN: Final = 10
 
 _MAX_NAMES: Final = 1000
-"""Limit of names that are checked for files that are checkpoints by themselves."""
+"""Limit of names in a directory whose files are inspected. See `_has_single_files`."""
 
 
 def open_foreign(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
@@ -75,8 +75,8 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     """Open the tree with the first layout that recognizes it.
 
     Raises:
-        CheckpointNotFoundError: no layout finds one.
-        CorruptCheckpointError: it is a composite of ckptcore without its root.
+        CheckpointNotFoundError: no layout finds a tree.
+        CorruptCheckpointError: the location has a composite of ckptcore without its root.
     """
     entry = location.name if version.is_object else None
     storage = location.parent if entry is not None else location.store
@@ -143,7 +143,10 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
 
 
 def foreign_checkpoints(context: Context) -> IsForeign:
-    """Return a function that detects checkpoints of other software with the layouts of a Context."""
+    """Return a function that detects checkpoints of other software with the layouts of a Context.
+
+    It returns True only if a whole directory is one checkpoint. See `_has_single_files`.
+    """
     return functools.partial(_is_foreign, context)
 
 
@@ -171,10 +174,10 @@ def _reader(storage: StorageBackend, context: Context) -> ObjectReader:
 
 
 def _expect_no_root(location: Location, version: LocationVersion) -> None:
-    """Refuse a directory that lists a root which could not be read.
+    """Refuse a directory whose listing has a root that could not be read.
 
     Raises:
-        CheckpointNotFoundError
+        CheckpointNotFoundError: the directory lists a root.
     """
     if ROOT_KEY in version.names:
         raise CheckpointNotFoundError(
@@ -184,7 +187,11 @@ def _expect_no_root(location: Location, version: LocationVersion) -> None:
 
 
 def _check_member(location: Location, name: str) -> None:
-    """Refuse a name outside of the directory, and a member of a composite of ckptcore."""
+    """Refuse a name outside of the directory, and a member of a composite of ckptcore.
+
+    Raises:
+        CorruptCheckpointError: the name is invalid, or the composite of the member has lost its root.
+    """
     reason = "a name is one directory and has no '/'" if "/" in name else ""
     try:
         check_key(name)
@@ -236,7 +243,8 @@ def _is_foreign(context: Context, location: Location) -> bool:
 def _has_single_files(layout: Layout, store: ObjectReader) -> bool:
     """Return True if a file in the directory is a checkpoint by itself, like ``model.safetensors``.
 
-    Such a directory is the user's: it may have other files, such as a tokenizer or a configuration.
+    Such a directory is the user's: it may have other files, such as a tokenizer or a configuration. Also returns True
+    for a directory with too many names to inspect.
     """
     names = store.list_names("")
     if len(names) > _MAX_NAMES:

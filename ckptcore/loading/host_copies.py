@@ -1,4 +1,4 @@
-"""Host copies: reads local copies of arrays that other hosts wrote."""
+"""Host copies: reads boxes from the copies that a host stores in addition to its own part of a per-host save."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def _item_of(copy: _BoxCopy, box: Box) -> ReadItem:
 
 
 def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
-    """Return a checkpoint that reads the copies on its host if there are any.
+    """Return a checkpoint that reads from copies where its directory has any. Returns `opened` if there are none.
+
+    Copies that cannot be read are ignored with a warning.
 
     Args:
         opened: the checkpoint, in a directory of one host.
@@ -140,7 +142,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         try:
             found = read_root(inside)
             if not isinstance(found, Root) or found.save_id != root.save_id:
-                continue  # left by an interrupted process
+                continue  # left by an earlier or interrupted save
             reader, stored = reader_of(inside, found.objects, context), stored_format(found, context)
             source = replace(opened, root=found, stored=stored, tree=found.tree, store=reader)
             _ = source.index  # raises if it is damaged
@@ -157,10 +159,16 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
 
 
 def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _BoxCopy]:
-    """Return the leaf number of which a stored array is a copy, and the copy.
+    """Return a stored copy, and the number of the leaf in `tree` that it is a copy of.
+
+    Args:
+        record: the record of the copy.
+        tree: the tree of the checkpoint.
+        source: the index in `_HostCopies.sources` of the process that wrote the copy.
+        number: the number of the copy in the tree of that process.
 
     Raises:
-        CorruptCheckpointError: it is not a copy of a box of this tree.
+        CorruptCheckpointError: the record is not a copy of a box of this tree.
     """
     stated: Any = record.notes.get("copy_of") if isinstance(record, ArrayRecord) else None
     try:

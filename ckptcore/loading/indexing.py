@@ -1,4 +1,4 @@
-"""Basic indexing as in NumPy: converts an index to the box that contains its elements and an index of it. Pure."""
+"""Basic indexing as in NumPy: converts an index to a box with the requested elements, and an index into that box."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def index_box(index: object, shape: tuple[int, ...]) -> AxisIndex:
     Raises:
         IndexError: there are more indices than axes, an integer is out of bounds, or an index is not basic (arrays,
             lists, booleans).
+        TypeError, ValueError: a bound of a slice is not an integer, or its step is 0.
     """
     entries = index if isinstance(index, tuple) else (index,)
     given = sum([entry is not None and entry is not ... for entry in entries])
@@ -126,9 +127,10 @@ def index_box(index: object, shape: tuple[int, ...]) -> AxisIndex:
 
 
 def rows_of(index: object, extent: int) -> tuple[int, int] | None:
-    """Return the range of the first axis that an index needs; None if it is empty, or needs `index_box`.
+    """Return the range of the first axis that an index needs; None if the range is empty, or `index_box` is needed.
 
-    Ignores other axes. If it returns a range, the index has only integers and slices, and can be passed to NumPy.
+    Does not check other axes. If the result is a range, the index has only integers and slices, so that it can be
+    passed to NumPy.
 
     Args:
         index: an index of an array.

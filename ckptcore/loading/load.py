@@ -150,7 +150,7 @@ class Load(Generic[T]):
         self._report_builder = None if request.report is None else ReportBuilder(request.report)
 
     def run(self) -> T:
-        """Load with the strategy of the request. None: the Context selects a local or a collective load."""
+        """Load with the strategy of the request. If it is None, the Context selects a local or a collective load."""
         strategy: ReadStrategy | CollectiveRead | None = self.request.strategy
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
@@ -200,7 +200,7 @@ class Load(Generic[T]):
 
         Args:
             reading: the plan.
-            read_planned: runs the plan; by default in this process.
+            read_planned: runs the plan. The default reads in this process alone.
         """
         self.has_begun = True
         if not reading.leaf_reads and reading.opened.is_files:
@@ -241,7 +241,7 @@ def recorded_load(location: AnyLocation, context: Context, *, step: int | None =
 
 
 class ReportBuilder:
-    """Collects the data of a `LoadReport`, and fills it once the load has succeeded."""
+    """Collects the data of a `LoadReport`. `finish` fills the report."""
 
     def __init__(self, report: LoadReport | None) -> None:
         """Collect data for a report of the caller; None: do nothing."""

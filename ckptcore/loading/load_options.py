@@ -27,7 +27,7 @@ Missing = Literal["error", "placeholder", "keep"]
 """Treatment of requested leaves that are not stored."""
 
 Casting = Literal["error", "safe", "narrowing"]
-"""Casts of arrays whose requested dtype is not the stored one."""
+"""Treatment of arrays whose requested dtype is not the stored one: refuse them, or cast them."""
 
 ShapeChange = Literal["reshape", "truncate", "pad"]
 """Changes of arrays whose requested shape is not the stored one."""
@@ -54,8 +54,10 @@ class Matching:
             ints, complex numbers never to real ones, and numbers never to bool.
         shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if the number of
             elements is equal; ``"truncate"``: keep the first elements along an axis; ``"pad"``: append elements along
-            an axis. If the number of elements is equal, an array is reshaped rather than truncated and padded.
-        pad_value: the value to pad with; the dtype of the array must be able to represent it.
+            an axis. If ``"reshape"`` is allowed and the number of elements is equal, the array is reshaped, and neither
+            truncated nor padded.
+        pad_value: the value to pad with. The dtype of the array must be able to represent it; dtypes of floats may
+            round it.
         sequences: ``"exact"``: lists match stored lists, and tuples stored tuples; ``"either"``: each also matches the
             other, and the requested type is built. Does not apply to formats of other software that store both alike.
     """
@@ -138,7 +140,7 @@ class LoadReport:
         restored: paths, in the result, of leaves that were loaded without a change.
         changed: by path, arrays that were cast, reshaped, truncated or padded.
         defaulted: paths of leaves that are not stored, and were set by ``Matching(missing=...)``.
-        skipped: paths of placeholders in the abstract tree.
+        skipped: paths of placeholders in the abstract tree, and of leaves of the result that ``select`` left out.
         ignored: paths of stored leaves that were not requested, after transforms. Leaves that transforms drop are not
             listed.
         bytes_read: bytes that this process requested from the storage after opening the checkpoint. Includes whole

@@ -30,7 +30,7 @@ from ckptcore.select import Selection
 __all__ = ["LoadedBox", "iter_boxes"]
 
 _BUDGET_BYTES: Final = 128 << 20
-"""Default limit of bytes in memory."""
+"""Default limit of the bytes of boxes in memory, including those that were read ahead."""
 
 _BATCHES: Final = 2
 """Batches in memory: one is read while the caller receives the boxes of another one."""
@@ -39,7 +39,7 @@ _ITEM_BYTES: Final = 512 << 20
 """Chunks up to this size that can only be read whole are not cut: a part costs as much as the whole chunk."""
 
 _MAX_CUTS: Final = 1 << 20
-"""Limit of parts of a box with unknown locations. Real arrays need fewer; a hostile root may state any shape."""
+"""Limit of parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,11 @@ def _leaf_groups(
 
 
 def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
-    """Return batches of pieces in storage order, so that no byte is read twice. A batch is read at once."""
+    """Return batches of pieces in storage order, so that no byte is read twice. A batch is read at once.
+
+    Raises:
+        CorruptCheckpointError: the metadata states an array that is too large to be real.
+    """
     pieces: list[StoredPiece] = []
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
@@ -140,7 +144,7 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
 
 
 def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
-    """Return the pieces of an array that are each stored or computed together."""
+    """Return the pieces of an array: its stored chunks, or the boxes in which a derived array is computed."""
     spec = _spec_of(opened, leaf)
     itemsize = spec.numpy_dtype.itemsize
     if not spec.size:

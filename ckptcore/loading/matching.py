@@ -32,10 +32,10 @@ class Matched:
         numbers: by leaf, the number of the stored leaf; None for a placeholder, for a value that is kept, and for a
             requested None that is not stored.
         handlers: by leaf, the handler that builds it; None for a placeholder.
-        defaulted: positions of leaves that are not stored, and are allowed to be missing.
-        ignored: numbers of stored leaves that are not requested, and are allowed.
+        defaulted: positions, in the abstract tree, of leaves that are not stored, and are allowed to be missing.
+        ignored: numbers of stored leaves that are not requested, which `matching` or a selection allows.
         changes: by number of a stored array, its change to the requested shape and dtype.
-        arrays: by position, the array that was built from a stored number.
+        arrays: by position of a leaf, the array that was built from a stored Python number.
         skeleton, leaves: the containers and the leaves of the abstract tree.
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
             value.
@@ -91,6 +91,7 @@ def match_leaves(
 
     Raises:
         TreeMismatchError: lists every difference that is not allowed.
+        UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
     paths = list(flat.paths())
     is_same = flat.skeleton == tree.skeleton and None not in flat.handlers
@@ -230,9 +231,10 @@ class _Comparison:
 
     Attributes:
         tree, by_name: as for `match_leaves`.
-        paths, leaves, handlers: of the abstract tree. `of_leaves` replaces handlers that build a number from an array.
+        paths, leaves, handlers: of the abstract tree. If a number is requested and an array is stored, `of_leaves`
+            replaces the handler.
         found: by leaf, the number of the stored leaf, or None.
-        arrays: by position, the array that `of_leaves` built from a stored number.
+        arrays: by position of a leaf, the array that `of_leaves` built from a stored Python number.
     """
 
     tree: TreeMetadata

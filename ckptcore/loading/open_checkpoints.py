@@ -41,14 +41,14 @@ _TEXT_KINDS = ("str", "bytes")
 class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
     """A container of an open checkpoint, as a mapping of its keys in order. Lists and tuples have indices as keys.
 
-    Values are a `StoredTree` for each container, a `StoredArray` for each array, and small values.
+    Each value is a `StoredTree` for a container, a `StoredArray` for an array, or a small value itself.
 
     Attributes:
         path: its path from the root of the tree.
     """
 
     def __init__(self, state: OpenState, node: Node, path: TreePath, first: int) -> None:
-        """Refer to a container of an open checkpoint; `first` is the number of its first leaf."""
+        """Refer to a container of an open checkpoint; `first` is the number of the first leaf in the container."""
         self.path = path
         self._state = state
         self._node = node
@@ -86,7 +86,7 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
 
         Raises:
             UnknownPathError: the path does not exist; suggests a similar one.
-            ValueError: the checkpoint was closed.
+            ValueError: the checkpoint was closed. A container or array that was looked up before is still returned.
         """
         try:
             found = self._found.get(path)
@@ -117,7 +117,7 @@ class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
         return found
 
     def _child(self, key: Key) -> StoredTree | _LeafAt | None:
-        """Return the child with this key, or with this key as text."""
+        """Return the child with this key, or else a child whose key has the same text; None if there is none."""
         node = self._node
         if self._numbers is None:
             self._numbers = dict(zip(node.keys, range(len(node.keys)), strict=True))
@@ -241,7 +241,9 @@ class OpenCheckpoint(StoredTree):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from the storage so far, including bytes read for verification, without the root.
+        """Bytes read from the storage so far, including bytes read for verification.
+
+        Reads of the root, and of arrays in the bases of an update, are not counted.
 
         Raises:
             ValueError: the checkpoint was closed.
@@ -284,7 +286,7 @@ class OpenCheckpoint(StoredTree):
             select: as for `ckptcore.load`.
             transforms: as for `ckptcore.load`; boxes are those of the transformed arrays.
             first: arrays to read before all others; several selections are read one after the other.
-            report: filled after the last box, or when the iterator is closed; values count as skipped.
+            report: filled after the last box, or when the iterator fails or is closed; values count as skipped.
 
         Raises:
             Errors of `ckptcore.load`, before anything is read. During the iteration:

@@ -33,7 +33,8 @@ T = TypeVar("T")
 _FILE: Final = "file://"
 
 _MAX_HELD: Final = 150
-"""Limit of open objects. Each has a file descriptor, or two if it is mapped. Many systems limit a process to 1024."""
+"""Limit of open objects of one checkpoint. Each has a file descriptor, or two if it is mapped. Many systems limit a
+process to 1024."""
 
 
 class OpenState:
@@ -142,7 +143,7 @@ class OpenState:
             return self._held.setdefault(key, held) if self._now is not None else held
 
     def read(self, leaf: int, boxes: Sequence[Box], buffers: Sequence[HostArray]) -> None:
-        """Fill a buffer with each box of an array.
+        """Read boxes of an array, each into the buffer at the same position.
 
         Raises:
             CorruptCheckpointError: bytes are missing or wrong.
@@ -179,7 +180,9 @@ class PlainExtent:
 
 
 def find_plain_extent(opened: Checkpoint, leaf: int) -> PlainExtent | None:
-    """Return the location of an array; None if it is compressed, in several chunks, or unknown.
+    """Return the location of an array; None if the array cannot be read directly from one object.
+
+    Such arrays are compressed, computed, empty, in several chunks, or read by the layout's native reader.
 
     Raises:
         CorruptCheckpointError: the metadata of its location is damaged.
@@ -216,7 +219,7 @@ def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> Host
 
     Raises:
         NotMappableError: the array cannot be mapped; gives the reason.
-        CorruptCheckpointError: the file is too short.
+        CorruptCheckpointError: the file is too short, or the metadata of its location is damaged.
     """
     address = opened.store.address
     if address is None or not address.url.startswith(_FILE):

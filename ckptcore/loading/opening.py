@@ -56,7 +56,7 @@ OpenedT = TypeVar("OpenedT", bound=Checkpoint | CompositeCheckpoint)
 T = TypeVar("T")
 
 Opener: TypeAlias = Callable[[Location, LocationVersion, Context], OpenedT]
-"""Opens the checkpoint at a location. Its version shows later whether the checkpoint was replaced."""
+"""Opens the checkpoint at a location. The version, read before, shows later whether the checkpoint was replaced."""
 
 RootCache: TypeAlias = ParsedRoots[StoredFormat]
 """Cache of parsed roots. Only for callers that do not return mutable parts of a root."""
@@ -154,7 +154,13 @@ class _AlreadyOpen(ConsistentRead[Checkpoint]):
 
 
 def tree_attempts(source: Source, context: Context, known: RootCache | None = None) -> ConsistentRead[Checkpoint]:
-    """Return attempts to read a tree; a single one for an open checkpoint."""
+    """Return attempts to read a tree; a single one for an open checkpoint.
+
+    Args:
+        source: a location, or an open checkpoint.
+        context: options.
+        known: cache of parsed roots; None: parse the root.
+    """
     if isinstance(source, Checkpoint):
         return _AlreadyOpen(source)
     opener: Opener[Checkpoint] = open_tree if known is None else functools.partial(open_tree, known=known)
@@ -193,6 +199,7 @@ def open_tree(
         UncommittedCheckpointError: a save began there and was not committed.
         CompositeCheckpointError: the checkpoint has several checkpointables.
         CorruptCheckpointError: the checkpoint is damaged.
+        InvalidLocationError, UnsupportedVersionError: the root cannot be read.
     """
     root = _committed_root(location, version, known)
     if root is None:
@@ -307,7 +314,8 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
     A member that was copied out of its composite is valid: its root was written after all of its other files.
 
     Raises:
-        UncommittedCheckpointError
+        UncommittedCheckpointError: the composite is not committed, or belongs to another save than the member.
+        InvalidLocationError: the root of the composite cannot be read.
     """
     data = version.composite_root
     hidden = is_hidden_name(location.parent_name)
@@ -324,7 +332,9 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
 
 
 def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
-    """Return the members that exist, each with its directories in order of rank. Sends one request.
+    """Return the members that exist, each with its directories in order of rank.
+
+    Sends one request. If the listing lacks the root of the composite, sends one more for each directory of a member.
 
     Members may have been deleted since the save. On storages without real directories, an interrupted deletion leaves a
     directory: see `is_deleted`. A member that other software wrote may be a file.
@@ -349,7 +359,10 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
 
 
 def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
-    """Find the directories of members by their roots, without a listing. Sends one request for each directory."""
+    """Find the directories of members by their roots, without a listing. Sends one request for each directory.
+
+    Directories of ranks after a missing one are not found.
+    """
     found = set()
     for name, member in composite.members.items():
         for rank in range(member.processes or 1):  # stops at the first missing one: a hostile root may state any number
@@ -361,7 +374,7 @@ def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
 
 
 def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
-    """Return True if a directory of the composite is empty, or its deletion began."""
+    """Return True if a directory of the composite is empty or missing, or if its deletion began."""
     inside = subdirectory(composite.location.store, directory)
     data = root_bytes(inside)
     if data is not None:
@@ -383,8 +396,9 @@ def open_member(
     """Open a member of a composite.
 
     Raises:
-        CorruptCheckpointError: its directory has another checkpoint.
-        Errors of `open_checkpoint`. If other software wrote the checkpoint, with a hint to load the other members.
+        CorruptCheckpointError: its directory has a checkpoint of another save, or of another kind than the composite
+            states.
+        Errors of `open_checkpoint`. If other software wrote the checkpoint, they have a hint to load the other members.
     """
     if composite.root is None:
         return _open_foreign_member(composite, name, directory, location, context)

@@ -26,14 +26,16 @@ __all__ = [
 WEIGHT: Final = ".weight"
 
 SCALES: Final = ("_scale_inv", "_scale")
-"""Suffixes of the array name: DeepSeek-V3, Qwen 3 and transformers; AutoFP8, FBGEMM and compressed-tensors."""
+"""Suffixes that follow the name of the array. The first is of DeepSeek-V3, Qwen 3 and transformers, the second of
+AutoFP8, FBGEMM and compressed-tensors."""
 
 _SCALES_OF_MODULES: Final = (".scale", ".qscale_weight")
-"""Suffixes of the module name: DeepSeek-V4 and Mistral Large 4 (transformers' ``quantizer_finegrained_fp8.py``)."""
+"""Suffixes that replace ``.weight``. The first is of DeepSeek-V4, the second of Mistral Large 4. See
+``quantizer_finegrained_fp8.py`` of transformers."""
 
 BLOCKS: Final = "_blocks"
 SCALES_OF_BLOCKS: Final = "_scales"
-"""Suffixes of arrays and scales of gpt-oss in MXFP4."""
+"""Suffixes of the names of arrays and of their scales in gpt-oss with MXFP4."""
 
 
 _SHOWN: Final = 100
@@ -41,7 +43,7 @@ _SHOWN: Final = 100
 
 
 def is_quantized(spec: ArraySpec) -> bool:
-    """Return True for dtypes that weights only have together with scales."""
+    """Return True for dtypes of quantised weights, which are stored with scales."""
     return spec.dtype in ("int8", "int4") or (
         spec.dtype.startswith(("float8_", "float6_", "float4_")) and spec.dtype != "float8_e8m0fnu"
     )
@@ -56,7 +58,10 @@ def names_of_scales(name: str) -> list[str]:
 
 
 def find_scales(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
-    """Iterate over the numbers of the quantised arrays of a tree, each with the number of its scales."""
+    """Yield the leaf number of each quantised array of a tree with the leaf number of its scales.
+
+    Skips arrays whose scales are not found.
+    """
     names = {"/".join(map(str, path)): number for number, path in enumerate(tree.paths)}
     for name, number in names.items():
         record = tree.leaves[number]

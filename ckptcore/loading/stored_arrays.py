@@ -37,7 +37,10 @@ _BATCH_PARTS: Final = 1024
 
 
 class StoredArray:
-    """An array of an open checkpoint. Indexing reads only the requested elements, and the bytes that verify them.
+    """An array of an open checkpoint. Indexing reads the requested elements, without the rest of the array.
+
+    Indexing may also read bytes around them: the rest of blocks that are verified, the rest of compressed chunks, and
+    small gaps.
 
     Supports the basic indexing of NumPy (integers, slices with steps, ``...``, None) and returns the same results: a
     new array, or a scalar. `numpy.asarray` reads the whole array. Thread-safe.
@@ -80,7 +83,7 @@ class StoredArray:
         self._extent = spec.shape[0] if spec.shape else 0
         self._row = math.prod(spec.shape[1:]) * dtype.itemsize
         self._offset = 0
-        self._held: BlockCache | Literal[False] | None = None  # False: read like a load; None: not known yet
+        self._held: BlockCache | Literal[False] | None = None  # False: read through the layout; None: not known yet
         self._view: HostArray | None = None  # mapped memory; only verified blocks of it are read
 
     def __repr__(self) -> str:
@@ -112,7 +115,11 @@ class StoredArray:
         return (self[number] for number in range(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        """Read the whole array, again in each call."""
+        """Return the whole array in new memory. Each call reads it again.
+
+        Raises:
+            ValueError: `copy` is False.
+        """
         if copy is False:
             raise ValueError("a stored array is read into new memory: do not pass copy=False, or use memory_map()")
         array: HostArray = self._read(index_box(..., self.shape))
@@ -151,7 +158,7 @@ class StoredArray:
         return array if indexed.is_plain else array[indexed.local]
 
     def _read_rows(self, start: int, stop: int) -> HostArray | None:
-        """Read a range along the first axis. Returns None if it is large, or not in one object."""
+        """Read a range along the first axis. Returns None if the range is large, or the array is not in one object."""
         state = self._state
         if state.is_closed:
             _ = state.opened  # raises the error
@@ -190,6 +197,7 @@ class StoredArray:
         Raises:
             NotMappableError: elements are compressed, in several pieces, or not on a local disk.
             CheckpointNotFoundError: the checkpoint was replaced since it was opened.
+            ValueError: the checkpoint was closed.
         """
 
         def map_opened(opened: Checkpoint) -> HostArray:
@@ -248,9 +256,9 @@ class StoredArray:
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))
 
     def _pick(self, held: BlockCache, indexed: AxisIndex, strides: tuple[int, ...]) -> HostArray | None:
-        """Copy elements that are not contiguous from mapped memory. Returns None if it cannot be mapped.
+        """Copy elements that are not contiguous from mapped memory. Returns None if the object cannot be mapped.
 
-        Each block is read and verified once; later reads of other elements in it do not repeat this.
+        Each block is read and verified once, also if later calls need other elements in it.
         """
         view = self._mapped(held) if self._view is None else self._view
         if view is None:
@@ -271,7 +279,7 @@ class StoredArray:
         return array.view(self.dtype) if self._is_little else self._copy(array)
 
     def _find(self) -> BlockCache | Literal[False]:
-        """Return the object that contains the array; False if it must be read like a load."""
+        """Return the open object that contains the array; False if boxes must be read through the layout."""
         state = self._state
         extent = state.attempt(lambda opened: find_plain_extent(opened, self._leaf))
         held = None if extent is None else state.hold(extent.key)

@@ -39,7 +39,7 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
 
 
 def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath], object]:
-    """Return a function that returns the stored abstract tree at a path, or None if there is none."""
+    """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches."""
     whole = functools.cache(lambda: abstract_tree(checkpoint.tree, registry))
 
     def find(path: TreePath) -> object:
@@ -84,7 +84,8 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
     """Return the numbers of the selected leaves of a checkpoint. Reads nothing.
 
     A selection uses the names of the stored tree. A leaf that is derived from several stored leaves is selected if all
-    of these are selected.
+    of these are selected. A leaf that needs none, such as a constant or an array of an additional checkpoint, is always
+    selected.
 
     Args:
         checkpoint: the checkpoint, which may be derived from the stored one.
@@ -93,7 +94,7 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
 
     Raises:
         TypeError: `selection` is not a selection.
-        TreeMismatchError: it selects nothing, or names leaves that are not stored.
+        TreeMismatchError: `selection` selects nothing, or names leaves that are not stored.
     """
     from ckptcore.select import Selection  # only selections need it
 
@@ -125,7 +126,7 @@ def _chosen(checkpoint: Checkpoint, selection: Selection, context: Context) -> f
 
 
 def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[int | None]]:
-    """Remove unselected leaves from a tree. In sequences a placeholder replaces each of them.
+    """Remove unselected leaves from a tree. In a list or tuple, a placeholder replaces each removed child.
 
     Containers without a selected leaf are removed in the same way.
 

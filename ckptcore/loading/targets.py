@@ -42,7 +42,10 @@ __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target
 def load_value(
     source: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = DEFAULT_REQUEST
 ) -> object:
-    """Load a new value with the structure of an abstract tree. None: load NumPy arrays in the saved structure."""
+    """Load a new value with the structure of an abstract tree.
+
+    If `abstract` is None, loads NumPy arrays in the saved structure. For files, loads a dict of bytes by path.
+    """
     target = _StoredValue() if abstract is None else _NewValue(abstract)
     return Load(source, target, context, recording, request).run()
 
@@ -244,10 +247,10 @@ class _RestoredFiles:
 
 
 def check_target(checkpoint: Checkpoint, target: object, context: Context, request: LoadRequest) -> None:
-    """Check that the stored tree can be loaded into a target. Changes and reads nothing.
+    """Check that the stored tree can be loaded into a target. Reads no array, and does not change the target.
 
     Raises:
-        TransformError, TreeMismatchError, ValueError: it cannot; see `load_into_target`.
+        TransformError, TreeMismatchError, ValueError: the stored tree cannot be loaded; see `load_into_target`.
     """
     _refuse_placeholders(request)
     checkpoint = transformed(checkpoint, request.transforms, context)
@@ -339,7 +342,7 @@ def _check_shared_memory(
     Args:
         checkpoint: the checkpoint.
         numbers: by leaf of the target, the stored leaf.
-        memory: by leaf of the target, the memory that is filled.
+        memory: by leaf of the target, the memory that is filled; None if the leaf is replaced or not loaded.
 
     Raises:
         TreeMismatchError: names both leaves.
@@ -409,7 +412,7 @@ def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
 
     Raises:
         CorruptCheckpointError: a file is damaged, or two files have conflicting paths.
-        StorageError: the local disk failed.
+        StorageError: the file cannot be written to the local disk, or the storage failed.
     """
     empty = dict.fromkeys(empty_directories(checkpoint.state))
     for key, record in [*checkpoint.objects.items(), *empty.items()]:

@@ -39,7 +39,7 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
         context: its memory limit for loads also limits temporary memory of the computation.
 
     Raises:
-        TransformError: names the transform that does not match the stored tree.
+        TransformError: a transform failed, such as one that does not match the stored tree; names the transform.
         CheckpointError: an additional checkpoint cannot be opened.
     """
     expect_transforms(transforms)
@@ -83,7 +83,7 @@ def expect_transforms(transforms: Transforms) -> None:
     """Check that an argument is a list of transforms.
 
     Raises:
-        TypeError
+        TypeError: the argument is not a sequence, or one of its entries is not a transform.
     """
     if isinstance(transforms, str | bytes) or not isinstance(transforms, Sequence):
         raise TypeError(
@@ -143,7 +143,7 @@ def _shorten(text: str) -> str:
 
 
 def _comparable_description(transforms: Transforms, arrays: Iterable[DerivedArray]) -> str:
-    """Return a text that ranks compare: the descriptions, and a digest of constant elements."""
+    """Return a text that ranks compare: the descriptions, and a digest of the elements of constant arrays."""
     constants = {one: None for array in arrays for one in walk(array) if isinstance(one, Constant)}
     values = [one.value for one in constants if one.value.size > 1]
     if not values:

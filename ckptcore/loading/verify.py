@@ -41,7 +41,7 @@ from ckptcore.runtime import runtime_of
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_expected_sizes", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes checked so far, and the total of all objects."""
+"""Called with the number of bytes checked so far, and the total of all objects. Arrays in bases are not counted."""
 
 _BASE_READ_BYTES: Final = 1 << 24
 """Limit of the bytes of an array in a base that are read at once."""
@@ -54,9 +54,10 @@ class Problem:
     """A problem of a checkpoint.
 
     Attributes:
-        key: the object (file).
+        key: the object (file), or the name or directory of a checkpointable; None if unknown, such as for an array in a
+            base.
         start, stop: the half-open range of its bytes; None for the whole object.
-        arrays: the paths of the arrays that have bytes in this range.
+        arrays: the paths of the affected arrays, if known: those that have bytes in this range.
         message: what was expected and found.
     """
 
@@ -74,7 +75,7 @@ class VerifyReport:
     Attributes:
         problems: all problems, in no particular order.
         objects: the number of objects that were checked, including the root and its parts.
-        nbytes: bytes checked.
+        nbytes: bytes checked, including those of arrays in bases.
         unverified: keys of objects without checksums, which were only read.
         deleted: names of checkpointables that were deleted or lost after the save. This is not reported as a problem.
     """
@@ -92,7 +93,9 @@ class VerifyReport:
 
 
 def verify_checkpoint(location: AnyLocation, context: Context, progress: ProgressCallback | None) -> VerifyReport:
-    """Check the root, its parts and every block of every object.
+    """Check the root, its parts, every block of every object, and the arrays that bases store.
+
+    Damage is reported as a problem, not raised.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -110,7 +113,9 @@ def verify_checkpoint(location: AnyLocation, context: Context, progress: Progres
 
 
 def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
-    """Return True if every object of a checkpoint exists with its recorded size. Reads roots and no array.
+    """Return True if every object of a checkpoint and of its bases exists with its recorded size.
+
+    Reads roots and no array. For several checkpointables, returns False if all directories of one are missing.
 
     Raises:
         CheckpointError: a root cannot be read.
@@ -302,7 +307,7 @@ class _Verification:
             )  # fmt: skip
 
     def _find_unstored(self, root: Root) -> None:
-        """Report an array that is larger than its stored bytes."""
+        """Report arrays that are larger than their stored bytes."""
         opened = self._opened
         arrays = [leaf for leaf in stored_leaves(opened.tree, root.references) if leaf not in opened.tree.aliases]
         try:
@@ -326,7 +331,10 @@ class _Verification:
             self._done += record.spec.nbytes
 
     def _read_arrays(self) -> tuple[str, ...]:
-        """Read every array of a checkpoint of other software, without checksums. Returns the keys of its objects."""
+        """Read every array of a checkpoint of other software, which has no recorded checksums of blocks.
+
+        Returns the keys of the objects that contain arrays.
+        """
         opened = self._opened
         array, _ = default_handlers(runtime_of(self._context).registry)
         for number, record in enumerate(opened.tree.leaves):
