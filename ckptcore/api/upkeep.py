@@ -16,7 +16,7 @@ __all__ = ["delete", "verify"]
 def verify(
     location: LocationLike, *, progress: ProgressCallback | None = None, context: Context | None = None
 ) -> VerifyReport:
-    """Read and check every byte of a checkpoint.
+    """Read and check every byte of a checkpoint. The report lists damage, which is not raised as an error.
 
     Args:
         location: a path or URL.

@@ -131,7 +131,7 @@ class _Columns:
 
     Attributes:
         described: for each column: kind (``"numbers"``, or ``"steps"`` for differences), width in bytes, count,
-            an offset to add to each entry, and the number before the first step (0 for ``"numbers"``).
+            an offset to add to each entry, and the first number (0 for ``"numbers"``).
         data: the bytes of each column.
     """
 

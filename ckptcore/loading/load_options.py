@@ -38,7 +38,7 @@ Sequences = Literal["exact", "either"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """Differences between an abstract tree and the stored one that a load allows. None by default.
+    """Differences between an abstract tree and the stored one that a load allows. By default, no difference is allowed.
 
     A `ckptcore.results.LoadReport` lists the allowed differences. All others are listed in one error.
 

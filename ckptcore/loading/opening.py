@@ -126,11 +126,14 @@ class ConsistentRead(Generic[OpenedT]):
                 return result
 
     def is_current(self) -> bool:
-        """Return True if the opened checkpoint was not replaced, so that an error is about the checkpoint itself."""
+        """Return True if the opened checkpoint was not replaced, so that an error is about the checkpoint itself.
+
+        Also returns True if no checkpoint is open.
+        """
         return self._opened is None or self._opened.version.is_current(self._opened.location)
 
     def is_unchanged(self) -> bool:
-        """Return True if all data that was read since `open` is of one save."""
+        """Return True if all data that was read since `open` is of one save. Reads the root, or the names, again."""
         if self._opened is None:
             return True
         version, location = self._opened.version, self._opened.location

@@ -41,7 +41,7 @@ from ckptcore.runtime import runtime_of
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_expected_sizes", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes checked so far, and the total of all objects. Arrays in bases are not counted."""
+"""Called with the number of bytes checked so far, and the total of all objects."""
 
 _BASE_READ_BYTES: Final = 1 << 24
 """Limit of the bytes of an array in a base that are read at once."""
