@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class GcsBucket(Bucket):
-    """A bucket of GCS. Thread-safe. Every method raises `RequestFailed`."""
+    """A bucket of GCS. Thread-safe. Methods raise `RequestFailed` if a request fails."""
 
     def __init__(self, service: GcsService) -> None:
         """Initialise without sending a request."""
@@ -51,7 +51,11 @@ class GcsBucket(Bucket):
         return super().begin_upload(key, if_absent=False)
 
     def abort_uploads(self, prefix: str) -> int:
-        """Abort all uploads to keys with a prefix, and delete the temporary objects of composite uploads."""
+        """Abort all uploads to keys with a prefix, and delete their temporary objects.
+
+        Return the number of uploads, which counts an upload twice if it has both parts and temporary
+        objects.
+        """
         count = super().abort_uploads(prefix)
         pieces = [key for page in list_objects(self, prefix) for key in page.keys if self.is_temporary(key)]
         self.delete(pieces)

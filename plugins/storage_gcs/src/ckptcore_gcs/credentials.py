@@ -82,7 +82,7 @@ class DefaultTokens:
         self._found: Any = None
 
     def get(self) -> Token:
-        """Return a valid token. The first call may send a request to the metadata server."""
+        """Return a valid token. May send requests to the metadata server or the token service."""
         from google.auth.exceptions import GoogleAuthError
 
         with self._lock:

@@ -34,7 +34,8 @@ _RESPONSE: Final = re.compile(r"response-(\d{1,3})>")
 class JsonRequests:
     """JSON API requests to one bucket. Thread-safe.
 
-    Every method except `put` retries transient failures and raises `RequestFailed`.
+    Every method raises `RequestFailed` if a request fails. All methods except `put` retry transient
+    failures first.
     """
 
     def __init__(self, bucket: BucketRequests, settings: Settings) -> None:
@@ -114,8 +115,8 @@ class JsonRequests:
                 return
             failures = self._send_batch(left)
             left = [key for key, failure in zip(left, failures, strict=True) if failure is not None]
-            # Permanent failures come first in this order and end the loop. Otherwise all remaining
-            # deletions are retried.
+            # Raise a permanent failure if there is one, because it ends the retries. Otherwise all
+            # remaining deletions are retried.
             refused = [failure for failure in failures if failure is not None]
             for failure in sorted(refused, key=lambda found: found.kind.is_transient):
                 raise RequestFailed(failure)
@@ -131,7 +132,7 @@ class JsonRequests:
                 raise
 
     def _send_batch(self, keys: Sequence[str]) -> list[Failure | None]:
-        """Delete objects in one request. Return the failure of each, or None."""
+        """Delete objects in one request. Return the failure of each; None if it was deleted or was missing."""
         boundary = uuid.uuid4().hex
         parts = [
             f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <{number}>\r\n\r\n"

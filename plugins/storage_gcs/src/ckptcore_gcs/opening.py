@@ -29,8 +29,8 @@ class GcsBuckets:
         """Open ``gs://BUCKET`` or ``gs://BUCKET/DIRECTORY``. Creates nothing and makes no request.
 
         Raises:
-            InvalidLocationError
-            ValueError: for an unknown option or a wrong type.
+            InvalidLocationError: for an invalid URL or endpoint.
+            ValueError: for invalid options; see `settings_of`.
         """
         scheme, separator, path = url.partition("://")
         if not separator or scheme.lower() not in _SCHEMES:

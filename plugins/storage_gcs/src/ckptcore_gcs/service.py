@@ -127,7 +127,7 @@ class GcsService:
         return sent
 
     def prepare(self) -> None:
-        """Get a token first, because obstore reports credential errors without details."""
+        """Get a token before a request, because obstore reports credential errors without details."""
         self._source.get()
 
     def address(self, directory: str) -> StorageAddress:
@@ -142,7 +142,7 @@ class GcsService:
         return StorageAddress(f"gs://{settings.bucket}/{quote(directory)}", options)
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
-        """The generation, which is unique among all versions of an object."""
+        """Return the generation, which is unique among all versions of an object."""
         return version or ""
 
     def put_mode(self, condition: PutCondition) -> Any:

@@ -37,9 +37,9 @@ class Settings:
     """Settings of a bucket.
 
     Attributes:
-        bucket: its name.
+        bucket: name of the bucket.
         endpoint: URL of the service, without ``/`` at the end.
-        emulator: True if the environment names an emulator as endpoint.
+        emulator: True if the endpoint is the emulator that the environment names.
         credentials_file: file of credentials; None for Google's default credentials.
         access_token: a fixed token, or None.
         anonymous: True to send no token.

@@ -1,6 +1,6 @@
 """Uploads of large objects, with a condition on the final object.
 
-Uploads in parts of the XML API take no precondition ("Preconditions are not supported in the
+In the XML API, uploads in parts take no precondition ("Preconditions are not supported in the
 requests", https://cloud.google.com/storage/docs/multipart-uploads#considerations). A new object is
 therefore uploaded under a temporary name and then copied inside the service, with a condition. The
 copy moves no data.
@@ -80,7 +80,7 @@ class CompositeUpload:
     """
 
     def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
-        """Initialise without sending a request. The first request uploads the first part."""
+        """Initialise without sending a request."""
         self._bucket = bucket
         self._json = json
         self._key = key
@@ -88,13 +88,16 @@ class CompositeUpload:
         self._pieces: set[str] = set()
 
     def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1. Return its name."""
+        """Upload a part, counted from 1. Return the name of its temporary object, which `complete` takes as its tag."""
         name = self._named(f"0-{number:05d}")
         self._bucket.put(name, data if isinstance(data, bytes) else memoryview(data), None)
         return name
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Compose the object of its parts."""
+        """Compose the object of its parts, and delete them.
+
+        See `ckptcore_obstore.uploads.PendingUpload.complete`.
+        """
         if if_absent and self._is_there():
             raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "the object exists"))
         pieces: Sequence[str] = [name for _, name in sorted(tags.items())]

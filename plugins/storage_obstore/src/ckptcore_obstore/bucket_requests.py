@@ -1,4 +1,4 @@
-"""Requests to one bucket, which share connections, retries and a limit."""
+"""Requests to one bucket, which share connections, a retry policy and a limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ObjectState:
     """State of an existing object.
 
     Attributes:
-        tag: value for conditions.
+        tag: tag of the current version, for conditional puts.
         put_id: id of the put that wrote the object; empty if unknown.
     """
 
@@ -88,7 +88,7 @@ class BucketRequests:
 
 
 def _converting_errors(request: Callable[[], T]) -> T:
-    """Run a request of obstore, and convert its errors to `RequestFailed`."""
+    """Run a request of obstore or HTTP, and convert errors of obstore to `RequestFailed`."""
     from obstore.exceptions import BaseError
 
     try:

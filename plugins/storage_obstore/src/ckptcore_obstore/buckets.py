@@ -37,7 +37,7 @@ class ReadResult:
 
     Attributes:
         data: the bytes.
-        tag: value for conditions.
+        tag: tag of the version that was read, for conditional puts.
     """
 
     data: memoryview
@@ -151,7 +151,7 @@ class Bucket(BucketRequests):
     def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
         """Begin an upload in parts.
 
-        `if_absent` is the value that `complete` will get.
+        `if_absent` is the value that the caller will pass to `PendingUpload.complete`.
         """
         return Upload.begin(self, key)
 
@@ -213,7 +213,7 @@ class Bucket(BucketRequests):
 
 
 def _obstore_accepts(key: str) -> bool:
-    """Return True if obstore accepts a key in this process.
+    """Return True if obstore works in this process and accepts a key.
 
     Parts of a key must not contain ASCII control characters
     (`object_store::path::PathPart::parse`).

@@ -159,7 +159,7 @@ class Tried:
 
     Attributes:
         tries: number of tries.
-        seconds: time from the first try to the last failure.
+        seconds: time from the start of the first try to the last failure.
         may_be_done: True if an earlier try may have succeeded, or may still succeed.
     """
 
@@ -173,7 +173,7 @@ class RequestFailed(Exception):
 
     Attributes:
         failure: the last failure.
-        tried: the tries.
+        tried: tries of the request; `try_request` sets them.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -206,8 +206,8 @@ def failure_of_text(text: str) -> Failure:
     """Classify the text of an obstore error.
 
     object_store formats a response as ``... Server returned non-2xx status code: 404 Not Found:
-    BODY``. obstore appends a dump of Rust structures; only the kind of a connection error is taken
-    from it.
+    BODY``. obstore appends a dump of Rust structures. Only the kind and the cause of a connection
+    error are taken from the dump.
     """
     cleaned = _DEBUG.sub("", text)
     status = _STATUS.search(cleaned)
@@ -260,7 +260,10 @@ def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | No
 
 
 def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """Parse the code, message and hints of an error in XML. Return empty ones for another form."""
+    """Parse the code, message and hints of an error in XML.
+
+    For a body that is not XML, the message is the start of the body, and the rest is empty.
+    """
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:

@@ -73,7 +73,7 @@ class AdaptiveLimit:
                 self._changed.notify()
 
     def succeeded(self) -> None:
-        """Count an answered request. The limit grows by about one per round of requests."""
+        """Raise the limit after an answered request: by about one when as many requests succeed as the limit allows."""
         if self._allowed >= self._max_requests:
             return
         with self._changed:
@@ -81,7 +81,7 @@ class AdaptiveLimit:
             self._changed.notify()
 
     def throttled(self) -> None:
-        """Halve the limit, at most once per burst."""
+        """Halve the limit, at most once per second."""
         with self._changed:
             now = self._clock()
             if now < self._cut_at + _SECONDS_BETWEEN_CUTS:

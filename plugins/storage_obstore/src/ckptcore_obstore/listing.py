@@ -34,7 +34,7 @@ def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> It
     characters.
 
     Raises:
-        RequestFailed
+        RequestFailed: if a request fails, or if the service lacks ListObjectsV2.
     """
     query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
     if delimiter:

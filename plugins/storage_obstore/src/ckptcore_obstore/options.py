@@ -66,7 +66,7 @@ def choice(meaning: str, *choices: str) -> Option:
 
 
 def number(meaning: str, least: float) -> Option:
-    """An option in seconds."""
+    """A numeric option, such as a time in seconds, with a minimum."""
     return Option(meaning, float, (), least)
 
 
@@ -75,11 +75,11 @@ def _count(meaning: str, least: int, step: int = 1) -> Option:
 
 
 def check_options(scheme: str, given: Mapping[str, JSON], options: Mapping[str, Option]) -> Mapping[str, Any]:
-    """Check names and types of options.
+    """Check the names and values of options. Return the options.
 
     Raises:
-        ValueError: for an unknown or invalid option. Values are not shown, because they can be
-            secrets.
+        ValueError: for an unknown or invalid option. Values of text options are not shown, because
+            they can be secrets.
     """
     for name, value in given.items():
         option = options.get(name)

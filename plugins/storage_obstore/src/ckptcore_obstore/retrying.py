@@ -19,7 +19,7 @@ T = TypeVar("T")
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
 _SILENT_TRIES: Final = 3
-"""Tries before a warning.
+"""Number of failed tries of a request after which a warning is logged.
 
 One or two failures are normal in a network. After more, the log must explain the wait.
 """
@@ -31,7 +31,7 @@ class RetryPolicy:
 
     Attributes:
         retries: maximum number of retries.
-        deadline_seconds: time after the first try when retries stop.
+        deadline_seconds: time since the start of the first try after which no retry begins.
         initial_wait_seconds: maximum wait before the first retry; doubled for each further one.
         max_wait_seconds: maximum wait before any retry.
     """

@@ -21,8 +21,8 @@ class Tuning:
     """Tuning of requests.
 
     Attributes:
-        concurrency: useful number of concurrent requests.
-        request_bytes: size of one read.
+        concurrency: maximum number of concurrent requests of this process to a bucket.
+        request_bytes: useful size of one read. Ranges are not merged into larger reads.
         part_bytes: size of one part of an upload. Smaller objects are put in one request.
         gap_bytes: largest gap between two ranges that are read by one request.
         timeout_seconds: time without data from the service after which a request is retried.
@@ -66,7 +66,7 @@ class Service(Protocol):
 
     @property
     def upload_headers(self) -> Mapping[str, str]:
-        """Headers that begin an upload, such as encryption or a storage class."""
+        """Headers of requests that put an object or begin an upload, such as encryption or a storage class."""
         ...
 
     def open_store(self) -> ObjectStore:
@@ -79,27 +79,27 @@ class Service(Protocol):
         Args:
             method: in upper case.
             url: full URL, escaped, with the query sorted by name.
-            headers: of the request, by lower-case names.
+            headers: other headers of the request, by lower-case names.
 
         Raises:
-            StorageCredentialsError: if there are no credentials.
+            StorageCredentialsError or RequestFailed: if there are no valid credentials.
         """
         ...
 
     def prepare(self) -> None:
-        """Check the credentials first, because obstore reports credential errors without details.
+        """Check the credentials before a request, because obstore reports their errors without details.
 
         Raises:
-            StorageCredentialsError: if there are no credentials.
+            StorageCredentialsError or RequestFailed: if there are no valid credentials.
         """
         ...
 
     def address(self, directory: str) -> StorageAddress:
-        """Return the address of a directory for native I/O. The key ends in ``/`` or is empty."""
+        """Return the address of a directory for native I/O. `directory` ends in ``/`` or is empty."""
         ...
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
-        """Return the tag of an object for conditions."""
+        """Return the tag of an object for conditional puts, from the ETag and the version in a response."""
         ...
 
     def put_mode(self, condition: PutCondition) -> Any:

@@ -75,7 +75,7 @@ class ObjectStoreDirectory(StorageBackend):
         return bytes(found.data), found.tag
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset. Near ranges are read by one request."""
+        """Fill each buffer from its offset. One request reads ranges with small gaps between them."""
         whole = self._full_key(key)
         wanted = sorted([one for one in ranges if len(one[1])], key=lambda one: one[0])
         if not wanted:
@@ -193,7 +193,7 @@ class ObjectStoreDirectory(StorageBackend):
             return self._bucket.abort_uploads(below)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Do nothing: an answered put is durable."""
+        """Only check the keys: a put is durable as soon as the service answers it."""
         for key in keys:
             check_key(key)
 
@@ -212,7 +212,7 @@ def _check_encodable(key: str) -> str:
     """Return the key if it can be encoded in UTF-8, as object stores require.
 
     Raises:
-        InvalidLocationError
+        InvalidLocationError: if it cannot be encoded.
     """
     try:
         key.encode()

@@ -24,7 +24,7 @@ See https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
 
 
 class PendingUpload(Protocol):
-    """An unfinished upload in parts. Thread-safe. Methods raise `RequestFailed`."""
+    """An unfinished upload in parts. Thread-safe. Methods raise `RequestFailed` if a request fails."""
 
     def put_part(self, number: int, data: Buffer) -> str:
         """Upload a part, counted from 1. Return its tag. A part can be uploaded again."""
@@ -38,7 +38,7 @@ class PendingUpload(Protocol):
             if_absent: fail if the object exists, as far as the service checks.
 
         Raises:
-            RequestFailed: with kind CONDITION if the object exists.
+            RequestFailed: with kind CONDITION if the object exists and `if_absent` is True.
         """
         ...
 
@@ -48,7 +48,7 @@ class PendingUpload(Protocol):
 
 
 class Upload:
-    """A `PendingUpload` that uses the multipart protocol of S3. Thread-safe. Every method raises `RequestFailed`."""
+    """A `PendingUpload` that uses the multipart protocol of S3. Thread-safe."""
 
     def __init__(self, bucket: BucketRequests, key: str, identifier: str, put_id: str = "") -> None:
         """Refer to an existing upload.
@@ -128,7 +128,7 @@ def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
     """List the unfinished uploads to keys with a prefix, of all clients.
 
     Raises:
-        RequestFailed
+        RequestFailed: if a request fails.
     """
     query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
     while True:

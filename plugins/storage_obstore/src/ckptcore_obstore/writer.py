@@ -37,8 +37,8 @@ class PartWriter:
 
     A piece that covers a whole part is uploaded directly from the caller's memory, by the calling
     thread. Other pieces are copied into part buffers, and the thread that completes a part uploads
-    it. Memory is used only for incomplete parts. An object that fits in one part is put in one
-    request.
+    it. Only incomplete parts, and parts during their upload, use memory. An object that fits in one
+    part is put in one request.
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int | None, *, only_new: bool) -> None:
@@ -75,7 +75,7 @@ class PartWriter:
 
         Raises:
             ValueError: outside the object's size, or after `finish` or `abort`.
-            StorageError
+            StorageError: if a part cannot be uploaded.
         """
         stop = offset + len(data)
         if offset < 0 or (self._size is not None and stop > self._size):
@@ -102,7 +102,7 @@ class PartWriter:
 
         Raises:
             ConditionFailedError: if the object exists but must be new.
-            StorageError: also if bytes are missing.
+            StorageError: if bytes are missing, or if a request fails.
             ValueError: after `finish` or `abort`.
         """
         if self._done:

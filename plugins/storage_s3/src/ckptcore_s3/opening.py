@@ -30,8 +30,9 @@ class S3Buckets:
         """Open ``s3://BUCKET`` or ``s3://BUCKET/DIRECTORY``. Creates nothing and makes no request.
 
         Raises:
-            InvalidLocationError
-            ValueError: for an unknown option or a wrong type.
+            InvalidLocationError: for an invalid URL or endpoint.
+            StorageCredentialsError: for an unknown profile.
+            ValueError: for invalid options; see `settings_of`.
         """
         if url[: len(_SCHEME)].lower() != _SCHEME:
             raise InvalidLocationError(f"cannot open {url!r}: expected a URL such as s3://bucket/directory")

@@ -70,7 +70,7 @@ class S3Service:
 
     @property
     def upload_headers(self) -> Mapping[str, str]:
-        """Headers that request encryption."""
+        """Headers that request server-side encryption."""
         headers = {}
         if self._settings.sse:
             headers["x-amz-server-side-encryption"] = self._settings.sse
@@ -165,7 +165,7 @@ class S3Service:
         return StorageAddress(f"s3://{settings.bucket}/{quote(directory)}", options)
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
-        """The ETag."""
+        """Return the ETag."""
         return e_tag or ""
 
     def put_mode(self, condition: PutCondition) -> Any:

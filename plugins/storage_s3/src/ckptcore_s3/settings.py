@@ -40,12 +40,13 @@ class Settings:
     """Settings of a bucket.
 
     Attributes:
-        bucket: its name.
+        bucket: name of the bucket.
         endpoint: URL of the service, without the bucket.
         bucket_url: URL of the bucket.
         region: region used in signatures.
-        profile: profile with credentials; None for the default profile.
-        credentials: credentials from the options or the environment; None for those of the profile.
+        profile: profile in the AWS files; None for the default profile.
+        credentials: credentials from the options or the environment; None to use the AWS credential
+            chain.
         anonymous: True to send unsigned requests.
         virtual: True if the bucket is part of the host name.
         sse, sse_kms_key_id: server-side encryption; empty for the bucket's default.
@@ -71,12 +72,14 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     """Return the settings of a bucket. Makes no request.
 
     Options take precedence over the environment, and the environment over the files in ``~/.aws``.
-    boto3 reads these files; it is imported only if options and environment leave a setting open.
+    botocore reads these files. It is imported only if neither the options nor the environment set
+    the endpoint or the region, and a profile is selected or ``~/.aws/config`` exists.
 
     Raises:
         InvalidLocationError: for an invalid endpoint.
         StorageCredentialsError: for an unknown profile.
-        ValueError: for an unknown option or a wrong type.
+        ValueError: for an unknown option or a wrong type, or if only one of ``access_key_id`` and
+            ``secret_access_key`` is set.
     """
     given: Mapping[str, Any] = check_options("s3", config, OPTIONS)
     profile = given.get("profile") or environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or None

@@ -37,7 +37,8 @@ def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> objec
     """Return an abstract tensor for the state of a parameter.
 
     If the parameter is a DTensor of the same shape, the result has its mesh and placements.
-    Anything else, such as a step count, is a plain tensor on every process.
+    Otherwise, as for a step count, the result is a meta tensor, which requests a whole tensor on
+    every process. The result is `stored` itself if PyTorch lacks the dtype.
     """
     distributed = sys.modules.get("torch.distributed.tensor")  # DTensors exist only if this module was imported
     if distributed is None or not isinstance(parameter, distributed.DTensor) or tuple(parameter.shape) != stored.shape:
@@ -95,7 +96,7 @@ def expect_device(device: torch.device) -> None:
     """Check that this process has the device that an abstract tensor requests.
 
     Raises:
-        UnsupportedLeafError
+        UnsupportedLeafError: if the device is missing.
     """
     if not _has_device(device):
         raise UnsupportedLeafError(

@@ -129,7 +129,7 @@ def check_stored_name(name: str) -> None:
     """Check that PEFT would find a LoRA parameter under this name.
 
     Raises:
-        TreeMismatchError
+        TreeMismatchError: if PEFT uses another name.
     """
     expected = name if name.startswith(PREFIX) else PREFIX + name
     found = LoraName.of(name)

@@ -1,9 +1,9 @@
 """LoRA adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
 PEFT can load adapters saved with this module (``PeftModel.from_pretrained``), and this module can
-load adapters saved by PEFT (``save_pretrained``). Both programs store the same elements and JSON.
-Both files are saved as one atomic checkpoint with checksums. Names and config are those of peft
-0.21.2. PEFT need not be installed.
+load adapters saved by PEFT (``save_pretrained``). PEFT and this module store the same elements and
+JSON. This module saves the two files as one atomic checkpoint with checksums. The names of
+parameters and the fields of the config are those of peft 0.21.2. PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def adapter_state(
     """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes, trained modules.
 
     The tensors are not copied. The model need not be created by PEFT. Parameters without an adapter
-    name belong to every adapter. The result does not contain the base model. PEFT also saves
-    resized embeddings: add them yourself.
+    name belong to every adapter. Of the base model, the result contains only the chosen biases. PEFT
+    also saves resized embeddings: add them yourself.
 
     Args:
         model: the model, also compiled or in DistributedDataParallel.

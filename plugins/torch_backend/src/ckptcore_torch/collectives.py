@@ -32,7 +32,7 @@ class _StoreCollectives(ABC):
         Args:
             store: a `torch.distributed.Store` that every process of the job can reach.
             rank, size: rank of this process and number of processes.
-            timeout_seconds: timeout of waits for another process.
+            timeout_seconds: maximum time that an operation waits for another process.
         """
         self._store: Final[Any] = store
         self._rank: Final = rank
@@ -103,11 +103,11 @@ class NCCLCollectives(_StoreCollectives):
 
 
 def collectives_of_job() -> GlooCollectives | NCCLCollectives | None:
-    """Return the collectives of the initialized process group, or None if it has only one process.
+    """Return the collectives of the initialized process group.
 
-    They use NCCL if the backend of the job includes NCCL and this process has a CUDA device.
-    Otherwise they use gloo, even if the job does not. The result is also None if this build of
-    torch lacks gloo, or if the group has no store.
+    They use NCCL if the backend of the group includes NCCL and this process has a CUDA device.
+    Otherwise they use gloo, even if the group does not. Return None if no group is initialized, if
+    the group has only one process or no store, or if gloo is needed and this build of torch lacks it.
     """
     found = store_of_job()
     world = dist.group.WORLD

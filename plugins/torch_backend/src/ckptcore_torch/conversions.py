@@ -56,7 +56,7 @@ def tensor_over(array: HostArray, stored: ArrayRecord) -> torch.Tensor | None:
 def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> torch.Tensor:
     """Return a CPU tensor with the elements of an array, cast to `dtype`.
 
-    Shares memory if no cast is needed.
+    The tensor shares the memory of the array if the array is writeable and no cast is needed.
 
     Raises:
         UnsupportedLeafError: if the cast does not exist, or would drop imaginary parts.
@@ -93,14 +93,15 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy the elements of a tensor into another of the same dtype, on any device."""
     carrier = encoding_of(source.dtype).carrier
-    # PyTorch cannot copy some dtypes, and cannot view a conjugated tensor
+    # Copy as integers, because PyTorch cannot copy some dtypes. A conjugated tensor cannot be viewed
+    # as integers.
     if carrier is not None and not target.is_conj():
         target, source = target.view(carrier[0]), source.view(carrier[0])
     target.copy_(source)
 
 
 def _exact_superset(name: str) -> type[np.generic]:
-    """Return a dtype of PyTorch that can represent every value of a small dtype that PyTorch lacks."""
+    """Return a NumPy dtype that PyTorch also has, and that can represent all values of a dtype that PyTorch lacks."""
     for prefix, wider in (
         ("float", np.float32),
         ("int", np.int8),

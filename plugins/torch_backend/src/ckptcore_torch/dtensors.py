@@ -48,7 +48,7 @@ class DTensorHandler(LeafHandler):
         """Return the global shape, the dtype, the cuts between shards, and the mesh and placements as notes.
 
         Raises:
-            UnsupportedLeafError: for partial sums.
+            UnsupportedLeafError: for partial sums and unknown placements.
         """
         placed = _placement(leaf)
         encoding = encoding_of(leaf.dtype)
@@ -82,7 +82,8 @@ class DTensorHandler(LeafHandler):
         """Return the boxes of this process, or None if it is not in the mesh.
 
         Raises:
-            UnsupportedLeafError: if the tensor has no elements in memory.
+            UnsupportedLeafError: if the elements of the local tensor are not in memory, or if it does
+                not have the shape that follows from the mesh and placements.
         """
         own = _local_part(leaf)
         if own is None:
@@ -110,11 +111,11 @@ class DTensorHandler(LeafHandler):
         return None if own is None else tuple([Shard(box, own.replica, own.replicas) for box in own.boxes])
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the bytes that views and copies of the local tensor need."""
+        """Return the host memory in bytes that views and copies of boxes of the local tensor need."""
         return _LOCAL_HANDLER.host_bytes(_local(leaf), boxes)
 
     def replicas(self, leaf: Any, size: int) -> int:
-        """Return the number of replicas: the product of the mesh axes that replicate."""
+        """Return the number of replicas: the product of the sizes of the mesh axes that replicate."""
         extents = zip(leaf.device_mesh.shape, leaf.placements, strict=True)
         return math.prod([int(extent) for extent, placement in extents if isinstance(placement, Replicate)])
 
@@ -142,7 +143,7 @@ class DTensorHandler(LeafHandler):
         return () if own is None else tuple(own.boxes)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Return the memory of the local tensor, if it is one box with the stored element order."""
+        """Return the memory of the local tensor if it is a contiguous CPU tensor of one box and the stored dtype."""
         own = _local_part(abstract)
         if own is None or len(own.boxes) != 1 or box not in own.boxes or is_fake(_local(abstract)):
             return None
@@ -150,7 +151,11 @@ class DTensorHandler(LeafHandler):
         return _LOCAL_HANDLER.destination(_local(abstract), part, Box.whole(box.shape))
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Build a DTensor with the mesh, placements and dtype of `abstract`, on the devices of the mesh."""
+        """Build a DTensor with the mesh, placements and dtype of `abstract`.
+
+        Its elements are on the device of the local tensor of `abstract`, or on the device of the mesh
+        if that is a meta tensor.
+        """
         _expect_shape(abstract, stored)
         local = _local_elements(abstract, stored, boxes)
         device = _local(abstract).device
@@ -161,7 +166,7 @@ class DTensorHandler(LeafHandler):
         return _with_local_tensor(abstract, local)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into the local tensor. Return False if it has no elements."""
+        """Copy into the local tensor. Return False if it is abstract, or if its elements may overlap."""
         local = _local(target)
         if local.is_meta or is_fake(local):
             return False
@@ -174,7 +179,7 @@ class DTensorHandler(LeafHandler):
         return _LOCAL_HANDLER.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """Return the memory of the local tensor, or None if it has no elements."""
+        """Return the memory of the local tensor, or None if `fill` returns False."""
         local = _local(target)
         return None if is_fake(local) else _LOCAL_HANDLER.memory_to_fill(local)
 

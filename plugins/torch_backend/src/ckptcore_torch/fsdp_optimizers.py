@@ -30,7 +30,8 @@ __all__ = ["fsdp_named_state"]
 def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
     """Return the state by names. See `ckptcore_torch.optimizer_names.named_state`.
 
-    Every process of the model must call this and `NamedState.restore`, because they exchange data.
+    All processes of the model must call this function and `NamedState.restore` together, because
+    FSDP exchanges data between the processes in both calls.
     """
     with _sharded(model):
         state = FSDP.optim_state_dict(model, optimizer)

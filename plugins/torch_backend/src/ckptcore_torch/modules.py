@@ -62,10 +62,12 @@ class ModuleHandler(CheckpointableHandler):
         return _with_module_names(like, like.state_dict(), state) if has_wrappers(like) else state
 
     def restore(self, target: torch.nn.Module, state: Any) -> None:
-        """Load the entries that were not filled in place.
+        """Load the state into the module.
 
-        Parameters stay the same objects, except parameters on the meta device, which are replaced.
-        Tied parameters on the meta device are replaced by one shared object.
+        Calls `load_state_dict`, unless all entries were filled in place and the module does not
+        customize its loading. Parameters stay the same objects, except parameters on the meta device,
+        which are replaced. Tied parameters and buffers on the meta device are replaced by one shared
+        object.
 
         Raises:
             TreeMismatchError: if the names of state and module differ.

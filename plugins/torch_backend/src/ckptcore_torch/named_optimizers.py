@@ -172,7 +172,7 @@ class NamedOptimizerPartHandler(NamedOptimizerHandler):
     """
 
     def unflatten(self, like: NamedOptimizer, state: Any) -> object:
-        """Return the part in its stored form."""
+        """Return the loaded state of this part in its stored form, without the state of other parameters."""
         return without_placeholders(state) if isinstance(state, dict) else state
 
     def _state_to_save(self, members: Sequence[NamedState]) -> Mapping[str, Any]:

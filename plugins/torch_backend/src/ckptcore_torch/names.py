@@ -60,7 +60,10 @@ def has_wrappers(module: torch.nn.Module) -> bool:
 
 
 def wrapper_parts(name: str) -> tuple[tuple[str, ...], str]:
-    """Split off the parts of a name that may come from wrappers. Only for messages, because it ignores types."""
+    """Return the parts of a name that may come from wrappers, and the name without them.
+
+    Use it only to detect and report errors, because it does not check the types of the modules.
+    """
     parts = name.split(".")
     of_wrappers = tuple([part for part in parts if part in _PARTS])
     return of_wrappers, ".".join([part for part in parts if part not in _PARTS])

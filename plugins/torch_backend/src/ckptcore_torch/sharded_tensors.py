@@ -66,7 +66,10 @@ class ShardedTensorHandler(LeafHandler):
         return _with_shards(leaf, [empty_tensor(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the memory and box of each shard, or None if this process has no elements."""
+        """Return the memory and box of each shard of this process.
+
+        Return None if this process has no shards, or if one of them is a FakeTensor or has no elements.
+        """
         if any(is_fake(shard.tensor) for shard in leaf.local_shards()):
             return None
         shards = tuple([(_box(shard.metadata), _LOCAL_HANDLER.identity(shard.tensor)) for shard in leaf.local_shards()])
@@ -118,7 +121,7 @@ class ShardedTensorHandler(LeafHandler):
         return list(dict.fromkeys(box for box, _ in _local_shards(abstract)))
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Return the memory of the shard with this box, if it has the stored element order."""
+        """Return the memory of the shard with this box if it is a contiguous CPU tensor of the stored dtype."""
         for own, local in _local_shards(abstract):
             if own == box and not is_fake(local):
                 part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
@@ -139,7 +142,10 @@ class ShardedTensorHandler(LeafHandler):
         return _with_shards(abstract, tensors)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into the shards of this process. Return False if a shard cannot be changed."""
+        """Copy into the shards of this process.
+
+        Return False if a shard cannot be filled, because it is abstract or its elements may overlap.
+        """
         _expect_shape(target, stored)
         assert isinstance(stored, ArrayRecord)  # a value has no shape
         arrays = dict(boxes)
@@ -151,7 +157,7 @@ class ShardedTensorHandler(LeafHandler):
         return filled
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """Return the memory of this process's shards, or None if a shard cannot be changed."""
+        """Return the memory of this process's shards, or None if `fill` returns False."""
         found: list[StridedMemory] = []
         for _, local in _local_shards(target):
             memory = None if is_fake(local) else _LOCAL_HANDLER.memory_to_fill(local)

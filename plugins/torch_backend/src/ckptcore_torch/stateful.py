@@ -1,4 +1,4 @@
-"""Checkpointable handlers of schedulers, gradient scalers, data loaders and random generators; choice by type."""
+"""Handlers of schedulers, gradient scalers, data loaders and random generators, and the handler for each type."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class GeneratorHandler(CheckpointableHandler):
     per_process = True
 
     def flatten(self, value: torch.Generator) -> object:
-        """Return the state as a tensor of bytes, which is a copy."""
+        """Return the state in a dict, as a tensor of bytes. The tensor is a copy."""
         return {"state": value.get_state()}
 
     def unflatten(self, like: torch.Generator, state: object) -> object:

@@ -31,8 +31,8 @@ class StoreCoordinator:
 
     The store can be the store of the job. The coordinator polls it, because
     ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time. It ignores
-    keys of an earlier run of the job. If the store fails or hangs, an exchange raises an error
-    within the timeout. Thread-safe.
+    keys of an earlier run of the job. If the store fails, an exchange raises an error at once. If the
+    store does not answer a request, the exchange raises an error after the timeout. Thread-safe.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class StoreCoordinator:
         Args:
             store: a `torch.distributed.Store` that every process of the job can reach.
             rank, size: rank of this process and number of processes.
-            timeout_seconds: timeout of an exchange.
+            timeout_seconds: maximum time that an exchange waits for other ranks, and for the answer
+                to one request to the store.
             handshake: handshake of this process with the leader; None for the handshake that all
                 coordinators over this store share.
         """
@@ -63,7 +64,7 @@ class StoreCoordinator:
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> StoreCoordinator:
-        """Return the coordinator of the initialized process group, with another timeout.
+        """Return a new coordinator of the initialized process group, with its own timeout.
 
         Raises:
             PluginError: if there is no process group, or its backend has no store.
@@ -98,7 +99,8 @@ class StoreCoordinator:
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
 
-        Only the leader waits. It removes the payloads.
+        Only the leader waits for other ranks, and then removes their payloads. In its first
+        exchange, every other rank also waits until the leader answers the handshake.
         """
         if self._size == 1:
             return [payload]
@@ -107,8 +109,9 @@ class StoreCoordinator:
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Send the leader's payload to all. See `ckptcore.protocols.Coordinator`.
 
-        The leader does not wait, except in the first exchange of all ranks: there it waits until
-        all have taken part in the handshake. The last rank to receive the payload removes it.
+        The leader does not wait, with one exception: in its first broadcast, rank 0 of the job waits
+        until all ranks have finished the handshake, unless it has waited for all ranks in a gather
+        before. The last rank to receive the payload removes it.
         """
         if (payload is None) == (self._rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
@@ -196,7 +199,7 @@ class StorelessCoordinator:
         """Raise an error.
 
         Raises:
-            PluginError
+            PluginError: always, because there is no store.
         """
         raise _without_store(self.backend, self.size)
 
@@ -204,16 +207,17 @@ class StorelessCoordinator:
         """Raise an error.
 
         Raises:
-            PluginError
+            PluginError: always, because there is no store.
         """
         raise _without_store(self.backend, self.size)
 
 
 def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
-    """Return the coordinator of the initialized process group, or None if it has only one process. Thread-safe.
+    """Return the coordinator of the initialized process group. Thread-safe.
 
-    It uses the store with which the group was initialized, and works with every backend that has a
-    store.
+    The coordinator uses the store of the group. If the backend of the group has no store, every
+    exchange of the coordinator raises an error. Return None if no group is initialized, or if the
+    group has only one process.
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1:
@@ -286,7 +290,10 @@ def _with_prefix(store: Any) -> Any:
 
 
 def store_of_job() -> Any:
-    """Return the store of the initialized process group, or None if it has only one process or no usable store."""
+    """Return the store of the initialized process group.
+
+    Return None if no group is initialized, or if it has only one process or no usable store.
+    """
     world = dist.group.WORLD
     if world is None or world.size() == 1 or dist.get_backend(world) in _WITHOUT_STORE:
         return None
@@ -294,7 +301,7 @@ def store_of_job() -> Any:
 
 
 def _store_of(world: Any) -> Any:
-    """Return the store of the default process group."""
+    """Return the store of a process group, or the default store if torch does not return it."""
     # Older versions of torch lack the method. It returns None for a group that is implemented in
     # Python (torch 2.13.0).
     found = world.get_group_store() if hasattr(world, "get_group_store") else None

@@ -31,11 +31,12 @@ _ENDING_SECONDS: Final = 5.0
 class StoreHandshake:
     """Handshake of one process with the leader. Thread-safe.
 
-    A rank sets the key ``hello`` to a random word. The leader answers with the word and an id of
-    this run of the job, which is the prefix of all further keys. The leader answers each rank once,
-    on a separate thread. Therefore a rank may be late for its first exchange, and a process that is
-    restarted alone gets no answer. The thread ends when all ranks have met the leader, or with its
-    group, store or program.
+    Each rank sets its key ``handshake/hello/RANK`` to a random word. The leader answers with the
+    word and an id of this run of the job, which is the prefix of all further keys. The rank then
+    confirms the answer. A separate thread of the leader answers, so a rank may be late for its first
+    exchange. After a rank has confirmed, the leader ignores it: a process that is restarted alone
+    gets no answer. The thread ends when all ranks have confirmed, or when its process group, store or
+    program ends.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -62,10 +63,12 @@ class StoreHandshake:
         return self._size
 
     def run_id(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
-        """Return the key prefix of this run of the job. The first call waits for the leader.
+        """Return the id of this run of the job, the prefix of its keys.
+
+        On ranks other than the leader, the first call waits for the answer of the leader.
 
         Raises:
-            CoordinationTimeoutError: if the leader does not answer.
+            CoordinationTimeoutError: if the leader does not answer within the timeout.
         """
         if self._run_id is not None:
             return self._run_id
@@ -87,11 +90,12 @@ class StoreHandshake:
             self._lock.release()
 
     def wait_for_all(self, store: WatchedStore, timeout_seconds: float) -> None:
-        """On the leader, wait until all ranks have finished the handshake: the program may exit after the broadcast.
+        """On rank 0, wait until all ranks have finished the handshake.
 
-        Only the first call waits. No call waits after `waited`, or on another rank that leads a
-        group of ranks. After the timeout the leader continues: late ranks can still read the
-        payload.
+        This is needed because the program of rank 0 may exit after a broadcast, and then cannot
+        answer. Only the first call waits. No call waits after a call of `waited`, or on another rank
+        that leads a group of ranks. After the timeout rank 0 continues without an error, because late
+        ranks can still finish the handshake while its program runs.
         """
         if self._waited or self._rank:
             return
@@ -105,7 +109,7 @@ class StoreHandshake:
         self._waited = True
 
     def end(self) -> None:
-        """Stop answering. Waits briefly for a pending request to the store.
+        """Stop answering. Waits up to 5 s for a pending request to the store.
 
         There are two reasons. A thread that is inside the store at interpreter exit crashes the
         process with ``terminate called without an active exception``, SIGABRT (torch 2.13.0, Python
@@ -117,7 +121,7 @@ class StoreHandshake:
             self._answering.join(_ENDING_SECONDS)
 
     def _ask(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
-        """Send hello, and wait for the answer."""
+        """Set the ``hello`` key of this rank, and wait for the answer of the leader. Return the id of the run."""
         deadline = time.monotonic() + timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         store.set(self._hello(self._rank), self._word.encode())
@@ -142,7 +146,7 @@ class StoreHandshake:
         )
 
     def _answer(self) -> None:
-        """Answer the ``hello`` of every rank, and answer again if it changes: the first can be from an earlier run."""
+        """Answer the ``hello`` of every rank. Answer again if it changes: the first can be from an earlier run."""
         store = WatchedStore(self._store, "handshake")
         answered: dict[int, str] = {}
         unmet = set(range(1, self._size))
@@ -188,7 +192,7 @@ class StoreHandshakes:
         self._known: MutableMapping[Any, dict[tuple[int, int], StoreHandshake]] = weakref.WeakKeyDictionary()
 
     def of(self, anchor: Any, store: Any, rank: int, size: int) -> StoreHandshake:
-        """Return the handshake of a process in a process group or store. All its coordinators share it.
+        """Return the handshake of this process for a group or store, which all coordinators over it share.
 
         Args:
             anchor: the process group or store. The handshake is dropped with it.

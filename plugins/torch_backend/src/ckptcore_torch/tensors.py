@@ -60,9 +60,11 @@ class TensorHandler(LeafHandler):
         return leaf if leaf.is_meta else abstract_like(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return address, shape, strides, dtype and device, or None for a tensor without elements.
+        """Return address, shape, strides and dtype, or None for a tensor without elements.
 
-        For a meta tensor, which has no address, use its storage object.
+        The result of a tensor on another device than the CPU, or of a lazily conjugated or negated
+        one, also contains the device and these flags. For a meta tensor, which has no address, it
+        contains the storage object instead.
         """
         try:
             address = leaf.data_ptr()
@@ -82,7 +84,8 @@ class TensorHandler(LeafHandler):
         """Return the whole tensor, assumed equal on all processes.
 
         Raises:
-            UnsupportedLeafError: if the tensor has no elements in memory.
+            UnsupportedLeafError: if the elements are not in memory, as in a meta tensor, a FakeTensor
+                or a tensor whose storage was freed.
         """
         _check_has_memory(leaf)
         if not leaf.is_cpu:
@@ -95,7 +98,10 @@ class TensorHandler(LeafHandler):
         return _whole_shard(leaf.shape, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the bytes that views (0 for CPU memory) and copies need. A meta tensor counts as a device tensor."""
+        """Return the host memory in bytes that views and copies of the boxes need.
+
+        Views of CPU memory need 0 bytes. A meta tensor counts as a tensor on a device.
+        """
         nbytes = sum([box.size for box in boxes]) * encoding_of(leaf.dtype).host.itemsize
         in_memory = leaf.device.type == "cpu" and not leaf.is_conj() and not leaf.is_neg()
         return HostBytes(0 if in_memory else nbytes, nbytes)
@@ -126,7 +132,7 @@ class TensorHandler(LeafHandler):
         return _whole_box(stored.spec.shape)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Return the memory of a contiguous CPU tensor with the stored dtype and shape."""
+        """Return the memory of a contiguous CPU tensor with the stored dtype and shape, or None for other tensors."""
         if not abstract.is_cpu or abstract.layout is not torch.strided or not abstract.is_contiguous():
             return None
         spec = stored.spec
@@ -152,7 +158,10 @@ class TensorHandler(LeafHandler):
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """Copy into a tensor with any strides and device, and increment its autograd version.
 
-        Return False for meta tensors, and for tensors with overlapping elements.
+        Return False for meta tensors, and for tensors whose strides may make elements overlap.
+
+        Raises:
+            UnsupportedLeafError: if the storage of the tensor was freed.
         """
         if target.is_meta or _overlaps_itself(target):
             return False
@@ -289,7 +298,11 @@ def is_sharded(leaf_type: type) -> bool:
 
 
 def same_memory(held: object, given: object) -> bool:
-    """Return True if two values are the same tensor or views of the same elements, so that no copy is needed."""
+    """Return True if two values are the same tensor or views of the same elements, so that no copy is needed.
+
+    Tensors without elements need only the same shape and dtype. Return False for two DTensors or
+    other wrapper subclasses, unless they are the same object.
+    """
     if held is given:
         return True
     if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor):

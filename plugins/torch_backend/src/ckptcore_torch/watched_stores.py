@@ -23,7 +23,7 @@ class WatchedStore:
 
     Attributes:
         abandoned: set when `run_watched` stops waiting for the exchange.
-        pending: the function of the pending request, or None.
+        pending: the function that sends the pending request; None if no request is pending.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -83,12 +83,13 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
         key: key of the exchange.
         rank: rank of this process.
         timeout_seconds: timeout of one request.
-        exchange: the exchange.
+        exchange: runs the exchange on the store that it gets.
 
     Raises:
         CoordinationTimeoutError: if the store does not answer. On other ranks than the leader, it
             reports the leader as missing.
         RankFailedError: if the store failed.
+        Exception: any other error of the exchange.
     """
     watched = WatchedStore(store, key)
     results: list[T] = []
