@@ -24,8 +24,9 @@ class RayCoordinator:
     """A rank of a job. Thread-safe. Exchanges raise an error on the event loop of an asynchronous actor.
 
     The constructor joins the job. If a rank joins a second time, for example after a restart, the
-    next incarnation of the job begins. Then the next exchange of every other rank raises an error,
-    and the rank must join again, with a new coordinator in a new Context and a new Checkpointer.
+    next incarnation of the job begins. Then the current or next exchange of every other rank raises
+    an error, and each of these ranks must join again, with a new coordinator in a new Context and a
+    new Checkpointer.
     Ranks that joined with `ckptcore_ray.membership.join_job` can keep their Contexts.
     """
 
@@ -37,11 +38,11 @@ class RayCoordinator:
         Args:
             job: name passed to `ckptcore_ray.jobs.make_job`.
             rank, size: number of this rank, and number of ranks. Rank 0 leads.
-            timeout_seconds: timeout of an exchange.
+            timeout_seconds: maximum time that an exchange waits for other ranks.
             namespace: Ray namespace of the job; None for the namespace of this process.
 
         Raises:
-            PluginError: if the job does not exist or lacks this rank.
+            PluginError: if the job does not exist, has another size or lacks this rank.
             RankFailedError: if the job's actor has failed.
         """
         found = find_job(job, namespace=namespace)

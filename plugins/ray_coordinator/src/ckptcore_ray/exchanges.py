@@ -22,11 +22,11 @@ class _Exchange:
     """An exchange that some ranks have not finished.
 
     Attributes:
-        key: of the exchange.
+        key: key of the exchange.
         needed: ranks whose payloads are required.
         entered: ranks that entered the exchange.
         done: ranks that left the exchange.
-        payloads: payloads not yet delivered, by rank.
+        payloads: payloads that ranks have passed, by rank. Cleared when the leader leaves a gather.
         abandoned: True if the leader of a gather stopped waiting.
         waiting: for each waiting rank, its future and the start of the wait.
     """
@@ -49,7 +49,7 @@ class _Exchange:
         return Delivered(tuple(self.payloads[rank] for rank in sorted(self.needed)))
 
     def finish(self, outcome: Outcome) -> None:
-        """Wake all waiting ranks."""
+        """Wake all waiting ranks with an outcome."""
         for future, _ in self.waiting.values():
             if not future.done():
                 future.set_result(outcome)
@@ -84,9 +84,9 @@ class Exchanges:
 
         Args:
             rank: the calling rank.
-            key: of the exchange.
-            payload: of the rank; ignored for the leader.
-            seconds: timeout of the leader.
+            key: key of the exchange.
+            payload: payload of the rank; ignored for the leader.
+            seconds: timeout of the leader; ignored for other ranks, which do not wait.
         """
         exchange = self._enter("gather", rank, key, frozenset(range(1, self._size)))
         try:
@@ -111,9 +111,9 @@ class Exchanges:
 
         Args:
             rank: the calling rank.
-            key: of the exchange.
-            payload: of the leader; None for other ranks.
-            seconds: timeout of the other ranks.
+            key: key of the exchange.
+            payload: payload of the leader; None for other ranks.
+            seconds: timeout of the other ranks; ignored for the leader, which does not wait.
         """
         exchange = self._enter("broadcast", rank, key, frozenset({0}))
         try:
@@ -133,19 +133,19 @@ class Exchanges:
                 self._leave("broadcast", exchange, rank)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Record that a rank failed. If another rank waits for it, end all exchanges.
+        """Record that a rank failed. If another rank waits for it, now or later, end all exchanges.
 
-        Payloads that were already passed are still delivered, so that late ranks learn about a
-        completed commit. Exchanges that do not need the failed rank continue.
+        Until then, exchanges that do not need the failed rank continue. Payloads that were already
+        passed are still delivered afterwards, so that late ranks learn about a completed commit.
         """
         self._failed.setdefault(rank, reason)
         if rank in self.awaited():
             self.end(LostRank(rank, self._failed[rank]))
 
     def end(self, outcome: Outcome) -> None:
-        """End all exchanges, present and future, with an outcome.
+        """End all exchanges, present and future, with an outcome, unless they have ended before.
 
-        Only the first call has an effect.
+        A broadcast whose payload was already passed still delivers it.
         """
         if self._over is None:
             self._over = outcome
@@ -165,7 +165,7 @@ class Exchanges:
         """Return the progress of the ranks.
 
         Args:
-            name: of the job.
+            name: name of the job.
             incarnation: number of this incarnation.
             joined: ranks that have joined it.
         """

@@ -35,16 +35,16 @@ class JobActor:
 
     `RayCoordinator` and `RayJob` call its methods.
 
-    A job has one incarnation at a time. If a member joins again, its process was restarted: the
-    next incarnation begins, and all exchanges of the previous one end. Therefore messages of
-    earlier processes never reach exchanges of the new incarnation.
+    A job has one incarnation at a time. If a rank joins again, for example after a restart of its
+    process, the next incarnation begins, and all exchanges of the previous one end. Therefore
+    messages of earlier processes never reach exchanges of the new incarnation.
     """
 
     def __init__(self, name: str, size: int) -> None:
         """Start without ranks.
 
         Args:
-            name: of the job.
+            name: name of the job.
             size: number of ranks.
         """
         self._name = name
@@ -61,11 +61,14 @@ class JobActor:
         return self._size
 
     async def join(self, rank: int, member: Any, token: str) -> RankMembership:
-        """Add a rank.
+        """Add a rank to the current incarnation, and return its membership.
+
+        The next incarnation begins first if the rank has already joined the current one, or if the
+        exchanges of the current one have ended.
 
         Args:
             rank: number of the rank.
-            member: handle of its actor; None if it is not an actor.
+            member: handle of the actor in which the rank runs; None if the rank is not in an actor.
             token: `process_token` of its process.
         """
         if self._incarnation == 0 or rank in self._members or self._exchanges.is_over:

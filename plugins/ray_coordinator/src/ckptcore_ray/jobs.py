@@ -76,7 +76,7 @@ def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
         namespace: Ray namespace of the job; None for the namespace of the driver.
 
     Raises:
-        PluginError: if a job of this name exists.
+        PluginError: if a job of this name exists, or if its actor does not start.
         ValueError: if the size is less than 1.
     """
     if size < 1:

@@ -14,7 +14,7 @@ class RankMembership:
 
     Attributes:
         rank: number of the rank.
-        incarnation: of the job, from 1.
+        incarnation: number of the incarnation, from 1.
     """
 
     rank: int
@@ -38,7 +38,8 @@ class MissingRanks:
     """Some ranks did not reach the exchange before the timeout.
 
     Attributes:
-        ranks: these ranks, in order.
+        ranks: these ranks, in order. A rank that reaches a gather after the timeout of the leader
+            gets only its own number.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +51,7 @@ class LostRank:
 
     Attributes:
         rank: the failed rank.
-        reason: message of Ray about its actor.
+        reason: how its actor failed.
     """
 
     rank: int
@@ -62,7 +63,7 @@ class EndedIncarnation:
     """The rank belongs to an earlier incarnation.
 
     Attributes:
-        incarnation: the current one.
+        incarnation: number of the current incarnation.
         reason: why the rank's incarnation ended.
     """
 

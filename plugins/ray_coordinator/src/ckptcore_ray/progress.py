@@ -8,7 +8,10 @@ from typing import Literal, TypeAlias
 __all__ = ["JobProgress", "RankProgress", "RankState", "Waiting"]
 
 RankState: TypeAlias = Literal["absent", "joined", "failed"]
-"""State of a rank in the current incarnation: not joined, joined, or failed while other ranks waited for it."""
+"""State of a rank in the current incarnation: not joined, joined, or failed.
+
+A failure is detected only while other ranks wait for the rank.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class Waiting:
 
     Attributes:
         key: key of the exchange. For a save it begins with the location and ends with the stage.
-        for_ranks: ranks that have not reached the exchange.
+        for_ranks: ranks whose payloads are missing, because they have not reached the exchange.
         seconds: duration of the wait until now.
     """
 
@@ -33,7 +36,7 @@ class RankProgress:
     Attributes:
         rank: number of the rank.
         state: state of the rank.
-        reason: message of Ray if the rank failed, else empty.
+        reason: how the actor of the rank failed; empty if it did not.
         exchanges: number of exchanges that the rank has entered.
         last: key of the latest exchange; None before the first.
         waiting: exchanges in which the rank waits, oldest first.
@@ -55,7 +58,7 @@ class JobProgress:
         name: name of the job.
         incarnation: number of the current incarnation; 0 before the first rank joined.
         ranks: progress of each rank, in order.
-        held_bytes: total size of payloads not yet delivered.
+        held_bytes: total size of the payloads that the actor of the job keeps for ranks that need them.
     """
 
     name: str

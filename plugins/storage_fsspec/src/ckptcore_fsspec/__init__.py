@@ -1,4 +1,4 @@
-"""The fsspec plugin: storages for URLs that no other plugin opens.
+"""The fsspec plugin: storages for URLs that no other plugin opens, or with the prefix ``fsspec+``.
 
 Importing it does not import fsspec.
 

@@ -25,7 +25,7 @@ MISSING_OBJECT_ERRORS: Final = (FileNotFoundError, NotADirectoryError, IsADirect
 """Exceptions that file systems raise for a missing object."""
 
 _MAX_MESSAGE_LENGTH: Final = 300
-"""Maximum length of an error message."""
+"""Maximum length of the part of an error message that is shown."""
 
 _STATUS_NAMES: Final = ("status", "status_code", "code")
 """Attributes with the HTTP status, in errors of aiohttp, Azure, httpx, requests and gcsfs."""
@@ -46,7 +46,7 @@ def converted_errors(what: str) -> Iterator[None]:
         what: operation and location: ``cannot read ...``.
 
     Raises:
-        StorageError
+        StorageError: for any other exception; see `failure`.
     """
     try:
         yield

@@ -48,8 +48,9 @@ class FileSystem(Protocol):
 class Connection:
     """One file system with its options. Thread-safe.
 
-    Each process opens it again, because fsspec file systems must not be used after a fork. Each
-    thread opens its own file system if that is not asynchronous, because it may not be thread-safe.
+    Each process opens its own file system object, because these objects must not be used after a
+    fork. If the file system is not asynchronous, each thread opens its own object, because it may not
+    be thread-safe.
     """
 
     def __init__(self, protocol: str, url: str, options: Mapping[str, JSON]) -> None:
@@ -87,7 +88,8 @@ class Connection:
         """Return the file system for this thread.
 
         Raises:
-            StorageError
+            PluginError: if the file system does not accept the options.
+            StorageError: if the file system cannot be opened.
         """
         owner = _process_systems(os.getpid()) if getattr(self._type, "async_impl", False) else _thread_systems()
         key = (self.protocol, self._options)

@@ -25,7 +25,7 @@ _READ_ONLY: Final = ("data", "git", "github", "gist", "hf")
 
 
 def opens(scheme: str) -> bool:
-    """Return True if fsspec knows a scheme. Its package may be missing."""
+    """Return True if fsspec knows a scheme. The package that it needs for the scheme may be missing."""
     return scheme.removeprefix(PREFIX) in fsspec.available_protocols()
 
 

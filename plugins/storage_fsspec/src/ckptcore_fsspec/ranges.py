@@ -34,14 +34,14 @@ def fill(
     read: Callable[[int, int], bytes],
     size: Callable[[], int],
 ) -> None:
-    """Fill each buffer from its offset. Near ranges are read together.
+    """Fill each buffer from its offset. One request reads ranges with small gaps between them.
 
     Args:
         key, url: the object and its directory, for errors.
         ranges: offsets and buffers.
         read: reads a range; returns fewer bytes at the end of the object.
-        size: returns the size of the object in bytes. Called if there is nothing to read, or if
-            bytes are missing.
+        size: returns the size of the object in bytes. Called only if all buffers are empty, to check
+            that the object exists, or if `read` returns no bytes.
 
     Raises:
         CorruptCheckpointError: if the object is too short.

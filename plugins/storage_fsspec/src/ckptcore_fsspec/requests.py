@@ -33,8 +33,8 @@ class Response:
     Attributes:
         data: the requested bytes, or fewer at the end of the object.
         size: size of the object in bytes; None if unknown.
-        takes_ranges: True if the server sent the range only; False if it sent the whole object; the
-            rest was then not read.
+        takes_ranges: True if the server sent only the requested range. False if it sent the whole
+            object, of which only the bytes up to the end of the range were read.
         version: strong ETag for later conditional requests, or None.
     """
 
@@ -45,11 +45,14 @@ class Response:
 
 
 def fetch(system: FileSystem, url: str, start: int, stop: int | None, version: str | None = None) -> Response:
-    """Read bytes `start` to `stop` of a URL, optionally of one version only. Blocks.
+    """Read bytes `start` to `stop` of the object at a URL. Blocks.
+
+    If `version` is given, the request fails if the object no longer has this ETag.
 
     Raises:
         FileNotFoundError: for a missing object or a directory.
-        StorageError: if the server sent a different range.
+        StorageError: if the server sent a different range or an unexpected status.
+        aiohttp.ClientError: for other failures.
     """
     response: Response = sync(system.loop, _fetch, system, url, start, stop, version, None)
     return response

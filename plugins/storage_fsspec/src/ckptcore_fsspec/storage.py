@@ -54,7 +54,7 @@ class FsspecStorage(StorageBackend):
             return b""
         if stop is not None and stop - start > _UNSIZED_READ_BYTES:
             stop = max(start, min(stop, self.size(key)))  # local files allocate memory for the whole range
-        # Read an empty object without a range: a range needs at least one byte.
+        # Read a whole object without a range: it may be empty, and a range needs at least one byte.
         first = start if start or stop is not None else None
         system = self._connection.get()
         try:
@@ -74,7 +74,7 @@ class FsspecStorage(StorageBackend):
         return data, _tag(data)
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset. Near ranges are read together."""
+        """Fill each buffer from its offset. One request reads ranges with small gaps between them."""
         fill(key, self._url, ranges, lambda start, stop: self.get(key, start, stop), lambda: self.size(key))
 
     def size(self, key: str) -> int:
@@ -198,8 +198,8 @@ def _tag(data: bytes) -> str:
 def _lists_recursively(system: FileSystem) -> bool:
     """Return True if a file system lists recursively by itself.
 
-    fsspec's own walk skips directories that it cannot list. This must be an error, because missing
-    keys would not be deleted.
+    Otherwise `_walk` lists, because fsspec's own walk skips directories that it cannot list. Such a
+    directory must be an error, because callers would not delete the objects in it.
     """
     own: Any = type(system)
     if system.async_impl:

@@ -68,7 +68,7 @@ class WriteMethod(Protocol):
         ...
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects, and directories that become empty."""
+        """Delete objects, and directories that become empty if the file system has real directories."""
         ...
 
 

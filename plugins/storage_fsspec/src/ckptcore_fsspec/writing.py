@@ -121,7 +121,7 @@ class InOrderWriter:
             self._close_file()
 
     def abort(self) -> None:
-        """Abort. No complete object remains of the written data."""
+        """Discard the written data, and do not create the object. Does nothing after `finish`."""
         with self._lock:
             sink = self._sink
             self._close_file()

@@ -53,8 +53,7 @@ class GcsBucket(Bucket):
     def abort_uploads(self, prefix: str) -> int:
         """Abort all uploads to keys with a prefix, and delete their temporary objects.
 
-        Return the number of uploads, which counts an upload twice if it has both parts and temporary
-        objects.
+        Return the number of uploads.
         """
         count = super().abort_uploads(prefix)
         pieces = [key for page in list_objects(self, prefix) for key in page.keys if self.is_temporary(key)]

@@ -72,8 +72,8 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     """Return the settings of a bucket. Makes no request.
 
     Options take precedence over the environment, and the environment over the files in ``~/.aws``.
-    botocore reads these files. It is imported only if neither the options nor the environment set
-    the endpoint or the region, and a profile is selected or ``~/.aws/config`` exists.
+    botocore reads these files. It is imported only if the options and the environment leave the
+    endpoint or the region open, and a profile is selected or ``~/.aws/config`` exists.
 
     Raises:
         InvalidLocationError: for an invalid endpoint.
