@@ -58,7 +58,8 @@ class JobProgress:
         name: name of the job.
         incarnation: number of the current incarnation; 0 before the first rank joined.
         ranks: progress of each rank, in order.
-        held_bytes: total size of the payloads that the actor of the job keeps for ranks that need them.
+        held_bytes: total size of the payloads that the actor of the job keeps for ranks that need
+            them.
     """
 
     name: str

@@ -49,8 +49,8 @@ class Connection:
     """One file system with its options. Thread-safe.
 
     Each process opens its own file system object, because these objects must not be used after a
-    fork. If the file system is not asynchronous, each thread opens its own object, because it may not
-    be thread-safe.
+    fork. If the file system is not asynchronous, each thread opens its own object, because it may
+    not be thread-safe.
     """
 
     def __init__(self, protocol: str, url: str, options: Mapping[str, JSON]) -> None:

@@ -40,8 +40,8 @@ def fill(
         key, url: the object and its directory, for errors.
         ranges: offsets and buffers.
         read: reads a range; returns fewer bytes at the end of the object.
-        size: returns the size of the object in bytes. Called only if all buffers are empty, to check
-            that the object exists, or if `read` returns no bytes.
+        size: returns the size of the object in bytes. Called only if all buffers are empty, to
+            check that the object exists, or if `read` returns no bytes.
 
     Raises:
         CorruptCheckpointError: if the object is too short.

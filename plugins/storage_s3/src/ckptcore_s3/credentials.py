@@ -80,8 +80,8 @@ class ChainCredentials:
     def get(self) -> Credentials:
         """Return valid credentials.
 
-        A call may send requests, for example to the instance metadata service, if no credentials are
-        cached.
+        A call may send requests, for example to the instance metadata service, if no credentials
+        are cached.
         """
         with self._lock:
             now = datetime.now(UTC)

@@ -115,8 +115,8 @@ def adapter_state(
     """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes, trained modules.
 
     The tensors are not copied. The model need not be created by PEFT. Parameters without an adapter
-    name belong to every adapter. Of the base model, the result contains only the chosen biases. PEFT
-    also saves resized embeddings: add them yourself.
+    name belong to every adapter. Of the base model, the result contains only the chosen biases.
+    PEFT also saves resized embeddings: add them yourself.
 
     Args:
         model: the model, also compiled or in DistributedDataParallel.

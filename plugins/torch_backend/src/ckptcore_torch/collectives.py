@@ -107,7 +107,8 @@ def collectives_of_job() -> GlooCollectives | NCCLCollectives | None:
 
     They use NCCL if the backend of the group includes NCCL and this process has a CUDA device.
     Otherwise they use gloo, even if the group does not. Return None if no group is initialized, if
-    the group has only one process or no store, or if gloo is needed and this build of torch lacks it.
+    the group has only one process or no store, or if gloo is needed and this build of torch lacks
+    it.
     """
     found = store_of_job()
     world = dist.group.WORLD

@@ -82,8 +82,8 @@ class DTensorHandler(LeafHandler):
         """Return the boxes of this process, or None if it is not in the mesh.
 
         Raises:
-            UnsupportedLeafError: if the elements of the local tensor are not in memory, or if it does
-                not have the shape that follows from the mesh and placements.
+            UnsupportedLeafError: if the elements of the local tensor are not in memory, or if it
+                does not have the shape that follows from the mesh and placements.
         """
         own = _local_part(leaf)
         if own is None:
@@ -153,8 +153,8 @@ class DTensorHandler(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build a DTensor with the mesh, placements and dtype of `abstract`.
 
-        Its elements are on the device of the local tensor of `abstract`, or on the device of the mesh
-        if that is a meta tensor.
+        Its elements are on the device of the local tensor of `abstract`, or on the device of the
+        mesh if that is a meta tensor.
         """
         _expect_shape(abstract, stored)
         local = _local_elements(abstract, stored, boxes)

@@ -65,9 +65,9 @@ class ModuleHandler(CheckpointableHandler):
         """Load the state into the module.
 
         Calls `load_state_dict`, unless all entries were filled in place and the module does not
-        customize its loading. Parameters stay the same objects, except parameters on the meta device,
-        which are replaced. Tied parameters and buffers on the meta device are replaced by one shared
-        object.
+        customize its loading. Parameters stay the same objects, except parameters on the meta
+        device, which are replaced. Tied parameters and buffers on the meta device are replaced by
+        one shared object.
 
         Raises:
             TreeMismatchError: if the names of state and module differ.

@@ -30,7 +30,8 @@ class NamedState:
         groups: groups of the state dict, with names as ``params``.
         aliases: for every name of each parameter, its name in `slots`; in the order of the
             parameters.
-        array: creates the abstract tensor for a stored array in the state of the parameter with a name.
+        array: creates the abstract tensor for a stored array in the state of the parameter with a
+            name.
         restore: loads slots and groups, which must have these names and the same number of groups.
     """
 
@@ -46,8 +47,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
     """Return the state of an optimizer by the names of its parameters in a model.
 
     Raises:
-        UnsupportedLeafError: if a parameter does not belong to the model, if the state dict does not
-            number the parameters, or if it has entries other than states and groups.
+        UnsupportedLeafError: if a parameter does not belong to the model, if the state dict does
+            not number the parameters, or if it has entries other than states and groups.
         NameCollisionError: if a state without a parameter has the name of a parameter.
     """
     names_of: dict[torch.Tensor, list[str]] = {}

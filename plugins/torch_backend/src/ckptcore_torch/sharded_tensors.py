@@ -68,7 +68,8 @@ class ShardedTensorHandler(LeafHandler):
     def identity(self, leaf: Any) -> Hashable | None:
         """Return the memory and box of each shard of this process.
 
-        Return None if this process has no shards, or if one of them is a FakeTensor or has no elements.
+        Return None if this process has no shards, or if one of them is a FakeTensor or has no
+        elements.
         """
         if any(is_fake(shard.tensor) for shard in leaf.local_shards()):
             return None
@@ -144,7 +145,8 @@ class ShardedTensorHandler(LeafHandler):
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """Copy into the shards of this process.
 
-        Return False if a shard cannot be filled, because it is abstract or its elements may overlap.
+        Return False if a shard cannot be filled, because it is abstract or its elements may
+        overlap.
         """
         _expect_shape(target, stored)
         assert isinstance(stored, ArrayRecord)  # a value has no shape

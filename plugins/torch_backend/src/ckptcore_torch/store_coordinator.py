@@ -31,8 +31,9 @@ class StoreCoordinator:
 
     The store can be the store of the job. The coordinator polls it, because
     ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time. It ignores
-    keys of an earlier run of the job. If the store fails, an exchange raises an error at once. If the
-    store does not answer a request, the exchange raises an error after the timeout. Thread-safe.
+    keys of an earlier run of the job. If the store fails, an exchange raises an error at once. If
+    the store does not answer a request, the exchange raises an error after the timeout.
+    Thread-safe.
     """
 
     def __init__(
@@ -109,9 +110,9 @@ class StoreCoordinator:
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Send the leader's payload to all. See `ckptcore.protocols.Coordinator`.
 
-        The leader does not wait, with one exception: in its first broadcast, rank 0 of the job waits
-        until all ranks have finished the handshake, unless it has waited for all ranks in a gather
-        before. The last rank to receive the payload removes it.
+        The leader does not wait, with one exception: in its first broadcast, rank 0 of the job
+        waits until all ranks have finished the handshake, unless it has waited for all ranks in a
+        gather before. The last rank to receive the payload removes it.
         """
         if (payload is None) == (self._rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")

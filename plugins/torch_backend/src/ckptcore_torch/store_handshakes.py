@@ -33,10 +33,10 @@ class StoreHandshake:
 
     Each rank sets its key ``handshake/hello/RANK`` to a random word. The leader answers with the
     word and an id of this run of the job, which is the prefix of all further keys. The rank then
-    confirms the answer. A separate thread of the leader answers, so a rank may be late for its first
-    exchange. After a rank has confirmed, the leader ignores it: a process that is restarted alone
-    gets no answer. The thread ends when all ranks have confirmed, or when its process group, store or
-    program ends.
+    confirms the answer. A separate thread of the leader answers, so a rank may be late for its
+    first exchange. After a rank has confirmed, the leader ignores it: a process that is restarted
+    alone gets no answer. The thread ends when all ranks have confirmed, or when its process group,
+    store or program ends.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -93,9 +93,9 @@ class StoreHandshake:
         """On rank 0, wait until all ranks have finished the handshake.
 
         This is needed because the program of rank 0 may exit after a broadcast, and then cannot
-        answer. Only the first call waits. No call waits after a call of `waited`, or on another rank
-        that leads a group of ranks. After the timeout rank 0 continues without an error, because late
-        ranks can still finish the handshake while its program runs.
+        answer. Only the first call waits. No call waits after a call of `waited`, or on another
+        rank that leads a group of ranks. After the timeout rank 0 continues without an error,
+        because late ranks can still finish the handshake while its program runs.
         """
         if self._waited or self._rank:
             return

@@ -84,8 +84,8 @@ class TensorHandler(LeafHandler):
         """Return the whole tensor, assumed equal on all processes.
 
         Raises:
-            UnsupportedLeafError: if the elements are not in memory, as in a meta tensor, a FakeTensor
-                or a tensor whose storage was freed.
+            UnsupportedLeafError: if the elements are not in memory, as in a meta tensor, a
+                FakeTensor or a tensor whose storage was freed.
         """
         _check_has_memory(leaf)
         if not leaf.is_cpu:

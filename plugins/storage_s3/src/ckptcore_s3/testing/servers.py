@@ -91,8 +91,8 @@ def s3_server(directory: Path, kind: ServerKind | None = None) -> Iterator[S3Ser
     """Run a server while the context is entered.
 
     Args:
-        directory: an existing directory for the log and the objects; empty for Ceph. A new server in
-            the same directory has the objects of the earlier one only with MiniStack.
+        directory: an existing directory for the log and the objects; empty for Ceph. A new server
+            in the same directory has the objects of the earlier one only with MiniStack.
         kind: MiniStack stores objects in files; moto stores them in memory; Ceph checks signatures
             and takes half a minute to start. None: the kind in the variable ``CKPTCORE_S3_SERVER``,
             or MiniStack.
