@@ -21,7 +21,10 @@ _ANSWER_SECONDS: Final = 60.0
 
 
 class RayCoordinator:
-    """A rank of a job. Thread-safe. Exchanges raise an error on the event loop of an asynchronous actor.
+    """A rank of a job. Thread-safe.
+
+    Exchanges raise an error on the event loop of an asynchronous actor, because they would block
+    it.
 
     The constructor joins the job. If a rank joins a second time, for example after a restart, the
     next incarnation of the job begins. Then the current or next exchange of every other rank raises

@@ -133,7 +133,7 @@ class WebStorage(ReadOnlyStorage):
 class _RangedObject:
     """An object on a server with range requests. Thread-safe.
 
-    All reads are of one version if the server has ETags.
+    If the server sends a strong ETag, reads fail after the object was changed on the server.
     """
 
     def __init__(self, key: str, url: str, read: Callable[[int, int], Response], size: Callable[[], int]) -> None:

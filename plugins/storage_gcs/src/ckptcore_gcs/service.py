@@ -131,7 +131,7 @@ class GcsService:
         self._source.get()
 
     def address(self, directory: str) -> StorageAddress:
-        """Return the address for tensorstore and others, without secrets."""
+        """Return the address for native I/O, such as tensorstore. It contains no secrets."""
         settings = self._settings
         kind = "anonymous" if settings.anonymous else "token" if settings.access_token else "default"
         options: dict[str, Any] = {"endpoint": settings.endpoint, "credentials": kind}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["PlainRequests", "Response"]
 
 _SEND_BYTES: Final = 1 << 20
-"""Bytes sent in one step. The timeout applies to each step, not to the whole body."""
+"""Bytes sent in one step. The connect timeout applies to each step, not to the whole body."""
 
 
 @dataclass(frozen=True, slots=True)

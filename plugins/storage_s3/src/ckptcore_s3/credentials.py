@@ -15,7 +15,7 @@ from ckptcore.errors import StorageCredentialsError
 __all__ = ["ChainCredentials", "CredentialSource", "Credentials", "FixedCredentials", "environment_credentials"]
 
 _CACHE_SECONDS: Final = 60.0
-"""Time for which credentials are cached. Then the chain is called again and refreshes them."""
+"""Time for which credentials are cached. Then boto3 is asked again, and refreshes them if needed."""
 
 
 @dataclass(frozen=True, slots=True)

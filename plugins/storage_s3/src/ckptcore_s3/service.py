@@ -144,7 +144,7 @@ class S3Service:
             self._source.get()
 
     def address(self, directory: str) -> StorageAddress:
-        """Return the address for tensorstore and others, without secrets."""
+        """Return the address for native I/O, such as tensorstore. It contains no secrets."""
         settings = self._settings
         options: dict[str, JSON] = {"endpoint": settings.endpoint, "region": settings.region}
         if settings.anonymous:

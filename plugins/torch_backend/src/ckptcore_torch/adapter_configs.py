@@ -37,7 +37,7 @@ def config_json(config: object) -> dict[str, JSON]:
         config: a mapping, or a config of PEFT.
 
     Raises:
-        ValueError, TypeError: for an invalid config. Nothing is written.
+        ValueError, TypeError: for an invalid config.
     """
     fields = config.to_dict() if isinstance(config, SupportsToDict) else config
     if not isinstance(fields, Mapping):

@@ -45,7 +45,7 @@ class OptimizerHandler(CheckpointableHandler):
         return value.state_dict()
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
-        """Return the state dict with the stored state of each parameter, and all stored options.
+        """Return a request: the state dict with the stored structure of each parameter's state, and all stored options.
 
         Raises:
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers
@@ -137,8 +137,8 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
         array: creates the abstract tensor for any other stored array.
     """
     held = {name: slot for name, slot in own.items() if isinstance(slot, torch.Tensor)} if isinstance(own, dict) else {}
-    # Exclude tensors of `own`: some types cannot create abstract tensors, or not on the right
-    # device.
+    # Exclude tensors of `own`, because `state_to_load` would make them abstract, which some tensor
+    # types do not support.
     others = {name: slot for name, slot in own.items() if name not in held} if held else own
     request = state_to_load(others, stored, array=array)
     if isinstance(request, dict):

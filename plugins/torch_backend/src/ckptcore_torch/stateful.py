@@ -44,7 +44,10 @@ class StateDictHandler(CheckpointableHandler):
         return value.state_dict()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return a request with the stored structure, the types in `value`, and abstract tensors for other arrays."""
+        """Return a request with the stored structure and the leaf types of the object's state.
+
+        Arrays that the state of the object lacks are requested as abstract tensors.
+        """
         return state_to_load(value.state_dict(), stored, array=abstract_tensor)
 
     def unflatten(self, like: Any, state: object) -> object:

@@ -122,7 +122,18 @@ class _StagingBuffer:
 
 
 class HostCopy:
-    """A running copy of a tensor to a host array. `result` waits for it. Thread-safe."""
+    """A running copy of a tensor to a host array. `result` waits for it. Thread-safe.
+
+    Attributes:
+        source: the tensor; None after the copy ended.
+        after: event on the device before which the copy must not read the tensor.
+        bytes: the target as bytes.
+        flat: the elements of the tensor as bytes on the device; None before the copy starts and
+            after it ended.
+        staged: number of bytes whose transfer to a staging buffer was started.
+        arrived: number of bytes in the target.
+        error: error of the copy, or None.
+    """
 
     def __init__(self, transfers: Transfers, source: torch.Tensor, target: HostArray, after: DeviceEvent) -> None:
         self._transfers = transfers
