@@ -24,10 +24,10 @@ def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequ
     """Return the abstract tree of a checkpoint, with a `jax.ShapeDtypeStruct` for each array that JAX saved.
 
     Each `jax.ShapeDtypeStruct` has the stored sharding, memory kind and weak type. For random keys
-    it has a key dtype. It has no sharding if the available devices do not fit
-    (`sharding_from_notes`), or if the array was on one device that is now JAX's default device.
-    Such an array is loaded to the default device, uncommitted, so that it can be used with arrays
-    on other devices.
+    it has a key dtype, if this JAX has their implementation. It has no sharding in three cases: the
+    available devices do not fit (`sharding_from_notes`), the sharding does not fit the shape, or
+    the array was on one device that is now JAX's default device. An array without a sharding is
+    loaded to the default device, uncommitted, so that it can be used with arrays on other devices.
 
     Other leaves are the same as in `metadata.abstract`, and are loaded as NumPy arrays or values:
     values, NumPy scalars, and arrays saved by NumPy or another framework, which have no sharding in
@@ -62,7 +62,7 @@ class _Shardings:
         self._default = jax.device_put(np.zeros((), np.bool_)).sharding
 
     def find(self, notes: Mapping[str, JSON], shape: tuple[int, ...]) -> Sharding | None:
-        """Return the sharding of an array of this shape, or None for the default."""
+        """Return the sharding of an array of this shape. None for the default device, or if no sharding fits."""
         key = json.dumps([notes.get("sharding"), notes.get("memory_kind")])
         if key not in self._by_notes:
             sharding = sharding_from_notes(notes, self._devices)

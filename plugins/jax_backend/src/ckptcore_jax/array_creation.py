@@ -31,17 +31,20 @@ def create_array(
     """Create an array with these elements, dtype and sharding.
 
     On the CPU backend the array uses host memory without a copy, if the memory has the requested
-    dtype and is aligned to 64 bytes.
+    dtype and is aligned to 64 bytes. Arrays of a weak type, and small arrays without a sharding,
+    are copied.
 
     Args:
-        shape: of the whole array.
+        shape: shape of the whole array.
         dtype: dtype of the array. Elements are cast to it.
-        sharding: None for an uncommitted array on the default device, from one box.
-        boxes: every box of the sharding in this process.
-        weak_type: True for a weak dtype, like that of a Python scalar.
+        sharding: sharding of the array; None for an uncommitted array on the default device, which
+            needs exactly one box, the whole array.
+        boxes: every box that the sharding has in this process, with its elements.
+        weak_type: True for a weak dtype, like that of a Python scalar, if the dtype can be weak.
 
     Raises:
-        UnsupportedLeafError: if the elements cannot be cast, or if JAX lacks the dtype.
+        UnsupportedLeafError: if the elements cannot be cast, or if the dtype has 64-bit numbers
+            while jax_enable_x64 is off.
     """
     check_dtype(dtype)
     parts = [(box, part if part.dtype == dtype else cast_elements(part, dtype)) for box, part in boxes]
@@ -69,7 +72,7 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
     """Check that JAX would not silently narrow a dtype.
 
     Raises:
-        UnsupportedLeafError
+        UnsupportedLeafError: if the dtype has 64-bit numbers while jax_enable_x64 is off.
     """
     if dtype.itemsize >= 8 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UnsupportedLeafError(
@@ -101,7 +104,7 @@ def _weak_scalar(element: HostArray, sharding: Sharding) -> jax.Array | None:
 
 
 def with_weak_type(array: jax.Array, sharding: Sharding | None) -> jax.Array:
-    """Return the same elements as an array with a weak dtype, if the dtype can be weak."""
+    """Return a copy of an array with a weak dtype, or the array itself if its dtype cannot be weak."""
     # `.at[...].set` keeps the weak type of its target. This copies the array, which is nearly
     # always a scalar. With a strong type, jitted functions would be compiled again for the loaded
     # array, and could return other dtypes.

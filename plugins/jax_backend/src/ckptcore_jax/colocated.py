@@ -38,8 +38,8 @@ class _WorkerPlacement:
     """Placement of an array on workers.
 
     Attributes:
-        boxes: for each worker, its boxes, each with the position of its first device among all
-            devices.
+        boxes: for each worker, its boxes, each with a position among all devices: that of the
+            worker's first device that has the box.
         workers: for each box, the workers that have it.
         devices: all devices in order, each with its box and its worker.
     """
@@ -91,7 +91,8 @@ class ColocatedExecutor(StagedExecutor):
             workers: devices of each worker; None for all devices, grouped by host.
 
         Raises:
-            PluginError: if colocated Python is unavailable, or if a device has two workers.
+            PluginError: if colocated Python is unavailable, if a device has two workers, or if a worker
+                has no device.
         """
         found = devices_by_host(jax.devices()) if workers is None else workers
         self._worker_of = {device: number for number, devices in enumerate(found) for device in devices}
@@ -129,7 +130,7 @@ class ColocatedExecutor(StagedExecutor):
         return sharding.is_fully_addressable and all(device in self._worker_of for device in sharding.device_set)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return an id of the array object, because only the workers know the memory."""
+        """Return an id of the array object, because only the workers know the addresses of its elements."""
         return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
@@ -142,7 +143,7 @@ class ColocatedExecutor(StagedExecutor):
         ]
 
     def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> HeldElements:
-        """Begin to copy the boxes of a worker to the memory of its host."""
+        """Begin to copy the device arrays that contain the boxes of a worker to the memory of its host."""
         parts: list[jax.Array] = []
         cuts = []
         for one in leaves:
@@ -231,7 +232,7 @@ class ColocatedExecutor(StagedExecutor):
 
 
 def _data_sharding(abstract: Any) -> Sharding:
-    """Return the sharding of the array with a leaf's elements."""
+    """Return the sharding of the array with a leaf's elements: the leaf itself, or the data of random keys."""
     sharding = concrete_sharding(abstract.sharding)
     of_data = random_keys.data_sharding(sharding) if random_keys.is_key(abstract.dtype) else sharding
     if of_data is None:

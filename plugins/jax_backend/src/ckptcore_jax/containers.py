@@ -46,8 +46,8 @@ class RegisteredContainer(ContainerHandler):
     the activation of an Equinox module, are not saved. A load takes them from the abstract tree.
 
     A child can be replaced in place if the type was registered with names of attributes or keys,
-    and the container has the child under that name or key. Other containers are rebuilt, like
-    frozen dataclasses.
+    and the container has the child under that name or key. Other containers are rebuilt, for
+    example frozen dataclasses.
     """
 
     priority = Priority.REGISTERED
@@ -56,7 +56,8 @@ class RegisteredContainer(ContainerHandler):
         """Flatten one level.
 
         Raises:
-            UnsupportedKeyError: if a registered key is not an int, a str or an attribute.
+            UnsupportedKeyError: if a registered key is not an int, a str or an attribute, or if two
+                children have the same key.
         """
         children = _children(value)
         keys = tuple([_key_of(entry, value) for entry, _ in children])
@@ -79,7 +80,7 @@ class RegisteredContainer(ContainerHandler):
         return False
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return the children that are settable attributes, or items of a mutable mapping or sequence."""
+        """Return the positions of children that are settable attributes, or items of a mutable mapping or sequence."""
         setter: object = type(target).__setattr__
         attributes = vars(target) if setter is object.__setattr__ and hasattr(target, "__dict__") else {}
         found = set()
@@ -118,12 +119,12 @@ class _FlaxModule(RegisteredContainer):
     """Handler of Flax NNX modules, optimizers and random streams, which programs change in place."""
 
     def is_object(self, value: Any) -> bool:
-        """Return True unless all arrays in it are abstract, as in a result of ``nnx.eval_shape``."""
+        """Return True if any leaf in it is not an abstract array. False for a result of ``nnx.eval_shape``."""
         leaves = tree_util.tree_leaves(value)
         return any(not isinstance(leaf, jax.ShapeDtypeStruct | AbstractArray) for leaf in leaves)
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return all children, because NNX also updates modules by setting attributes."""
+        """Return the positions of all children, because NNX also updates modules by setting attributes."""
         return range(len(_children(target)))
 
 
@@ -144,7 +145,7 @@ _FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
 
 
 def container_handler(value_type: type, example: object) -> ContainerHandler | None:
-    """Return the handler of containers of a type, or None."""
+    """Return the handler of containers of a type. None if the type is a leaf for JAX, or if the core handles it."""
     named_tuple = issubclass(value_type, tuple) and hasattr(value_type, "_fields")
     if value_type in _PYTHON_TYPES or named_tuple or tree_util.all_leaves([example]):
         return None

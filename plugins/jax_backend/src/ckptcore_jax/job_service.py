@@ -1,4 +1,4 @@
-"""The key-value service of a jax.distributed job. Only this module uses private names of JAX."""
+"""The key-value service of a jax.distributed job. Only this module uses a private module of JAX."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class JobService:
 
 
 def service_of_job() -> JobService | None:
-    """Return the service of the initialized JAX job, or None before initialization or after a shutdown.
+    """Return the service of the initialized JAX job, or None if no job is initialized.
 
-    Thread-safe. Starts no JAX backend, unlike `jax.process_index` and `jax.process_count`.
+    Returns None also after a shutdown, and if JAX is not imported. Thread-safe. Starts no JAX
+    backend, unlike `jax.process_index` and `jax.process_count`.
 
     Raises:
         PluginError: if this version of JAX is not supported.

@@ -22,19 +22,20 @@ accepts a value of 4 MiB less 90 bytes, and returns RESOURCE_EXHAUSTED for 4 MiB
 0.10.2 the limit is 64 MiB, but such messages are slow.
 """
 _INLINE_BYTES: Final = 1 << 10
-"""Maximum size of a payload that is stored in its head.
+"""Maximum size, in bytes, of a payload that is stored in its head (see `KeyValueCoordinator`) instead of in pieces.
 
 This saves a call, and keeps a listing of the heads of a thousand ranks below 4 MiB.
 """
 _WAIT_SECONDS: Final = 1.0
-"""Duration of one waiting call. The interpreter handles no signals during the call."""
+"""Maximum duration of one call that waits for a key, in seconds. The interpreter handles no signals during the call."""
 
 
 class KeyValueCoordinator:
     """Coordinator over the key-value service of a JAX job, which runs in process 0.
 
-    A payload is stored as pieces of at most 1 MiB, and a head with their number. The last receiver
-    of a payload removes it. Keys of incomplete exchanges remain in the service until the job ends.
+    A payload is stored as pieces of at most 1 MiB, and a head with the number of pieces. The head
+    itself contains a payload of at most 1 KiB. The last receiver of a payload removes it. Keys of
+    an incomplete exchange can remain in the service until the job ends.
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
@@ -43,7 +44,7 @@ class KeyValueCoordinator:
         Args:
             client: client of the service.
             rank, size: rank of this process and number of processes.
-            timeout_seconds: timeout of an exchange.
+            timeout_seconds: maximum time that an exchange waits for other ranks.
         """
         self._client: Final = client
         self._rank: Final = rank
@@ -52,7 +53,7 @@ class KeyValueCoordinator:
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> KeyValueCoordinator:
-        """Return the coordinator of the initialized JAX job, with another timeout.
+        """Return a coordinator of the initialized JAX job, with this timeout.
 
         JAX terminates all processes if one sends no heartbeat for ``heartbeat_timeout_seconds`` of
         `jax.distributed.initialize` (default: 100). Use a shorter timeout to get an error first.
@@ -69,23 +70,26 @@ class KeyValueCoordinator:
 
     @property
     def rank(self) -> int:
-        """Rank of this process: its id in `jax.distributed.initialize`. `jax.process_index` can differ."""
+        """Rank of this process: its id in `jax.distributed.initialize`, or its position in a group (`within`).
+
+        `jax.process_index` can differ.
+        """
         return self._rank
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of processes of the job or group."""
         return self._size
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> KeyValueCoordinator:
-        """Return a coordinator of some ranks. See `ckptcore.protocols.GathersInGroups`."""
+        """Return the coordinator of a group of ranks. See `ckptcore.protocols.GathersInGroups`."""
         rank, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
         return KeyValueCoordinator(self._client, rank, len(ranks), timeout_seconds=seconds)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
 
-        Only the leader waits. It removes the payloads.
+        Only the leader waits. It removes the payloads, also after an error.
         """
         prefix = f"ckptcore/gather/{quote(key, safe='')}"
         if self._rank:
@@ -154,7 +158,7 @@ class KeyValueCoordinator:
         return b"".join(pieces) if pieces else inline
 
     def _wait(self, name: str, deadline: float) -> bytes | None:
-        """Return the value of a name, or None if it is not set before the deadline."""
+        """Return the value of a key, or None if no process sets the key before the deadline."""
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -175,7 +179,7 @@ class KeyValueCoordinator:
         return {names[name]: value for name, value in found if name in names}
 
     def _is_last(self, prefix: str) -> bool:
-        """Count the receivers of a payload. Return True on the last one."""
+        """Count this rank as a receiver of a payload. Return True if it is the last receiver."""
         counter = f"{prefix}/came"
         waiting = self._size - 1
         try:
@@ -248,7 +252,7 @@ class _JobCoordinators:
         self._count = 0
 
     def of(self, service: JobService | None) -> JobCoordinator | None:
-        """Return the coordinator of a service.
+        """Return the coordinator of a service, or None without a service or for one process.
 
         Only the latest is cached, because JAX has one service at a time. It is identified by its
         client object.

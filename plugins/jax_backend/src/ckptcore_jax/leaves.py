@@ -97,13 +97,16 @@ class JaxLeafHandler(LeafHandler):
         return abstract
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the addresses of elements in host memory, or an id of the array object."""
+        """Return the addresses of an array's elements on the CPU backend, or else an id of the array object.
+
+        None for abstract, deleted and empty arrays.
+        """
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:
             return None
         leaf = data_array(leaf)
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
-        if not placement.on_cpu or not placement.boxes:  # this process holds no elements, so there is no address
+        if not placement.on_cpu or not placement.boxes:  # in device memory, or no elements in this process
             return ("jax", id(leaf))
         if placement.devices == 1:
             return ("jax", leaf.unsafe_buffer_pointer(), shape, leaf.dtype)
@@ -123,10 +126,12 @@ class JaxLeafHandler(LeafHandler):
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         """Return each box on a process's devices once, or the whole array without a sharding.
 
-        `process` is a JAX process index.
+        Returns None if the process has no device of the array. `process` is a JAX process index, or
+        None for this process.
 
         Raises:
-            UnsupportedLeafError: see `shards`. Arrays without elements are accepted.
+            UnsupportedLeafError: see `shards`, but abstract, deleted and donated arrays are
+                accepted.
         """
         shape, sharding = _data_shape(leaf), _data_sharding(leaf)
         if sharding is None:
@@ -136,7 +141,10 @@ class JaxLeafHandler(LeafHandler):
         return shards_in_process(sharding, shape, process, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the bytes for views and copies. CPU arrays need 0 for views, and for copies if `copy` is False."""
+        """Return the host memory of a save. Views of arrays on the CPU backend need none.
+
+        Such arrays need memory for copies in an asynchronous save, unless `copy` is False.
+        """
         record = self.describe(leaf)
         assert isinstance(record, ArrayRecord)  # all JAX leaves are arrays
         dtype = record.spec.numpy_dtype
@@ -147,7 +155,10 @@ class JaxLeafHandler(LeafHandler):
         return HostBytes(0, nbytes if self.copy else 0)
 
     def replicas(self, leaf: Any, size: int) -> int:
-        """Return the number of processes that have each box, or `size` for an array in one process."""
+        """Return the number of processes that have each box, or 1 if the number varies.
+
+        Returns `size` for an array in a single process, because every process may have an equal array.
+        """
         sharding = concrete_sharding(leaf.sharding)
         replicas = None if sharding is None else placement_of(sharding, leaf.shape).replicas
         return size if replicas is None else replicas
@@ -201,7 +212,7 @@ class JaxLeafHandler(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build an array with the requested dtype, weak type and sharding.
 
-        The array is uncommitted if the abstract leaf has no committed sharding. On the CPU backend
+        The array is uncommitted if the abstract leaf is uncommitted or has no sharding. On the CPU backend
         the array may use the memory of the read buffer.
 
         Raises:
@@ -304,7 +315,7 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
 def is_committed(abstract: Any) -> bool:
     """Return True if an array is committed to its devices.
 
-    Abstract arrays with a sharding count as committed.
+    Abstract arrays count as committed, also without a sharding.
     """
     committed = getattr(abstract, "committed", None)
     return bool(getattr(abstract, "_committed", True) if committed is None else committed)  # private before JAX 0.5

@@ -19,7 +19,8 @@ _PLATFORMS: Final = frozenset({"proxy", "pathways"})
 def executor_of_pathways() -> ColocatedExecutor | None:
     """Return an executor whose workers are the hosts of Pathways, or None on other platforms.
 
-    Starts no JAX backend on other platforms.
+    Returns None also for a job of several processes, which has no single controller. Starts no JAX
+    backend on other platforms.
     """
     config: Any = jax.config  # its options are untyped
     named = {name.strip() for name in (config.jax_platforms or "").split(",")}

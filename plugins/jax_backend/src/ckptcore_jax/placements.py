@@ -25,15 +25,17 @@ class Placement:
     """Boxes of an array with a sharding.
 
     Attributes:
-        boxes: each box in this process, with the position of its first device among this process's
+        boxes: each box in this process, with the position of its first device among the array's
+            devices in this process.
+        holders: each box, with the JAX indices of the processes that have it, in the order of the
             devices.
-        holders: each box, with the processes that have it, in the order of the devices.
         replicas: number of processes that have each box, or 1 if it varies. None for an array in a
             single process, this or another one, because each process may have such an array.
         cuts: boundaries between boxes along each axis; None if there is only one box.
         devices: number of devices with the array in all processes.
         local: True if all devices are in this process.
-        on_cpu: True if the elements are in host memory, accessible by NumPy.
+        on_cpu: True if the devices belong to the CPU backend, so that NumPy can view the elements.
+            False for arrays that an accelerator offloads to host memory.
         notes: the sharding as JSON, see `ckptcore_jax.shardings.notes_of`.
     """
 
@@ -52,7 +54,8 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
     """Return the placement of an array of this shape.
 
     Raises:
-        UnsupportedLeafError: for partial sums, or for a sharding over an abstract mesh.
+        UnsupportedLeafError: for partial sums, for a sharding over an abstract mesh, or for a
+            sharding that does not divide the shape.
     """
     try:
         indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
@@ -101,8 +104,9 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
     only is assumed equal on all processes.
 
     Args:
-        sharding, shape: of the array.
-        rank, size: rank of this process and number of processes; 1 means that it saves alone.
+        sharding, shape: sharding and shape of the array.
+        rank, size: rank of this process and number of processes. A size of 1 means that this
+            process saves alone.
 
     Raises:
         UnsupportedLeafError: if this process saves alone but does not hold the whole array.
@@ -132,7 +136,7 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
 def shards_in_process(
     sharding: Sharding, shape: tuple[int, ...], process: int, rank: int, size: int
 ) -> tuple[Shard, ...] | None:
-    """Return each box in any JAX process once, or None if the process has no device of the array.
+    """Return each box in the given JAX process once, or None if that process has no device of the array.
 
     Args:
         sharding, shape, rank, size: see `shards_of`.

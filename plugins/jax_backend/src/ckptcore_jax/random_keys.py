@@ -80,7 +80,8 @@ def expect_same_impl(dtype: Any, stored: ArrayRecord) -> None:
 
     Args:
         dtype: the requested dtype. Dtypes other than keys are always accepted.
-        stored: the stored record. A plain array is accepted as data of keys if it has their shape.
+        stored: the stored record. A plain array is accepted as data of keys if it is a uint32
+            array of a valid shape.
 
     Raises:
         UnsupportedLeafError: if the keys cannot be loaded.
@@ -104,10 +105,11 @@ def expect_same_impl(dtype: Any, stored: ArrayRecord) -> None:
 
 
 def data_sharding(sharding: Sharding | None) -> Sharding | None:
-    """Return the sharding for the data of keys with this sharding, or None for the default device.
+    """Return the sharding for the data of keys with this sharding, or None if there is none.
 
     The data has additional axes after the axes of the keys. The additional axes are not sharded.
-    Only shardings over a mesh or one device are valid for the data, too.
+    Therefore a NamedSharding or SingleDeviceSharding of the keys is valid for their data too. For
+    other kinds of sharding, and without a sharding, this returns None: the default device.
     """
     return sharding if isinstance(sharding, SingleDeviceSharding | NamedSharding) else None
 
@@ -118,9 +120,9 @@ def build_keys(
     """Return keys with this dtype and sharding.
 
     Args:
-        dtype, sharding: of the keys.
-        boxes: of the data, for `data_sharding` in this process.
-        shape: of the data.
+        dtype, sharding: dtype and sharding of the keys.
+        boxes: every box of the data in this process, sharded by `data_sharding(sharding)`.
+        shape: shape of the data.
     """
     reusable = data_sharding(sharding)
     data = create_array(shape, np.dtype(np.uint32), reusable, boxes)

@@ -114,7 +114,7 @@ class StagedExecutor(ABC):
 
         Args:
             worker: number of the worker.
-            leaves: the boxes.
+            leaves: the leaves, with the boxes to keep.
             copied: True to copy them, so that later changes of the leaves do not affect an
                 asynchronous save.
         """

@@ -29,7 +29,7 @@ ReadSpecs: TypeAlias = Sequence[tuple[Sequence[tuple[int, ...]], str]]
 """For each leaf of a read stage, the shapes of its boxes, and their dtype."""
 
 _CACHED_CALLS: Final = 64
-"""Number of different loads whose compiled calls are cached."""
+"""Maximum number of different loads whose compiled calls are cached."""
 
 
 class WorkerLink:
@@ -72,7 +72,7 @@ class WorkerLink:
 
         Args:
             arrays: arrays on one device each.
-            may_alias: True to avoid a copy of arrays in host memory.
+            may_alias: True to use arrays that are already in host memory without a copy.
         """
         taken: Sequence[jax.Array] = jax.device_put(list(arrays), self._sharding, may_alias=may_alias)
         return taken
@@ -121,7 +121,7 @@ class WorkerLink:
 
 
 def _run_write_stage(message: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """Run a write stage on the elements of arrays. Runs on a worker."""
+    """Run a write stage on the elements of arrays, and return its report. Runs on a worker."""
     stage, cuts = pickle.loads(_decode_message(message))
     elements = [np.asarray(array) for array in arrays]
     report = stage([[elements[number][slices] for number, slices in boxes] for boxes in cuts])
@@ -129,7 +129,10 @@ def _run_write_stage(message: jax.Array, *arrays: jax.Array) -> jax.Array:
 
 
 def _run_read_stage(message: jax.Array) -> list[jax.Array]:
-    """Run a read stage. Return its report and the boxes as arrays, or zeros if it failed. Runs on a worker."""
+    """Run a read stage. Return its report and the boxes as arrays. Runs on a worker.
+
+    If the stage fails, the boxes are zeros, because the caller has fixed the number and shapes of the results.
+    """
     stage, specs = pickle.loads(_decode_message(message))
     report, read = stage()
     elements: list[HostArray] = []

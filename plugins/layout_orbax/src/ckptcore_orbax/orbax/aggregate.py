@@ -39,7 +39,7 @@ def parse_aggregate(data: bytes, key: str) -> OrbaxTree:
     """Parse the file, which may be hostile. Takes memory in proportion to the file.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the file is not msgpack, or does not contain a valid tree.
         UnsupportedLeafError: an array has an unknown dtype.
     """
     return plain_tree(_replace_arrays(unpack(data, key, _Extensions(key)), key, 0), key)
@@ -49,7 +49,7 @@ def unpack(data: bytes, key: str, extension: Callable[[int, bytes], object]) -> 
     """Return a msgpack value: None, numbers, str, bytes, lists and dicts, and results of `extension`.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the data is not msgpack. Errors of `extension` are raised unchanged.
     """
     try:
         return msgpack.unpackb(data, ext_hook=extension, raw=False, strict_map_key=False)
@@ -103,7 +103,7 @@ def _array(shape: list[Any], dtype: str, elements: bytes, key: str) -> HostArray
 
 
 def _replace_arrays(value: object, key: str, depth: int) -> object:
-    """Replace arrays, and references to arrays, by leaves."""
+    """Replace chunked arrays, and references to arrays outside the file, by leaves."""
     if depth > MAX_DEPTH:
         raise unexpected(key, "a tree", "one that is too deep")
     if isinstance(value, str) and value.startswith(_PLACEHOLDERS):

@@ -30,13 +30,14 @@ class AxlearnStep:
     """The contents of a directory ``step_%08d``.
 
     Attributes:
-        tree: nested dicts by the parts of each path, and the step number as ``step``. The
-            `TreeLeaf.name` of an array is its directory; its `TreeLeaf.spec` comes from the index and
-            is compared with the array's own metadata. The state of an iterator is a tree of values; if
-            several processes saved theirs, a dict of them by process number.
-        custom: ``not_readable``: types of entries that only TensorFlow can read, by path. Absent if
-            there are none.
-        writer: name of the writer, with a note about such entries.
+        tree: nested dicts by the parts of each path, and the step number as ``step``, unless the
+            state has its own leaf ``step``. The `TreeLeaf.name` of an array is its directory. Its
+            `TreeLeaf.spec` comes from the index and is compared with the array's own metadata. The
+            state of an iterator is a tree of values, or a dict of such trees by process number if
+            several processes saved their states.
+        custom: under ``not_readable``, the class names of entries that only TensorFlow can read, by
+            path. Empty if there are none.
+        writer: name of the writer, with a note about the entries in ``not_readable``.
     """
 
     tree: OrbaxTree
@@ -52,7 +53,7 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
     other value is stored in the index itself.
 
     Raises:
-        CorruptCheckpointError: also for a truncated index, which AXLearn itself accepts as complete.
+        CorruptCheckpointError: a file is invalid. Also for a truncated index, which AXLearn itself accepts as complete.
         UncommittedCheckpointError: there are arrays but no index.
         UnsupportedLeafError: a dtype is unknown.
     """

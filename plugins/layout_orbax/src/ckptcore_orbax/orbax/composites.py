@@ -32,10 +32,11 @@ class Composite:
     Attributes:
         members: kind of each member by its name, which is its directory; ``other`` if only the software
             that saved it can read it. Sorted.
-        default_tree: the member that a load of one tree uses, or None.
+        default_tree: the member that a load of one tree uses: the only tree, or the first one named in
+            `_PREFERRED`. None if there is no such tree.
         writer: name of the software that wrote it.
-        custom: the user's metadata.
-        metrics: the user's metrics.
+        custom: the user's metadata. Metrics that are not numbers are here too, under ``metrics``.
+        metrics: the user's metrics that are numbers.
         created: start time of the save, ISO 8601 in UTC, or None.
     """
 
@@ -55,7 +56,8 @@ def find_composite(store: ReadStore) -> Composite | None:
     `_CHECKPOINT_METADATA` names it.
 
     Raises:
-        CorruptCheckpointError, UncommittedCheckpointError
+        CorruptCheckpointError: a metadata file is invalid.
+        UncommittedCheckpointError: the save did not finish.
     """
     names = names_in(store, "")
     if item_kind(names) is not None:
@@ -106,7 +108,7 @@ def _is_number(value: JSON) -> bool:
 
 
 def _by_handler(handler: str) -> ItemKind | Literal["other"]:
-    """Return the kind of an item that was saved under custom file names."""
+    """Return the kind of an item by the class name of its handler, if its file names do not tell the kind."""
     name = handler.rpartition(".")[2]
     return "tree" if name in ("PyTreeHandler", "PyTreeCheckpointHandler", "StandardCheckpointHandler") else "other"
 

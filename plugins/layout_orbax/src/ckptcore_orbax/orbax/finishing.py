@@ -44,7 +44,15 @@ __all__ = ["finish_arrays"]
 
 @dataclass(frozen=True, slots=True)
 class _ReceiptChunks:
-    """The chunks of one process, as columns."""
+    """The chunks of one process, as columns.
+
+    Attributes:
+        files: keys of the data files.
+        leaf, chunk, file, offset, length: for each stored chunk, its array, its number in the grid,
+            its position in `files`, and its byte range there.
+        digested_leaf, digested_chunk: array and number of each chunk that has digests.
+        digest: the digests of all these chunks, one after another.
+    """
 
     files: Sequence[str]
     leaf: Sequence[int]
@@ -73,7 +81,9 @@ class _ReceiptChunks:
 
 
 def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: LayoutOptions, store: WriteStore) -> JSON:
-    """Write chunk keys, array metadata and the files that Orbax reads. Return the state for the root.
+    """Write the metadata of arrays, the database if there is one, and the files that Orbax reads.
+
+    Returns the state that the root of the checkpoint stores: the arrays and their byte ranges.
 
     Raises:
         CheckpointError: processes wrote with different options, so their chunks do not form one array.
@@ -235,7 +245,7 @@ def _write_documents(
 
 
 def _extents(arrays: Mapping[int, ZarrArray], chunks: Sequence[_ReceiptChunks]) -> Extents:
-    """Return the byte range of each array in each data file, from its first chunk to its last."""
+    """Return the byte range of each uncompressed array in each data file, from its first chunk to its last."""
     files: list[str] = []
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     direct = {leaf for leaf, stored in arrays.items() if stored.format.direct}

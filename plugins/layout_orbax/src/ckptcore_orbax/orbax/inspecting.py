@@ -51,7 +51,7 @@ class _UninspectedTree:
     Attributes:
         item: the item, with metadata of its arrays.
         tree: its tree.
-        missing: meaning of a missing chunk.
+        missing: whether a missing chunk is an error, or consists of the fill value.
         custom, metrics, created: metadata of the enclosing checkpoint.
     """
 
@@ -75,11 +75,14 @@ def inspect_composite(store: ReadStore) -> InspectedComposite | None:
 
 
 def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Inspection | None:
-    """Inspect a checkpoint of one tree, or the default tree of a composite. None for other layouts.
+    """Inspect a checkpoint of one tree, or the default tree of a composite. None if it has another layout.
 
     Raises:
-        CompositeCheckpointError: there are several trees and none is the default.
-        CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
+        CompositeCheckpointError: the checkpoint is a composite without a tree, or with several
+            trees of which none is the default.
+        CorruptCheckpointError: a metadata file is invalid, or an array is missing.
+        UncommittedCheckpointError: the save did not finish.
+        UnsupportedLeafError: an array has an unknown dtype or format.
     """
     composite = find_composite(store)
     if composite is not None and composite.default_tree is None:

@@ -1,4 +1,4 @@
-"""Metadata files of an item: `array_metadatas/process_N`, `_strings.json`, and the set of files for a save."""
+"""Metadata files of an item: `array_metadatas/process_N`, `_strings.json`, and all files that a save writes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
     """Parse an array metadata file, which may be hostile.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the file is invalid.
     """
     document = expect_object(parse_json(data, key), key, "the file")
     found: list[ArrayMetadata] = []
@@ -109,7 +109,7 @@ class Strings:
     """The strings in `_strings.json`, which may be hostile.
 
     Raises:
-        CorruptCheckpointError: also from `text`, if the name has no string.
+        CorruptCheckpointError: the file is invalid. Also from `text`, if the name has no string.
     """
 
     def __init__(self, data: bytes, key: str) -> None:
@@ -130,7 +130,7 @@ def encode_strings(strings: Mapping[str, str]) -> bytes:
     """Return the file of strings by name.
 
     Omits names that Orbax cannot look up: names that are not JSON pointers (with an invalid ``~``
-    escape), and names that extend the name of another string with ``/``.
+    escape or a lone surrogate), and names that extend the name of another string with ``/``.
     """
     document: dict[str, Any] = {}
     addressed = {name: tokens for name in strings if (tokens := _tokens(name)) is not None}
@@ -161,13 +161,14 @@ def item_files(
 ) -> dict[str, bytes]:
     """Return the metadata files of an item, by their names in its directory.
 
-    If several leaves have the same Orbax name, it is omitted from files that Orbax searches by
-    name, so that Orbax never finds the wrong leaf.
+    If several leaves have the same Orbax name, the files that Orbax searches by name omit all of
+    these leaves, so that Orbax never finds the wrong leaf.
 
     Args:
         tree: the tree to save.
         shapes: write shape and read chunk shape of each array leaf, by its number.
-        use_ocdbt, use_zarr3: how arrays are stored.
+        use_ocdbt: True if a database contains the arrays.
+        use_zarr3: True if the arrays are zarr 3, not 2.
         custom: the user's metadata for this tree.
     """
     names = [orbax_name(path) for path in tree.paths]

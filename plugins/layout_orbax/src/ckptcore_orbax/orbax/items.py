@@ -1,4 +1,4 @@
-"""Items of Orbax in a directory: a tree with arrays, a JSON document, or a protobuf message."""
+"""Items of Orbax in a directory: a tree with arrays, a JSON document, a protobuf message, or random keys."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Item:
             (`tree_of_names`).
         database: whether an OCDBT database contains the arrays; otherwise each has a directory.
         zarr_format: zarr version of the arrays; None if not stated.
-        missing: meaning of a missing chunk. Older versions of Orbax did not store chunks that equal
-            the fill value.
+        missing: whether a missing chunk is an error, or consists of the fill value. Older versions of
+            Orbax did not store chunks that equal the fill value.
         shardings: sharding notes of JAX arrays, by name.
         random_keys: JAX implementation of arrays that are the data of random keys, by name.
         custom: the user's metadata.
@@ -103,7 +103,7 @@ def expect_commit(store: ReadStore, names: frozenset[str]) -> None:
     """Check the commit marker of an Orbax checkpoint on GCS, where Orbax cannot rename.
 
     Raises:
-        UncommittedCheckpointError
+        UncommittedCheckpointError: the marker is missing.
     """
     url = store.address.url if store.address is not None else ""
     if url.startswith(("gs://", "gcs://")) and names and COMMIT_FILE not in names and not _is_member(names):
@@ -149,7 +149,9 @@ def find_item(store: ReadStore, directory: str = "") -> Item | None:
         directory: directory of the item in the store, without a trailing ``/``.
 
     Raises:
-        CorruptCheckpointError, UnsupportedLeafError, UncommittedCheckpointError
+        CorruptCheckpointError: a metadata file is invalid or missing.
+        UnsupportedLeafError: an array in a metadata file has an unknown dtype.
+        UncommittedCheckpointError: the save did not finish.
     """
     names = names_in(store, directory)
     kind = item_kind(names)
@@ -311,7 +313,7 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
 
 
 def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
-    """Return the item in a directory that contains only directories of arrays, without a description of the tree."""
+    """Return the item in a directory that contains only directories of arrays, and no description of a tree."""
     ignored = {f"{ARRAY_METADATA}/", SHARDING_FILE, COMMIT_FILE, METADATA_FILE}
     directories = sorted(names - ignored)
     if not directories or not all(name.endswith("/") for name in directories):

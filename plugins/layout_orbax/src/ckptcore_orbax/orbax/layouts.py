@@ -34,10 +34,10 @@ from ckptcore_orbax.zarr.writing import forecast_arrays, write_arrays
 __all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 
 _CHUNK_BYTES: Final = 64 << 20
-"""Default target size of a read chunk. Readers that decode whole chunks need this much memory."""
+"""Default target size of a read chunk, in bytes. Readers that decode whole chunks need this much memory."""
 
 _DATA_FILE_BYTES: Final = 2 << 30
-"""Default target size of a data file, as in Orbax."""
+"""Default target size of a data file, in bytes, as in Orbax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class _OrbaxLayout(Layout):
     Attributes:
         chunk_bytes: target size of a read chunk, in bytes. A larger part of an array that one
             process writes is divided into several read chunks. None: do not divide.
-        compression: compression of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or
-            None.
+        compression: compression of every read chunk: ``zstd``, ``gzip`` or ``blosc``, also with a level as
+            in ``zstd:3``, or None.
         rules: other options for arrays selected by patterns, applied in order.
         item: Orbax item name, which is the directory, for a checkpoint of one tree. Version 1 of Orbax
             and its `training.Checkpointer` look for ``state``, `CheckpointManager` of version 0 looks
@@ -104,7 +104,9 @@ class _OrbaxLayout(Layout):
         """Reject names that collide, and arrays that cannot be stored.
 
         Raises:
-            NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
+            NameCollisionError: two arrays have the same name, or names that collide in the store.
+        UnsupportedKeyError: a key cannot be part of a name.
+        UnsupportedLeafError: an array cannot be stored with these options.
         """
         options = self._layout_options()
         names = array_names(tree, options)
@@ -138,7 +140,7 @@ class _OrbaxLayout(Layout):
         return self._layout_options().description
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
-        """Return the array names if chunks are separate objects. A database is written by `finish`."""
+        """Return the array names if chunks are separate objects. Empty for a database, which `finish` writes."""
         options = self._layout_options()
         return {} if options.storage == "ocdbt" else array_names(tree, options)
 
@@ -209,8 +211,9 @@ class OcdbtLayout(_OrbaxLayout):
     """All arrays in one OCDBT database with few large files, the default format of Orbax.
 
     Attributes:
-        checksum: store the CRC32C of each read chunk, which every zarr v3 reader verifies.
-        zarr_format: 3, or 2 as in Orbax v0, which has no checksums.
+        checksum: store the CRC32C of each read chunk, which every zarr v3 reader verifies. Not used
+            with zarr v2, which has no checksums.
+        zarr_format: 3, or 2 as in Orbax v0.
         data_file_bytes: target size of a data file, in bytes.
     """
 

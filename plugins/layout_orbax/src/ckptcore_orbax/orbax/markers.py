@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 INDICATOR_FILE: Final = "orbax.checkpoint"
-"""Empty; marks a checkpoint of version 1."""
+"""Empty file that marks a checkpoint of Orbax version 1."""
 
 METADATA_FILE: Final = "_CHECKPOINT_METADATA"
 
@@ -57,8 +57,9 @@ class CheckpointFile:
         handlers: handler class of each member, by name; a single name if this directory itself contains
             one tree; None if not stated.
         metrics: the user's metrics, unchanged.
-        created: start time of the save, ISO 8601 in UTC, or None.
-        custom: the user's metadata.
+        created: start time of the save, or its end if the file states only that; ISO 8601 in UTC, or
+            None.
+        custom: the user's metadata, and members of the file that are unknown here.
     """
 
     handlers: Mapping[str, str] | str | None = None
@@ -71,7 +72,7 @@ def parse_checkpoint_file(data: bytes, key: str) -> CheckpointFile:
     """Parse `_CHECKPOINT_METADATA`, which may be hostile. Orbax sometimes leaves an empty file.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the file is invalid.
     """
     if not data:
         return CheckpointFile()

@@ -25,7 +25,10 @@ __all__ = ["SHARDING_FILE", "encode_shardings", "parse_shardings"]
 SHARDING_FILE: Final = "_sharding"
 
 _MAX_LISTED: Final = 256
-"""Maximum number of devices 0, 1, ... written explicitly. Without a list Orbax uses all devices it finds."""
+"""Maximum size of a mesh without known device ids for which the ids 0, 1, ... are written.
+
+Without ids, Orbax uses all devices that it finds.
+"""
 
 _TYPE_PREFIX: Final = "AxisType."
 """Prefix of axis types in Orbax files, as Python prints them."""
@@ -47,7 +50,7 @@ def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
     - ``{"type": the name of any other class}``.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the file is invalid.
     """
     shardings: dict[str, Mapping[str, JSON]] = {}
     seen: dict[str, Mapping[str, JSON]] = {}  # many arrays share one sharding, and a mesh can be large
@@ -127,7 +130,7 @@ def _devices(mesh: JSON, key: str) -> list[int]:
 
 
 def _encode_sharding(note: JSON) -> JSON:
-    """Return Orbax's description of the sharding in a note; None for other notes and shardings that Orbax lacks."""
+    """Return Orbax's description of the sharding in a note; None if the note or Orbax cannot describe it."""
     if not isinstance(note, Mapping):
         return None
     if note.get("type") == "SingleDeviceSharding" and isinstance(note.get("device"), str):

@@ -28,13 +28,13 @@ _ENTRY: Final = "ValueMetadataEntry"
 def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], ContainerType]:
     """Return the tuples and named tuples in a ``value_metadata_tree``, by path.
 
-    It is JSON in a string. Objects and arrays are containers; a tuple is ``{"category": "custom",
+    The text is JSON. Objects and arrays are containers; a tuple is ``{"category": "custom",
     "clazz": "tuple", "entries": [..]}``; a named tuple is ``{"category": "namedtuple", "module":
     .., "clazz": .., "entries": [{"key": .., "value": ..}, ..]}``; a leaf is ``{"category":
     "custom", "clazz": "ValueMetadataEntry", ..}``.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the text is invalid.
     """
     found: dict[tuple[str, ...], ContainerType] = {}
     pending: list[tuple[tuple[str, ...], JSON]] = [((), parse_json(text.encode("utf-8", "surrogatepass"), key))]
@@ -103,7 +103,7 @@ def parse_tree(data: bytes, key: str) -> TreeFile:
     """Parse `_METADATA`, which may be hostile.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the file is invalid.
     """
     document = expect_object(parse_json(data, key), key, "the file")
     table = expect_object(document.get("tree_metadata"), key, "tree_metadata")
@@ -166,13 +166,14 @@ def encode_tree(
     """Return the file `_METADATA` of a tree.
 
     Orbax has no int keys and no attribute names: both become text. An empty object becomes None,
-    like an empty named tuple of JAX. If several leaves have equal keys as text, the first one is
-    described.
+    like an empty named tuple of JAX. If several leaves have equal keys as text, only the
+    first one is described.
 
     Args:
         tree: the tree to save.
         write_shapes: shape of a shard, which one process writes at once, for leaves that are JAX arrays.
-        use_ocdbt, use_zarr3: how arrays are stored.
+        use_ocdbt: True if a database contains the arrays.
+        use_zarr3: True if the arrays are zarr 3, not 2.
         custom: the user's metadata for this tree.
     """
     table: dict[str, JSON] = {}

@@ -25,7 +25,8 @@ class TreeLeaf:
 
     Attributes:
         name: name of its array in the store.
-        value_type: Orbax's type name (``jax.Array``, ``np.ndarray``, ``scalar``); empty if unknown.
+        value_type: Orbax's type name (``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``);
+            empty if unknown.
         value: the value, if it is not an array. A ``scalar`` stored as an array has none yet.
         embedded: its elements, if a metadata file contains them.
         spec: shape and dtype, if already known.
@@ -74,8 +75,8 @@ def build_tree(
 ) -> OrbaxTree:
     """Build a tree from leaves and empty containers with their paths.
 
-    A container whose keys are all indices from 0 on is a list, in any order; with gaps it is a dict
-    with int keys.
+    A container whose keys are the indices from 0 on, in any order, is a list, or a tuple if
+    `containers` says so. With gaps it is a dict with int keys.
 
     Args:
         entries: may be hostile.
@@ -114,7 +115,7 @@ def build_tree(
 def tree_of_names(names: Iterable[str], key: str) -> OrbaxTree:
     """Build a tree from array names if no file describes it: dicts nested at each dot, as in Orbax.
 
-    Returns one flat dict if one name is a prefix path of another.
+    Returns one flat dict if one name is a prefix path of another, or if a name has too many dots.
 
     Raises:
         CorruptCheckpointError: there are no names.
@@ -134,10 +135,10 @@ def _dots(name: str) -> Iterator[int]:
 
 
 def plain_tree(value: object, key: str) -> OrbaxTree:
-    """Build a tree from dicts and lists of Python values, such as a JSON document. None is a leaf.
+    """Build a tree from dicts, lists and tuples of Python values or `TreeLeaf`s. None is a leaf.
 
     Raises:
-        CorruptCheckpointError: it contains another type, or is too deep.
+        CorruptCheckpointError: the value contains another type, or is too deep.
     """
     leaves: list[TreeLeaf] = []
 

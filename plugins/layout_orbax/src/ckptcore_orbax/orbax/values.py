@@ -17,7 +17,7 @@ NONE: Final = ValueRecord("none", None)
 """The record of None."""
 
 _EXACT: Final = 1 << 53
-"""Smaller ints are JSON numbers in records, others text, as in the core."""
+"""Ints of a smaller magnitude are JSON numbers in records. Others are hexadecimal text, as in the core."""
 
 
 def value_record(value: object) -> ValueRecord | None:
@@ -65,7 +65,8 @@ def scalar_record(array: HostArray, name: str) -> ValueRecord:
 def value_type(record: LeafRecord) -> str:
     """Return Orbax's name for the type of a leaf: ``None``, ``scalar``, ``string``, ``jax.Array`` or ``np.ndarray``.
 
-    A NumPy scalar is an array, so that it keeps its dtype. Arrays sharded by JAX have a note.
+    A NumPy scalar is an array, so that it keeps its dtype. An array is a ``jax.Array`` if its
+    notes contain a sharding, or if it is the data of random keys.
     """
     if isinstance(record, ValueRecord):
         if record.kind == "none":
@@ -77,14 +78,14 @@ def value_type(record: LeafRecord) -> str:
 
 
 def value_array(record: ValueRecord) -> HostArray | None:
-    """Return the array that Orbax reads for a value, or None for None and for strings.
+    """Return the array that Orbax reads for a value, or None for None, strings, and ints of more than 64 bits.
 
     bool, int and float are arrays without axes of bool, int64 (uint64 from 2**63 on) and float64,
     as Orbax writes them. Orbax rejects complex and bytes; they are stored as complex128 without
     axes and as uint8.
 
     Raises:
-        CorruptCheckpointError: the value is not encoded as the core does.
+        CorruptCheckpointError: the record does not have the core's encoding of values.
     """
     value = record.value
     try:
@@ -111,8 +112,8 @@ def value_array(record: ValueRecord) -> HostArray | None:
 def value_text(record: ValueRecord) -> str | None:
     """Return the string that Orbax reads for a value; None for None and for values stored as arrays.
 
-    An int that no array can represent becomes hexadecimal digits; a value of another kind becomes
-    JSON. Characters that UTF-8 cannot encode are replaced, because other readers reject a file with
+    An int of more than 64 bits becomes hexadecimal text. A value that is neither str nor int
+    becomes JSON. Characters that UTF-8 cannot encode are replaced, because other readers reject a file with
     them.
     """
     if record.kind == "none" or value_array(record) is not None:

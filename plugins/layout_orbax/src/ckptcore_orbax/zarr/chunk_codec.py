@@ -47,8 +47,8 @@ class ChunkCodec:
         """Create a codec for an array.
 
         Args:
-            name: its name, for errors.
-            format: its format.
+            name: name of the array, for errors.
+            format: format of the array.
             missing: meaning of a missing inner chunk, if read chunks are themselves sharded.
         """
         self._name = name
@@ -77,7 +77,7 @@ class ChunkCodec:
         """Start to encode a read chunk.
 
         Args:
-            part: box of the given elements; the rest is the fill value.
+            part: box of the given elements within the read chunk; the rest is the fill value.
             elements: elements of that box; must not change until the result is available.
         """
         expect_usable()
@@ -90,8 +90,8 @@ class ChunkCodec:
         """Start to decode a read chunk.
 
         Args:
-            data: its bytes; may be hostile.
-            part: box of the requested elements.
+            data: the encoded bytes; may be hostile.
+            part: box of the requested elements within the read chunk.
             elements: destination for that box.
 
         Raises:

@@ -20,7 +20,7 @@ from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using
 __all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
 
 _MAX_CHUNK_BYTES: Final = 1 << 30
-"""Larger read chunks are decoded only if the array is not much smaller: hostile metadata may state any size."""
+"""Larger read chunks, in bytes, must be at most 4 times the array: hostile metadata may state any size."""
 
 
 class ChunkDecoder:
@@ -82,7 +82,8 @@ class DecodedChunk:
         """Wait for the elements, and verify their digest.
 
         Raises:
-            CorruptCheckpointError: the bytes are not those of this chunk.
+            CorruptCheckpointError: the bytes are not a valid chunk, or the digest of the elements
+                differs (`ChecksumError`).
         """
         decoding = self._decoding
         if decoding is not None:
@@ -129,7 +130,8 @@ def expect_reasonable(stored: ZarrArray) -> None:
     """Reject read chunks that are far larger than their array.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: read chunks have more than 1 GiB, and more than 4 times the size of
+            the array.
     """
     format = stored.format
     if format.inner_bytes > max(_MAX_CHUNK_BYTES, 4 * format.spec.nbytes):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundedChunk", "EncodedChunk", "bound_chunks", "encode_buffer_bytes", "encode_chunks"]
 
 ENCODED_FILE_BYTES: Final = 64 << 20
-"""Approximate size of encoded chunks waiting to be written, and maximum size of a data file of encoded chunks."""
+"""Approximate bytes of encoded chunks that wait to be written, and maximum bytes of a data file of encoded chunks."""
 
 _STARTED_BYTES: Final = 64 << 20
 """Size of elements being encoded at a time, in bytes."""
@@ -95,7 +95,9 @@ class _PartialChunk:
 
 
 def encode_chunks(sources: Sequence[ChunkSource]) -> Generator[EncodedChunk, None, None]:
-    """Yield the encoded chunks of arrays, in order. At most `_STARTED_BYTES` and a chunk are encoded at a time.
+    """Yield the encoded chunks of arrays, in order.
+
+    Encodes at most about `_STARTED_BYTES` of elements at a time, but always at least two read chunks.
 
     Close the generator before the memory of the arrays is released: encoding in progress reads it.
     """
@@ -132,14 +134,18 @@ def _max_encoded_bytes(format: ArrayFormat) -> int:
     """Return the maximum size of an encoded read chunk.
 
     zstd expands incompressible data by 1/256, and small inputs by up to 64 bytes
-    (``ZSTD_COMPRESSBOUND``); blosc adds up to 16 bytes (``BLOSC_MAX_OVERHEAD``). A frame has a
-    header of up to 18 bytes, and each block of 128 KiB one of 3. A checksum has 4.
+    (``ZSTD_COMPRESSBOUND``); blosc adds up to 16 bytes (``BLOSC_MAX_OVERHEAD``). A zstd
+    frame has a header of up to 18 bytes, and each block of 128 KiB has a header of 3 bytes. A
+    checksum has 4 bytes.
     """
     return format.inner_bytes + format.inner_bytes // 256 + 128
 
 
 def _call_once(close: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `close` on its first call only: a chunk is stored once per name of its array."""
+    """Return a function that calls `close` on its first call only.
+
+    The function can be called repeatedly, because a chunk is stored once per name of its array.
+    """
     calls = iter([close])
 
     def release() -> None:

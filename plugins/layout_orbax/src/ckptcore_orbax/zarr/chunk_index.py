@@ -58,7 +58,7 @@ class ZarrIndex(ChunkIndex):
 
         Args:
             tree: the saved tree.
-            state: storage of its arrays.
+            state: formats and locations of the arrays of the tree.
             databases: cache of open databases.
         """
         self._tree = tree
@@ -83,9 +83,10 @@ class ZarrIndex(ChunkIndex):
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """See `ChunkIndex.boxes`. Chunks at the end of an array may exceed it.
 
-        Does not look up values of a database: chunks written by this layout are in C order if one
-        process wrote an array, or several wrote its rows. Returns nothing for an array that is
-        stored with an additional axis, such as text.
+        Does not look up chunks in a database, but estimates their positions from the extents of the
+        array. The positions are exact for uncompressed arrays of this layout whose chunks are in C
+        order: if one process wrote the array, or each process wrote a range of rows. Returns
+        nothing for an array that is stored with an additional axis, such as text.
         """
         stored = self._stored(leaf)
         format = stored.format
@@ -100,8 +101,8 @@ class ZarrIndex(ChunkIndex):
         return self._chunks(leaf, stored, box)
 
     def _is_plain(self, stored: ZarrArray) -> bool:
-        # The root has checksums of blocks written by this layout. Other software stores them after
-        # each read chunk.
+        # The root has checksums of all blocks that this layout wrote. Other software can only store a
+        # checksum after each read chunk, which must then be read as a whole.
         return stored.format.direct and (self._state.source == "ckptcore" or not stored.format.checksum)
 
     def _chunks(self, leaf: int, stored: ZarrArray, box: Box) -> Iterator[Chunk]:

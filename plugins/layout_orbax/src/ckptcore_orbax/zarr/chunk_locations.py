@@ -37,7 +37,7 @@ class ChunkLocation:
     Attributes:
         key: the object; empty if `inline`.
         offset: offset in the object, in bytes.
-        nbytes: length; None for a whole object of unknown length.
+        nbytes: length in bytes; None for a whole object of unknown length.
         inline: the chunk itself, if the database stores it inline.
     """
 
@@ -98,7 +98,7 @@ class LocatedChunks:
     """Collects the locations of a batch of read chunks.
 
     Attributes:
-        encoded: rows of encoded chunks.
+        encoded: rows of encoded chunks. The row of a chunk is its position in the batch.
     """
 
     def __init__(self, format: ArrayFormat, count: int) -> None:
@@ -114,7 +114,10 @@ class LocatedChunks:
         self._fills: dict[int, HostArray] = {}
 
     def add(self, row: int, location: ChunkLocation, start: int, nbytes: int | None) -> None:
-        """Add a read chunk that begins at byte `start` of the object of its write chunk."""
+        """Add a read chunk that begins at byte `start` of the object or inline value of its write chunk.
+
+        If `nbytes` is None, the read chunk extends to the end.
+        """
         self._keys[row] = location.key
         self._starts[row] = start
         if location.inline is not None:
@@ -126,7 +129,7 @@ class LocatedChunks:
             self._checksums[row] = self._checksum
 
     def fill(self, rows: Iterable[int], value: HostArray) -> None:
-        """Add read chunks that are not stored."""
+        """Add read chunks that are not stored, and whose elements all equal `value`."""
         self._fills.update(dict.fromkeys(rows, value))
 
     def places(self) -> ChunkLocations:
@@ -156,7 +159,7 @@ def expect_length(stored: ZarrArray, index: tuple[int, ...], location: ChunkLoca
     """Reject a chunk whose length differs from its format.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the length is known and differs.
     """
     expected = stored.format.chunk_bytes
     if location.nbytes is not None and location.nbytes != expected:

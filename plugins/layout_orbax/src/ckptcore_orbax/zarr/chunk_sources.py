@@ -19,7 +19,14 @@ __all__ = ["ChunkSource"]
 
 
 class ChunkSource:
-    """One array of a snapshot. Taken when its first chunk is written, released with the last. Thread-safe."""
+    """One array of a snapshot. Takes the array for its first chunk, and releases it after the last. Thread-safe.
+
+    Attributes:
+        leaf: number of the leaf in the tree.
+        name: name of the array.
+        format: format in which the array is stored.
+        chunks: index and box of each chunk that this process writes. A box may exceed the array.
+    """
 
     def __init__(self, snapshot: Snapshot, item: int, name: str, format: ArrayFormat) -> None:
         """Plan the chunks. Does not take the array yet.
@@ -28,7 +35,7 @@ class ChunkSource:
             snapshot: the snapshot.
             item: number of the array in the snapshot's plan.
             name: name of the array, for errors.
-            format: its format.
+            format: format in which the array is stored.
 
         Raises:
             AtomicityError: this process has only a part of a chunk.

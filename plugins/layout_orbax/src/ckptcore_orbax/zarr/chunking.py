@@ -31,7 +31,7 @@ def check_chunk_count(box: Box, step: Sequence[int], name: str) -> None:
     """Reject a box with more than `MAX_CHUNKS` chunks, before they are enumerated.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: the box has too many chunks.
     """
     cells = prod(
         [-(-stop // extent) - start // extent for start, stop, extent in zip(box.start, box.stop, step, strict=True)]
@@ -100,10 +100,11 @@ def read_chunk_shape(
 ) -> tuple[int, ...]:
     """Return the shape of read chunks, so that a reader of other boxes reads few additional bytes.
 
-    A write chunk of up to `chunk_bytes` is not divided. A longer one is first divided along the
+    A write chunk of up to `chunk_bytes` is not divided. A larger one is first divided along the
     axis with most shards, into up to 64 pieces, because another mesh is most likely to divide that
-    axis further. Then follow the other sharded axes, then all axes, the leading ones first, so that
-    rows stay contiguous. Pieces have at most `chunk_bytes`, and more than half of that if the
+    axis further. Then follow the other sharded axes. If that is not enough, all axes are divided
+    without the limit of 64, in the same order. Among axes with equally many shards the leading ones
+    are first, so that rows stay contiguous. Pieces have at most `chunk_bytes`, and more than half of that if the
     factors of the extents allow. Their number is a multiple of a high power of two, because meshes
     usually double.
 

@@ -134,7 +134,7 @@ def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
 def enclosing_groups(names: Iterable[str]) -> Sequence[str]:
     """Return the paths of all groups that contain arrays, ``""`` for the outermost one.
 
-    Returns no groups if an array has no name.
+    Returns no groups if an array has no name, because the outermost directory is then that array.
 
     Args:
         names: the paths of the arrays; none is inside another.

@@ -20,7 +20,7 @@ _BITS: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 def parse_fill_version3(value: JSON, dtype: str) -> bytes:
-    """Return the element for a ``fill_value`` of a ``zarr.json``, as in host memory.
+    """Return the bytes of the element for a ``fill_value`` of a ``zarr.json``, in the host's byte order.
 
     Accepts numbers; for floats also ``NaN``, ``Infinity``, ``-Infinity`` and their bits in
     hexadecimal; for complex numbers pairs of those (zarr 3 specification, "fill value").
@@ -35,10 +35,10 @@ def parse_fill_version3(value: JSON, dtype: str) -> bytes:
 
 
 def parse_fill_version2(value: JSON, dtype: str) -> bytes | None:
-    """Return the element for a ``fill_value`` of a ``.zarray``, as in host memory; None for null.
+    """Return the bytes of the element for a ``fill_value`` of a ``.zarray``, in the host's byte order; None for null.
 
-    As in zarr 3, but byte strings, and optionally complex numbers, are base64 of the element (zarr
-    2 specification, "fill value encoding").
+    Accepts the values of zarr 3. In addition, byte strings and complex numbers can be base64 of the
+    element (zarr 2 specification, "fill value encoding"), and Unicode strings can be text.
 
     Raises:
         CorruptCheckpointError: it is not valid for this dtype.
@@ -54,7 +54,7 @@ def parse_fill_version2(value: JSON, dtype: str) -> bytes | None:
 
 
 def zero_of_version3(dtype: str) -> JSON:
-    """Return zero as TensorStore writes it into a ``zarr.json``; in memory it is all zero bytes."""
+    """Return zero as TensorStore writes it into a ``zarr.json``: JSON for an element whose bytes are all zero."""
     kind = dtype_from_name(dtype).kind
     if kind == "b":
         return False

@@ -86,7 +86,7 @@ class ArrayFormat:
         index_checksum: whether the CRC32C of the index follows it.
         direct: whether inner chunks are raw elements: C order, little endian, uncompressed.
         checksum: whether the CRC32C of an inner chunk follows it; only if `direct`.
-        fill: element for missing chunks, as in host memory; None if not stated.
+        fill: bytes of the element for missing chunks, in the host's byte order; None if not stated.
         keys: encoding of chunk keys.
         document: the metadata as accepted by TensorStore; never changed.
     """
@@ -125,24 +125,24 @@ class ArrayFormat:
 
     @property
     def inner_bytes(self) -> int:
-        """Size of an inner chunk, without its checksum."""
+        """Size of an inner chunk in bytes, uncompressed and without its checksum."""
         return prod(self.inner) * self.spec.numpy_dtype.itemsize
 
     @property
     def inner_stored_bytes(self) -> int:
-        """Stored size of an inner chunk, with its checksum; only if `direct`."""
+        """Stored size of an inner chunk in bytes, with its checksum; only if `direct`."""
         return self.inner_bytes + (_CRC_BYTES if self.checksum else 0)
 
     @property
     def index_bytes(self) -> int:
-        """Size of the index of a chunk, with its checksum; 0 if not `sharded`."""
+        """Size of the index of a chunk in bytes, with its checksum; 0 if not `sharded`."""
         if not self.sharded:
             return 0
         return prod(self.inner_grid) * _INDEX_ENTRY_BYTES + (_CRC_BYTES if self.index_checksum else 0)
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk without missing inner chunks and gaps; only if `direct`."""
+        """Stored size of a chunk in bytes, without missing inner chunks and gaps; only if `direct`."""
         return prod(self.inner_grid) * self.inner_stored_bytes + self.index_bytes
 
 

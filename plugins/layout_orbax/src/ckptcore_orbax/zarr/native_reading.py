@@ -47,7 +47,7 @@ def _no_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
 
 
 def _s3_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
-    """Return options of https://google.github.io/tensorstore/kvstore/s3."""
+    """Return the options of https://google.github.io/tensorstore/kvstore/s3, or None if an option is unsupported."""
     remaining = dict(options)
     endpoint, region = remaining.pop("endpoint", None), remaining.pop("region", None)
     credentials = remaining.pop("credentials", None)
@@ -78,7 +78,11 @@ def _is_of_amazon(endpoint: str) -> bool:
 
 
 def _gcs_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
-    """Return options of https://google.github.io/tensorstore/kvstore/gcs. Endpoint and credentials are per process."""
+    """Return the options of https://google.github.io/tensorstore/kvstore/gcs, or None if an option is unsupported.
+
+    tensorstore has one endpoint and one set of credentials per process, so other values are
+    unsupported.
+    """
     remaining = dict(options)
     endpoint = str(remaining.pop("endpoint", _GOOGLE)).rstrip("/")
     credentials = remaining.pop("credentials", "default")
@@ -104,8 +108,8 @@ class BoxRead:
 
     Attributes:
         number: number of the requested item.
-        box: in stored elements.
-        buffer: C-contiguous, with the stored dtype and the box's shape.
+        box: the box, in elements as stored.
+        buffer: destination: C-contiguous, with the stored dtype and the box's shape.
     """
 
     number: int
@@ -114,13 +118,13 @@ class BoxRead:
 
 
 _STARTED_BYTES: Final = 128 << 20
-"""Size of elements being read at a time, in bytes."""
+"""Maximum size of elements being read at a time, in bytes, unless only `_MIN_STARTED` boxes are being read."""
 
 _MIN_STARTED: Final = 2
 """Minimum number of boxes being read at a time, regardless of size."""
 
 _OPENED: Final = 256
-"""Arrays opened at a time."""
+"""Maximum number of arrays opened at a time."""
 
 
 def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[str, Any] | None:

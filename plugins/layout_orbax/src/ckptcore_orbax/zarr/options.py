@@ -36,7 +36,8 @@ class ArrayRule:
     Attributes:
         pattern: pattern for array names, with ``*`` and ``?`` as in `fnmatch`: ``params.*.embedding``.
         chunk_bytes: see `ArrayOptions`; 0: one read chunk per write chunk.
-        compression: name of a compression: ``zstd``, ``zstd:3``, ``blosc``, or ``none``.
+        compression: name of a compression: ``zstd``, ``gzip`` or ``blosc``, also with a level as in
+            ``zstd:3``, or ``none``.
         checksum: see `ArrayOptions`.
     """
 
@@ -70,8 +71,8 @@ class LayoutOptions:
     Attributes:
         zarr_format: 2 or 3.
         storage: whether chunks are values of a database or objects.
-        default: options of arrays that no rule matches.
-        rules: other options for selected arrays.
+        default: options of every array before the rules.
+        rules: changes of these options for selected arrays, applied in order.
         data_file_bytes: target size of a data file of a database, in bytes.
         item: Orbax item name, which is the directory, for a checkpoint of one tree.
     """
@@ -91,16 +92,18 @@ class LayoutOptions:
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Reject an invalid `chunk_bytes`."""
+    """Raise ValueError unless `chunk_bytes` is None or a natural number."""
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 0):
         raise ValueError(f"chunk_bytes={chunk_bytes!r}: expected a number of bytes, 0 or None for no limit")
 
 
 def parse_compression(name: str | None) -> Compression | None:
-    """Return the compression for ``zstd``, ``zstd:3`` (with a level) or ``blosc``; None for None and ``none``.
+    """Return the compression with a name, or None for None and ``none``.
+
+    Names are ``zstd``, ``gzip`` and ``blosc``, also with a level as in ``zstd:3``.
 
     Raises:
-        ValueError
+        ValueError: the name is unknown, or the codec does not have the level.
     """
     if name is None or name == "none":
         return None

@@ -27,8 +27,8 @@ class ShardIndex:
     """Location of the inner chunks of one write chunk in its object.
 
     Attributes:
-        offsets: in bytes, of each inner chunk in C order; `MISSING` if not stored.
-        lengths: in bytes, with checksums; 0 if not stored.
+        offsets: offset of each inner chunk in bytes, in C order; `MISSING` if not stored.
+        lengths: length of each inner chunk in bytes, with its checksum; 0 if not stored.
     """
 
     offsets: _Numbers
@@ -41,7 +41,7 @@ def index_range(format: ArrayFormat, chunk_bytes: int, key: str) -> tuple[int, i
     Args:
         format: format of a sharded array.
         chunk_bytes: length of the object.
-        key: its name, for errors.
+        key: key of the object, for errors.
 
     Raises:
         CorruptCheckpointError: the object is too short for an index.
@@ -61,11 +61,11 @@ def decode_index(format: ArrayFormat, data: bytes, chunk_bytes: int, key: str) -
         format: format of a sharded array.
         data: the bytes of `index_range`.
         chunk_bytes: length of the object; all inner chunks must be within it.
-        key: its name, for errors.
+        key: key of the object, for errors.
 
     Raises:
-        ChecksumError: its checksum differs.
-        CorruptCheckpointError: it is invalid for this format.
+        ChecksumError: the checksum of the index differs.
+        CorruptCheckpointError: the index is invalid for this format.
     """
     start, stop = index_range(format, chunk_bytes, key)
     if len(data) != stop - start:

@@ -19,7 +19,7 @@ from ckptcore_orbax.zarr.version3 import parse_zarr3
 __all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "ZarrArray", "array_prefix"]
 
 DIGEST_BYTES: Final = 8
-"""Length of the xxh3_64 of a chunk's elements."""
+"""Length of the xxh3_64 of a read chunk's elements, in bytes."""
 
 
 def array_prefix(name: str) -> str:
@@ -32,8 +32,8 @@ class ZarrArray:
     """An array of a checkpoint.
 
     Attributes:
-        name: its name in the store.
-        format: its format.
+        name: name of the array in the store.
+        format: format in which the array is stored.
     """
 
     name: str
@@ -47,7 +47,13 @@ class ZarrArray:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Byte ranges of raw arrays in data files, as columns. Ranges are half-open."""
+    """Byte ranges of uncompressed arrays in data files, as columns. Ranges are half-open.
+
+    Attributes:
+        files: keys of the data files.
+        leaf, file, start, stop: for each range, its array, the position of its data file in `files`,
+            and its bytes there.
+    """
 
     files: Sequence[str] = ()
     leaf: Sequence[int] = ()
@@ -66,8 +72,9 @@ class ArraysState:
         missing: meaning of a missing chunk: an error, or elements that equal the fill value.
         source: the writer. ``ckptcore``: the root has checksums of all bytes, and read chunks are in C
             order; ``other``: other software, without these guarantees.
-        arrays: by leaf.
-        extents: byte ranges of arrays written by this layout.
+        arrays: name and format of each array, by leaf.
+        extents: byte ranges of uncompressed arrays in data files of this layout; empty for other
+            software.
         digests: by leaf, the xxh3_64 of the elements of each encoded read chunk: in C order of the
             write chunks, then of the read chunks in each.
         embedded: by leaf, the elements of arrays contained in a metadata file.
