@@ -19,7 +19,7 @@ class ByteRange:
 
     Attributes:
         noun: the kind of object: ``manifest``, ``B+tree node``.
-        key: the object.
+        key: key of the object.
         start, stop: half-open byte range in the object.
     """
 
@@ -42,7 +42,14 @@ class ByteRange:
 
 
 class Cursor:
-    """Reads bytes in sequence. Methods raise CorruptCheckpointError if the data ends too early. Not thread-safe."""
+    """Reads bytes in sequence. Not thread-safe.
+
+    Methods raise CorruptCheckpointError if the data ends too early or a number is not allowed. Their
+    parameter `what` describes the part that they read, for errors.
+
+    Attributes:
+        byte_range: location of the data, for errors.
+    """
 
     __slots__ = ("_array", "_data", "_position", "byte_range")
 
@@ -70,7 +77,7 @@ class Cursor:
         return self.take(1, what)[0]
 
     def varint(self, what: str, limit: int) -> int:
-        """Return a varint of at most `most`."""
+        """Return a varint of at most `limit`."""
         return int(self.varints(1, what, limit)[0])
 
     def count(self, what: str) -> int:
@@ -81,7 +88,7 @@ class Cursor:
         return found
 
     def varints(self, count: int, what: str, limit: int) -> npt.NDArray[np.int64]:
-        """Return a column of varints, each at most `most`, which is below 2**63."""
+        """Return a column of varints, each at most `limit`, which must be below 2**63."""
         numbers = self.wide_varints(count, what)
         if count and (largest := int(numbers.max())) > limit:
             raise self.byte_range.damage_error(f"{what} is {largest}, expected at most {limit}")

@@ -29,7 +29,7 @@ _HEAD: Final = 1 << 16
 _MAX_MANIFEST_BYTES: Final = 1 << 28
 _MAX_NODE_BYTES: Final = 1 << 31
 _CACHE_BYTES: Final = 256 << 20
-"""Memory limit of the node cache. The last node read is always cached."""
+"""Memory limit of the node cache, in bytes. The last node read is always cached."""
 
 _MAX_VISITS: Final = 64
 """Limit of visits to one node per listing. A tree whose nodes refer to the same few nodes
@@ -61,8 +61,8 @@ class Database:
 
         Raises:
             ObjectNotFoundError: there is no manifest.
-            CorruptCheckpointError: it is damaged.
-            UnsupportedVersionError: it has a newer format.
+            CorruptCheckpointError: the manifest is damaged, or no numbered manifest exists.
+            UnsupportedVersionError: the manifest has a newer format.
         """
         base = f"{directory.removesuffix('/')}/" if directory else ""
         manifest = _read_manifest(store, base, _MANIFEST)
@@ -79,7 +79,8 @@ class Database:
 
         Raises:
             CorruptCheckpointError: a node is damaged or missing.
-            UnsupportedVersionError, StorageError
+            UnsupportedVersionError: a node has a newer format.
+            StorageError: a node cannot be read.
         """
         reference = self._version.root
         if reference is None:
@@ -140,8 +141,8 @@ class Database:
         """Return the bytes of a value.
 
         Raises:
-            CorruptCheckpointError: its file is missing or too short.
-            StorageError
+            CorruptCheckpointError: the file of the value is missing or too short.
+            StorageError: the file cannot be read.
         """
         if value.inline is not None:
             return value.inline

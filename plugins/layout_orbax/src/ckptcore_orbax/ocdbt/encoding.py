@@ -31,7 +31,10 @@ _ENTRY_BYTES: Final = 16
 """Approximate size of an entry in a node, without its key and an inline value."""
 
 _SHARED_BYTES: Final = 512
-"""Maximum length of the shared prefixes that are removed from keys. Readers accept shorter prefixes."""
+"""Maximum number of bytes that a key omits because it shares them with the previous key.
+
+Readers also accept keys that omit fewer bytes than they share.
+"""
 
 _COMPARED_BYTES: Final = 1 << 22
 """Size of the keys compared at a time, in bytes."""
@@ -71,7 +74,7 @@ def encode_database(
         node_file: file for the nodes, relative to the directory of the database, such as
             ``d/<32 hex digits>``.
         created_ns: current time, in nanoseconds since 1970.
-        node_bytes: approximate size of a node.
+        node_bytes: approximate size of a node, in bytes.
 
     Raises:
         NameCollisionError: two entries have the same key.
@@ -117,7 +120,7 @@ class _EncodedNode:
 def _encode_tree(
     keys: Sequence[bytes], values: Sequence[ValueLocation], file: DataFile, node_bytes: int, nodes: list[bytes]
 ) -> NodeReference:
-    """Append all nodes, children before their parents. Return the root."""
+    """Append the bytes of all nodes to `nodes`, children before their parents. Return the location of the root."""
     columns = _ValueColumns.of(values)
     offset = 0
 
@@ -169,7 +172,7 @@ class _ValueColumns:
 
     Attributes:
         inlines: inline values, None for others.
-        lengths: in bytes.
+        lengths: lengths of the values, in bytes.
         inline_bytes: lengths of inline values, 0 for others.
         paths: all files, sorted.
         numbers: index of the file in `paths`; -1 for inline values.

@@ -45,7 +45,7 @@ class Version:
     """A version of a database.
 
     Attributes:
-        generation: versions are numbered from 1.
+        generation: number of the version, from 1.
         root: location of the root node; None if there are no keys.
         statistics: statistics of the whole tree.
         created_ns: time of writing, in nanoseconds since 1970.
@@ -79,7 +79,8 @@ def decode_manifest(data: bytes, directory: str, byte_range: ByteRange) -> Manif
         byte_range: location of the manifest, for errors.
 
     Raises:
-        CorruptCheckpointError, UnsupportedVersionError
+        CorruptCheckpointError: the manifest is damaged.
+        UnsupportedVersionError: the manifest has a newer format.
     """
     cursor = Cursor(decode_frame(data, MANIFEST_MAGIC, byte_range), byte_range)
     uuid = cursor.take(16, "the UUID")

@@ -27,8 +27,8 @@ _MAX_PATH_BYTES: Final = 65535
 
 _ALWAYS_ALLOWED_TABLE: Final = 1 << 20
 _MAX_GROWTH: Final = 64
-"""Limit for the paths of a table: `_ALWAYS_ALLOWED_TABLE` bytes, or `_MAX_GROWTH` times their size with
-shared prefixes removed.
+"""Limit for the paths of a table: `_ALWAYS_ALLOWED_TABLE` bytes or, if that is more, `_MAX_GROWTH` times their
+size with shared prefixes removed.
 """
 
 
@@ -59,7 +59,8 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 
     Args:
         cursor: position of the table.
-        transitive: prefix of every path.
+        transitive: transitive path of the manifest or node, a prefix of every path in its table. For a
+            manifest this is the directory of the database.
 
     Raises:
         CorruptCheckpointError: the table is invalid, or a path leaves the store.

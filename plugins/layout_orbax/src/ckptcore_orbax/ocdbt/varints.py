@@ -10,16 +10,16 @@ import numpy.typing as npt
 __all__ = ["decode_varints", "encode_varint", "encode_varints"]
 
 _MAX_BYTES: Final = 10
-"""Maximum length of a 64-bit number: nine groups of 7 bits, and one bit."""
+"""Maximum length of a 64-bit number in bytes: nine groups of 7 bits, and one bit."""
 
 _FEW: Final = 16
-"""Below this number of values, a loop is faster than NumPy."""
+"""Up to this number of values, a loop is faster than NumPy."""
 
 
 def decode_varints(data: npt.NDArray[np.uint8], position: int, count: int) -> tuple[npt.NDArray[np.uint64], int]:
-    """Return `count` consecutive numbers, and the position after them. Accepts padded numbers.
+    """Return `count` consecutive numbers, and the position after them.
 
-    Memory use depends on the available bytes, not on `count`.
+    Accepts encodings with more bytes than necessary. Memory use depends on the available bytes, not on `count`.
 
     Raises:
         ValueError: the data ends too early, or a number has more than 64 bits.

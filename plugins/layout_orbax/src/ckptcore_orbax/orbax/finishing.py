@@ -48,8 +48,9 @@ class _ReceiptChunks:
 
     Attributes:
         files: keys of the data files.
-        leaf, chunk, file, offset, length: for each stored chunk, its array, its number in the grid,
-            its position in `files`, and its byte range there.
+        leaf, chunk: array of each chunk, and number of the chunk in the grid.
+        file, offset, length: position in `files` of the data file that contains the chunk, and byte
+            range in it. Empty if chunks are objects.
         digested_leaf, digested_chunk: array and number of each chunk that has digests.
         digest: the digests of all these chunks, one after another.
     """

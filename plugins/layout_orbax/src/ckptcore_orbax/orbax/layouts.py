@@ -68,7 +68,7 @@ class _OrbaxLayout(Layout):
         """Validate the options.
 
         Raises:
-            ValueError
+            ValueError: an option is invalid.
         """
         check_chunk_bytes(self.chunk_bytes)
         parse_compression(self.compression)
@@ -104,8 +104,8 @@ class _OrbaxLayout(Layout):
         """Reject names that collide, and arrays that cannot be stored.
 
         Raises:
-            NameCollisionError: two arrays have the same name, or names that collide in the store.
-        UnsupportedKeyError: a key cannot be part of a name.
+            NameCollisionError: two leaves would have the same name.
+        UnsupportedKeyError: a name is too long for a database.
         UnsupportedLeafError: an array cannot be stored with these options.
         """
         options = self._layout_options()
@@ -225,7 +225,7 @@ class OcdbtLayout(_OrbaxLayout):
         """Validate the options.
 
         Raises:
-            ValueError
+            ValueError: an option is invalid.
         """
         _OrbaxLayout.__post_init__(self)
         if self.zarr_format not in (2, 3):

@@ -32,7 +32,7 @@ def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
     looks it up finds nothing instead of another array.
 
     Raises:
-        NameCollisionError
+        NameCollisionError: two leaves would have the same name.
     """
     names = leaf_names(paths)
     joined = {leaf: ".".join(map(str, path)).rstrip("/") for leaf, path in paths.items()}
@@ -50,7 +50,7 @@ def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
     """Return the directory of each leaf: the name from `key_names` if every file system supports it.
 
     Raises:
-        NameCollisionError
+        NameCollisionError: two leaves would have the same name.
     """
     names = key_names(paths)
     counts = Counter(name.replace("\\", "/").rstrip("/") for name in names.values())

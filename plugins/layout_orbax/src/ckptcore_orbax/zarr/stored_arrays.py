@@ -35,14 +35,14 @@ _MAX_NAME_BYTES: Final = 64_000
 """Maximum name length in a database, whose keys have up to 65,535 bytes: leaves room for any chunk index."""
 
 _MAX_BLOSC_BYTES: Final = (1 << 31) - 17
-"""Maximum input of blosc, BLOSC_MAX_BUFFERSIZE."""
+"""Maximum input of blosc in bytes, BLOSC_MAX_BUFFERSIZE."""
 
 
 def array_names(tree: TreeMetadata, options: LayoutOptions) -> dict[int, str]:
-    """Return the name of every array, including aliases and small values, which Orbax stores as arrays.
+    """Return a name for every leaf. Aliases and values have names too, because Orbax stores them as arrays.
 
     Raises:
-        NameCollisionError
+        NameCollisionError: two leaves would have the same name.
         UnsupportedKeyError: a name is too long for a database.
     """
     paths = dict(enumerate(tree.paths))
@@ -72,12 +72,12 @@ def stored_format(record: ArrayRecord, name: str, options: LayoutOptions, size: 
 
     Args:
         record: the array.
-        name: its name.
+        name: name of the array.
         options: storage options of the checkpoint.
-        size: number of processes that write it.
+        size: number of processes that write the checkpoint.
 
     Raises:
-        UnsupportedLeafError: it cannot be stored.
+        UnsupportedLeafError: the array cannot be stored with these options.
     """
     try:
         array = array_options(name, options.default, options.rules)
@@ -136,7 +136,7 @@ def stored_box(box: Box, stored: ArraySpec) -> Box:
 
 
 def stored_view(array: HostArray, stored: ArraySpec) -> HostArray:
-    """Return the stored elements for a box of an array; shares memory if they are equal."""
+    """Return the elements of a box as stored. Returns `array` itself if the dtype is stored unchanged."""
     dtype = stored.numpy_dtype
     little = array.dtype.newbyteorder("<")
     if little == dtype.newbyteorder("<"):

@@ -21,7 +21,7 @@ from ckptcore.errors import CheckpointError
 __all__ = ["begin_use", "clear_frames", "expect_usable", "using_tensorstore"]
 
 _PATIENCE_SECONDS: Final = 10.0
-"""Maximum wait at exit for daemon threads to leave tensorstore; a read from a storage may hang."""
+"""Maximum wait at exit for daemon threads to leave tensorstore, because a read from a storage may hang."""
 
 
 class _UseCounter:
@@ -84,7 +84,10 @@ def expect_usable() -> None:
 
 
 def begin_use() -> Callable[[], None]:
-    """Start a use of tensorstore. The exit of the program waits until the returned function is called.
+    """Start a use of tensorstore. Call the returned function at its end.
+
+    The exit of the program waits for the end of uses in daemon threads, for at most
+    `_PATIENCE_SECONDS`. Other threads end before.
 
     Raises:
         CheckpointError: tensorstore would end the process.
@@ -109,9 +112,10 @@ def clear_frames(error: BaseException) -> None:
 
 @contextmanager
 def using_tensorstore() -> Iterator[None]:
-    """Context manager for a use of tensorstore. The exit of the program waits for its end.
+    """Context manager for a use of tensorstore. See `begin_use`.
 
-    No tensorstore object survives the context.
+    The caller must not keep tensorstore objects beyond the context. In a daemon thread, the context
+    clears the frames of an error, because they can refer to such objects.
 
     Raises:
         CheckpointError: tensorstore would end the process.

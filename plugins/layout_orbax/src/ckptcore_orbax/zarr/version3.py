@@ -23,21 +23,22 @@ _MEMBERS: Final = frozenset(
     ]
 )  # fmt: skip
 _CACHED_BYTES: Final = 2048
+"""Maximum size of a file whose parsed content is cached, in bytes."""
 
 
 def parse_zarr3(data: bytes, key: str) -> ArrayFormat:
     """Parse the ``zarr.json`` of an array, which may be hostile.
 
-    Follows the zarr 3.0 specification and accepts what TensorStore 0.1.86 accepts. Results are
-    cached by content.
+    Follows the zarr 3.0 specification and accepts what TensorStore 0.1.86 accepts. Results for
+    small files are cached by content.
 
     Args:
         data: the whole file.
-        key: its name, for errors.
+        key: key of the file, for errors.
 
     Raises:
-        CorruptCheckpointError: it is not the metadata of an array.
-        UnsupportedLeafError: it has a dtype or a feature that is not supported.
+        CorruptCheckpointError: the file is not the metadata of an array.
+        UnsupportedLeafError: the array has a dtype or a feature that is not supported.
     """
     try:
         return _parse_again(data) if len(data) <= _CACHED_BYTES else _parse(data)
@@ -113,7 +114,7 @@ def zarr3_array(
 def inner_array(format: ArrayFormat) -> ArrayFormat:
     """Return the format of an array of one inner chunk, for decoding such a chunk by itself.
 
-    The key of its only chunk is ``inner_array(format).chunk_key((0,) * axes)``.
+    The key of the only chunk is ``inner_array(format).chunk_key((0,) * axes)``.
     """
     document = dict(format.document)
     document["shape"] = list(format.inner)

@@ -53,7 +53,8 @@ class _ObjectWriter:
         """Queue the writing of one object.
 
         Raises:
-            StorageError: an earlier write failed. Stop: a failing storage may take minutes per object.
+            StorageError: an earlier write failed. The caller should queue no further objects, because
+                a failing storage may take minutes per object.
         """
         while len(self._started) >= _STARTED:
             self._started.popleft().result()
@@ -72,7 +73,7 @@ class _ObjectWriter:
         """Wait until all objects are written.
 
         Raises:
-            StorageError: the first error.
+            StorageError: the error of a failed write.
         """
         while self._started:
             self._started.popleft().result()
@@ -96,7 +97,7 @@ _ALIGNMENT: Final = 8
 """Alignment of values in a data file, in bytes, so that elements of every dtype are aligned."""
 
 _LARGE_ALIGNMENT: Final = 4096
-"""Alignment of large values: one page."""
+"""Alignment of chunks of at least `_SMALL_BYTES` in a data file, in bytes: one page."""
 
 
 def data_directory(rank: int) -> str:
@@ -111,7 +112,16 @@ _Encode: TypeAlias = Callable[[Sequence[ChunkSource]], Generator[_StoredChunk, N
 
 @dataclass(slots=True)
 class _ReceiptColumns:
-    """The chunks of a process in its receipt, as columns."""
+    """The chunks of a process in its receipt, as columns.
+
+    Attributes:
+        leaf, chunk: array of each chunk, and number of the chunk in the grid. If chunks are objects,
+            there is a row for each object.
+        file, offset, length: number of the data file that contains the chunk, and byte range in it.
+            Empty if chunks are objects.
+        digested_leaf, digested_chunk: array and number of each encoded chunk.
+        digest: the digests of all encoded chunks, one after another.
+    """
 
     leaf: list[int] = field(default_factory=list)
     chunk: list[int] = field(default_factory=list)
@@ -142,7 +152,7 @@ class _ReceiptColumns:
 
 
 def write_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) -> JSON:
-    """Write every chunk of this process. Return the state of the receipt, which locates them.
+    """Write every chunk of this process. Return the state of the receipt, which lists the chunks.
 
     Raises:
         AtomicityError: this process has only a part of a chunk.
@@ -151,9 +161,9 @@ def write_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) 
 
 
 def forecast_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) -> WriteForecast:
-    """Store the objects that `write_arrays` would, with encoded chunks of maximum size.
+    """Store the objects that `write_arrays` would store, but with encoded chunks of maximum size.
 
-    Larger chunks result in more data files.
+    Because of this size, a forecast can have more data files than the save.
 
     Raises:
         AtomicityError: see `write_arrays`.
@@ -222,7 +232,7 @@ class _DataFiles:
         self._columns = columns
 
     def write_direct(self, sources: Sequence[ChunkSource]) -> None:
-        """Write raw chunks. Starts a new file when the current one reaches its target size."""
+        """Write raw chunks. Starts a new file before a chunk that would exceed the target size of the current one."""
         self._store.write_many(self._direct_files(sources))
 
     def _direct_files(self, sources: Sequence[ChunkSource]) -> Iterator[tuple[str, Sequence[Segment]]]:
