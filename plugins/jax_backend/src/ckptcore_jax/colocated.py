@@ -91,8 +91,8 @@ class ColocatedExecutor(StagedExecutor):
             workers: devices of each worker; None for all devices, grouped by host.
 
         Raises:
-            PluginError: if colocated Python is unavailable, if a device has two workers, or if a worker
-                has no device.
+            PluginError: if colocated Python is unavailable, if a device has two workers, or if a
+                worker has no device.
         """
         found = devices_by_host(jax.devices()) if workers is None else workers
         self._worker_of = {device: number for number, devices in enumerate(found) for device in devices}

@@ -157,7 +157,8 @@ class JaxLeafHandler(LeafHandler):
     def replicas(self, leaf: Any, size: int) -> int:
         """Return the number of processes that have each box, or 1 if the number varies.
 
-        Returns `size` for an array in a single process, because every process may have an equal array.
+        Returns `size` for an array in a single process, because every process may have an equal
+        array.
         """
         sharding = concrete_sharding(leaf.sharding)
         replicas = None if sharding is None else placement_of(sharding, leaf.shape).replicas
@@ -212,8 +213,8 @@ class JaxLeafHandler(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build an array with the requested dtype, weak type and sharding.
 
-        The array is uncommitted if the abstract leaf is uncommitted or has no sharding. On the CPU backend
-        the array may use the memory of the read buffer.
+        The array is uncommitted if the abstract leaf is uncommitted or has no sharding. On the CPU
+        backend the array may use the memory of the read buffer.
 
         Raises:
             UnsupportedLeafError: if the stored leaf cannot be converted.

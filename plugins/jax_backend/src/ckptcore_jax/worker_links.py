@@ -131,7 +131,8 @@ def _run_write_stage(message: jax.Array, *arrays: jax.Array) -> jax.Array:
 def _run_read_stage(message: jax.Array) -> list[jax.Array]:
     """Run a read stage. Return its report and the boxes as arrays. Runs on a worker.
 
-    If the stage fails, the boxes are zeros, because the caller has fixed the number and shapes of the results.
+    If the stage fails, the boxes are zeros, because the caller has fixed the number and shapes of
+    the results.
     """
     stage, specs = pickle.loads(_decode_message(message))
     report, read = stage()

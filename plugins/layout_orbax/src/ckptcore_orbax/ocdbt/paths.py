@@ -59,8 +59,8 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 
     Args:
         cursor: position of the table.
-        transitive: transitive path of the manifest or node, a prefix of every path in its table. For a
-            manifest this is the directory of the database.
+        transitive: transitive path of the manifest or node, a prefix of every path in its table.
+            For a manifest this is the directory of the database.
 
     Raises:
         CorruptCheckpointError: the table is invalid, or a path leaves the store.

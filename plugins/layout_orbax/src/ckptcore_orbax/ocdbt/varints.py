@@ -19,7 +19,8 @@ _FEW: Final = 16
 def decode_varints(data: npt.NDArray[np.uint8], position: int, count: int) -> tuple[npt.NDArray[np.uint64], int]:
     """Return `count` consecutive numbers, and the position after them.
 
-    Accepts encodings with more bytes than necessary. Memory use depends on the available bytes, not on `count`.
+    Accepts encodings with more bytes than necessary. Memory use depends on the available bytes, not
+    on `count`.
 
     Raises:
         ValueError: the data ends too early, or a number has more than 64 bits.

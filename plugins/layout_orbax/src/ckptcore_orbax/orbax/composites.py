@@ -22,7 +22,7 @@ __all__ = ["Composite", "find_composite"]
 
 _METRICS: Final = "metrics"
 _PREFERRED: Final = ("state", "default", "pytree", "params")
-"""Names of the default tree, by priority: of Orbax version 1, of `CheckpointManager`, and of older software."""
+"""Names of the default tree, by priority. Orbax version 1 uses the first one, `CheckpointManager` the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Composite:
     Attributes:
         members: kind of each member by its name, which is its directory; ``other`` if only the software
             that saved it can read it. Sorted.
-        default_tree: the member that a load of one tree uses: the only tree, or the first one named in
-            `_PREFERRED`. None if there is no such tree.
+        default_tree: the member that a load of one tree uses: the only tree, or the first one that
+            `_PREFERRED` names. None if there is no such tree.
         writer: name of the software that wrote it.
         custom: the user's metadata. Metrics that are not numbers are here too, under ``metrics``.
         metrics: the user's metrics that are numbers.
@@ -51,9 +51,9 @@ class Composite:
 def find_composite(store: ReadStore) -> Composite | None:
     """Return the composite in the store's directory; None if it is a single item or not an Orbax checkpoint.
 
-    Everything may be hostile. A directory of steps is not a composite. Members whose deletion has
-    begun are ignored, as in Orbax. A directory is a member if it contains Orbax files or if
-    `_CHECKPOINT_METADATA` names it.
+    Everything may be hostile. A directory of steps is not a composite. A directory is a member if
+    it contains Orbax files or if `_CHECKPOINT_METADATA` names it. Temporary and hidden directories
+    are ignored, and so are members whose deletion has begun, as in Orbax.
 
     Raises:
         CorruptCheckpointError: a metadata file is invalid.

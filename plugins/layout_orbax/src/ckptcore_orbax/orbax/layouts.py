@@ -47,8 +47,8 @@ class _OrbaxLayout(Layout):
     Attributes:
         chunk_bytes: target size of a read chunk, in bytes. A larger part of an array that one
             process writes is divided into several read chunks. None: do not divide.
-        compression: compression of every read chunk: ``zstd``, ``gzip`` or ``blosc``, also with a level as
-            in ``zstd:3``, or None.
+        compression: compression of every read chunk: ``zstd``, ``gzip`` or ``blosc``, also with a level
+            as in ``zstd:3``, or None.
         rules: other options for arrays selected by patterns, applied in order.
         item: Orbax item name, which is the directory, for a checkpoint of one tree. Version 1 of Orbax
             and its `training.Checkpointer` look for ``state``, `CheckpointManager` of version 0 looks
@@ -105,8 +105,8 @@ class _OrbaxLayout(Layout):
 
         Raises:
             NameCollisionError: two leaves would have the same name.
-        UnsupportedKeyError: a name is too long for a database.
-        UnsupportedLeafError: an array cannot be stored with these options.
+            UnsupportedKeyError: a name is too long for a database.
+            UnsupportedLeafError: an array cannot be stored with these options.
         """
         options = self._layout_options()
         names = array_names(tree, options)

@@ -113,8 +113,8 @@ def value_text(record: ValueRecord) -> str | None:
     """Return the string that Orbax reads for a value; None for None and for values stored as arrays.
 
     An int of more than 64 bits becomes hexadecimal text. A value that is neither str nor int
-    becomes JSON. Characters that UTF-8 cannot encode are replaced, because other readers reject a file with
-    them.
+    becomes JSON. Characters that UTF-8 cannot encode are replaced, because other readers
+    reject a file with them.
     """
     if record.kind == "none" or value_array(record) is not None:
         return None

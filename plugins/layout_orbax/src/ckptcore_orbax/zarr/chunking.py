@@ -104,9 +104,9 @@ def read_chunk_shape(
     axis with most shards, into up to 64 pieces, because another mesh is most likely to divide that
     axis further. Then follow the other sharded axes. If that is not enough, all axes are divided
     without the limit of 64, in the same order. Among axes with equally many shards the leading ones
-    are first, so that rows stay contiguous. Pieces have at most `chunk_bytes`, and more than half of that if the
-    factors of the extents allow. Their number is a multiple of a high power of two, because meshes
-    usually double.
+    are first, so that rows stay contiguous. Pieces have at most `chunk_bytes`, and more than half
+    of that if the factors of the extents allow. Their number is a multiple of a high power of two,
+    because meshes usually double.
 
     Args:
         spec: the array.
