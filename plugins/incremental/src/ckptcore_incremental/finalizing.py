@@ -59,7 +59,8 @@ def finalize_sessions(
         wait: waits for the sessions of this process. If a session failed on one rank, every rank
             raises an error.
     """
-    # First, because every rank must count this exchange, even if a later step fails on some ranks.
+    # Compute the key first: it counts the operations at this location, and every rank must count
+    # this one, even if a later step fails on some ranks.
     key = runtime_of(context).exchange_key(location)
     job = runtime_of(context).job()
     recording = Recording("save", str(location), context.observers, rank=job.rank)
@@ -144,7 +145,7 @@ def _errors_as_corruption(location: Location) -> Iterator[None]:
     Unlike the receipts of a running save, these receipts were read from the storage.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: in place of such an error.
     """
     try:
         yield

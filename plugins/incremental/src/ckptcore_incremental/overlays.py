@@ -38,9 +38,10 @@ def overlay(
 ) -> OverlaidTree:
     """Overlay the tree of an update on the tree of its base. Leaves that the update lacks come from the base.
 
-    A mapping gets the keys of both trees, those of the base first. So does a container with
-    placeholders. Any other container of the update replaces the base's container, or only its
-    children if both have the same keys. An empty update changes nothing.
+    A mapping gets the keys of both trees, those of the base first. A container with placeholders
+    keeps all keys of the base. Any other container is overlaid child by child if its type and keys
+    equal those of the base's container, and else replaces that container. An empty update changes
+    nothing.
 
     Args:
         base, update: the trees.
@@ -48,8 +49,8 @@ def overlay(
         containers: containers of the update that have placeholders, with all their keys.
 
     Raises:
-        TreeMismatchError: if the trees do not fit, or the base has nothing at the path of a
-            placeholder.
+        TreeMismatchError: if a container with placeholders differs from the base's in type or keys,
+            or the base has nothing at the path of a placeholder.
     """
     walk = _TreeWalk(base, update)
     is_empty = isinstance(update.skeleton, Node) and update.skeleton.kind in MAPPINGS and not update.skeleton.keys
@@ -99,7 +100,7 @@ class _TreeWalk:
         self._trees = {True: base, False: update}
         self._numbers = {of: {path: leaf for leaf, path in enumerate(tree.paths)} for of, tree in self._trees.items()}
         self.sources: list[tuple[bool, int]] = []
-        """For each leaf of the whole tree: True if it comes from the base, and its number in the base or update."""
+        """For each leaf of the whole tree: True if it comes from the base, and its leaf number in its source tree."""
         self.records: list[LeafRecord] = []
         self.differences: list[str] = []
 

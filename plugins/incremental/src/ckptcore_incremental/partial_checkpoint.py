@@ -65,9 +65,10 @@ class PartialCheckpoint:
     def save(self, state: object) -> None:
         """Save a part of the tree as one session. Return once the session is complete and durable.
 
-        In a job every process must call this. Mappings of all sessions are merged by key. Every
-        other container, and every value in several sessions, must be equal in all of them. Sessions
-        may save different boxes of one sharded array (`ShardedArray`, arrays of a job).
+        In a job every process must call this. Mappings of all sessions are merged by key. If
+        several sessions save another container, or a value that is not an array, it must be equal
+        in all of them. Sessions may save different boxes of one sharded array (`ShardedArray`,
+        arrays of a job).
 
         Args:
             state: the part of the tree.
@@ -79,7 +80,8 @@ class PartialCheckpoint:
             SaveLostError: if another session is running at the location, or took over from this
                 one.
             CheckpointError: if the layout differs from the earlier sessions', or does not support
-            sessions. The errors of `ckptcore.save`.
+                sessions.
+            The errors of `ckptcore.save`.
         """
         perform_save(self._request(state), self._context)
 
@@ -104,7 +106,8 @@ class PartialCheckpoint:
         Raises:
             CheckpointNotFoundError: if there is no partial save, or it has no complete session.
             TreeMismatchError: if elements of arrays are missing. Names the arrays.
-            CheckpointError: if the options of the layout differ from the sessions'.
+            CheckpointError: if the layout or its options differ from the sessions', or the layout
+                cannot store the tree.
             SaveLostError: if a session is running or began during the call.
             CorruptCheckpointError: if the tables of the sessions are damaged.
         """
@@ -138,8 +141,8 @@ class PartialCheckpoint:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Wait for asynchronous sessions.
 
-        Raise the first error that was not retrieved yet, or add it as a note to the error of the
-        block.
+        Raise the first error that was not retrieved yet. If the block itself raised an error, add
+        such errors to it as notes instead.
         """
         if error is None:
             self._wait()

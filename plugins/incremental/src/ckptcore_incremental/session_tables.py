@@ -66,7 +66,7 @@ def describe_session(partial: PartialSave, data: bytes, receipts: Sequence[Recei
     """Return the entry of a complete session for the session table of the partial save.
 
     Args:
-        partial: the partial save; its owner is the session.
+        partial: the partial save, whose `owner` is the first rank of this session.
         data: the encoded table of the session.
         receipts: receipts of its processes.
         created: current time, ISO 8601 in UTC.
@@ -94,7 +94,8 @@ def read_sessions(store: StorageBackend, partial: PartialSave) -> Sequence[Sessi
         partial: the partial save.
 
     Raises:
-        CorruptCheckpointError, UnsupportedVersionError
+        CorruptCheckpointError: if a table is missing or damaged.
+        UnsupportedVersionError: if another version of this package wrote it.
     """
     return [decode_session(_read_table(store, session), session) for session in partial.sessions]
 
@@ -161,7 +162,8 @@ def _validate_receipt(receipt: Receipt, tree: TreeMetadata, rank: int) -> None:
     """Check that the columns of a receipt are consistent, before memory of their size is allocated.
 
     Raises:
-        ValueError, TypeError, InvalidLocationError
+        ValueError, TypeError: if the columns are inconsistent.
+        InvalidLocationError: if the key of an object is invalid.
     """
     items = receipt.items
     assert isinstance(items, ItemColumns)  # `decode_receipts` returns columns
@@ -210,14 +212,15 @@ def merge_sessions(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple
     """Return one tree with the leaves of all sessions, and all receipts with leaf numbers of that tree.
 
     Args:
-        sessions: at least one, in their order.
+        sessions: at least one, in the order in which they were completed.
         layout: layout of all sessions.
 
     Raises:
         TreeMismatchError: if the trees cannot be merged.
         NameCollisionError: if an array would have another name in the merged tree than in its
             session.
-        KeyError, IndexError, TypeError, ValueError: raised by the layout for a hostile state.
+        KeyError, IndexError, TypeError, ValueError: raised by the layout for an invalid receipt
+            state.
     """
     tree, numbers = _merge_trees(sessions, layout)
     return tree, [
@@ -241,8 +244,8 @@ def written_boxes(
         layout: layout of all sessions.
 
     Raises:
-        TreeMismatchError: if the trees cannot be merged, or if earlier sessions wrote all of an
-            array.
+        TreeMismatchError: if the trees cannot be merged, or if earlier sessions wrote all
+            elements of an array of the new session.
         NameCollisionError: if an array would have another name in the merged tree.
     """
     if not sessions:
@@ -276,7 +279,7 @@ def expect_unwritten(tree: TreeMetadata, items: Sequence[WriteItem], written: Ma
         written: result of `written_boxes`.
 
     Raises:
-        TreeMismatchError
+        TreeMismatchError: if an earlier session wrote some of them.
     """
     found = [
         f"{format_path(tree.paths[item.leaf])}, elements {list(common.start)} to {list(common.stop)}"

@@ -58,7 +58,7 @@ class PartialSession:
         Raises:
             CheckpointExistsError: if the location has something other than a partial save.
             TreeMismatchError, NameCollisionError: if the session does not fit the earlier sessions.
-            UnsupportedLeafError: if workers of this controller hold some of the arrays.
+            UnsupportedLeafError: if the state has arrays on workers of a single controller.
             CheckpointError: if the layout does not support sessions, or differs from the earlier
                 sessions' layout.
         """
@@ -133,7 +133,10 @@ class _SessionCommit:
             self._claim.complete(describe_session(partial, data, part.receipts, save_created()))
 
     def settle(self, error: Exception | None) -> None:
-        """After a failed exchange, log a warning on the leader, and read the session table on the other ranks."""
+        """After a failed exchange, log a warning on the leader.
+
+        The other ranks read the session table to find out whether the session is complete.
+        """
         if error is None:
             return
         if self._claim is None:
@@ -178,7 +181,7 @@ class _OpenSession:
     Attributes:
         location: the location of the partial save.
         planned: the planned session.
-        transaction: the resumed transaction.
+        transaction: the transaction of the partial save, begun or resumed.
     """
 
     location: Location
@@ -194,8 +197,8 @@ class _OpenSession:
         """Add the session to the session table. Durable if the storage was opened durable.
 
         Raises:
-            CheckpointExistsError: if another save, which began before the first session, has been
-                committed.
+            CheckpointExistsError: if a save that is no session has committed a checkpoint at the
+                location meanwhile.
             SaveLostError: if another session or a deletion took over. The session is not added.
             CommitUnknownError: if the session may have been added.
         """
@@ -297,7 +300,7 @@ def expect_session_support(layout: Layout) -> None:
     """Check that a layout supports sessions.
 
     Raises:
-        CheckpointError
+        CheckpointError: if it does not.
     """
     if not layout.capabilities.sessions:
         raise CheckpointError(
@@ -310,7 +313,7 @@ def expect_same_layout(location: Location, partial: PartialSave, layout: Layout)
     """Check that a layout and its options are the same as in the earlier sessions.
 
     Raises:
-        CheckpointError
+        CheckpointError: if they differ.
     """
     if (layout.name, layout.session_options) != (partial.layout, partial.agreed):
         stored, given = (

@@ -35,7 +35,7 @@ from ckptcore_incremental.overlays import overlay
 __all__ = ["Update"]
 
 _CHANGE_SECONDS: Final = 180.0
-"""Seconds that an update waits for a save or a deletion that changes its base."""
+"""Maximum seconds that an update waits for a save or a deletion that changes its base."""
 
 _FIRST_POLL_SECONDS: Final = 0.01
 _LAST_POLL_SECONDS: Final = 2.0
@@ -148,10 +148,10 @@ class _UpdateCommit(PlainCommit):
 
 @contextmanager
 def _pinned_bases(bases: Sequence[Location]) -> Iterator[None]:
-    """Pin the bases of an update, so that they cannot be deleted. Skips bases in directories without write access.
+    """Pin the bases of an update, so that they cannot be deleted. Skips bases whose storage refuses the pin.
 
     Args:
-        bases: the locations. Check inside the block that each base exists.
+        bases: the locations. The caller must check inside the block that each base still exists.
 
     Raises:
         CheckpointNotFoundError, SaveLostError: if a base is being deleted or replaced.
@@ -169,7 +169,11 @@ def _pinned_bases(bases: Sequence[Location]) -> Iterator[None]:
 
 
 def _wait_until_unchanging(base: Location) -> None:
-    """Wait until no save to a base and no deletion of it is running."""
+    """Wait until no save to a base and no deletion of it is running.
+
+    Raises:
+        SaveLostError: if one still runs after `_CHANGE_SECONDS`.
+    """
     deadline = SYSTEM_CLOCK.now() + _CHANGE_SECONDS
     pause = _FIRST_POLL_SECONDS
     while base.commits.is_changing(base):
@@ -191,7 +195,8 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
         TreeMismatchError: if the given tree does not fit the base.
         InvalidLocationError: if the base is the target itself, or the Context does not allow its
             location.
-        CheckpointError: if the base was not written by ckptcore.
+        CheckpointError: if the base was not written by ckptcore, or was replaced while the ranks
+            opened it.
     """
     agreement, context = draft.save.agreement, draft.save.context
     (description,) = draft.descriptions

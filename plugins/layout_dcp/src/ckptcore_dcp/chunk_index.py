@@ -59,7 +59,7 @@ class StorageIndex(ChunkIndex):
         return ()
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`. Includes the bytes between the elements of a strided view."""
+        """See `ChunkIndex.extents`. Includes the bytes between the elements of a view; compressed: all bytes."""
         if (location := self._locations.get(leaf)) is not None:
             yield location.key, *location.extent
 

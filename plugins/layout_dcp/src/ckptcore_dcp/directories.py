@@ -1,11 +1,12 @@
 """Step directories of training programs, with several torch.distributed.checkpoint directories.
 
-xorl, and others, save ``step_100/model``, ``step_100/optimizer`` and the state of each process in
-``step_100/extra_state/extra_state_rank_0.pt``. Other entries become members if they can contain a
-tree: safetensors or torch.save files. Everything else (tokenizers, logs) is ignored. Only names and
-the first bytes of files are read.
+Some training programs (such as xorl) save ``step_100/model``, ``step_100/optimizer`` and the state
+of each process in ``step_100/extra_state/extra_state_rank_0.pt``. In addition to the directories of
+torch.distributed.checkpoint, two kinds of entries become members: subdirectories with safetensors
+or torch.save files, and torch.save files. Everything else (tokenizers, logs) is ignored. Only names
+and the first bytes of files are read.
 
-A directory of steps has the same structure. The names of its entries tell the two apart.
+A directory of several steps has the same structure, but its subdirectories have names of steps.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def is_torch_file(store: ReadStore, key: str) -> bool:
 
 
 def find_rank_files(names: Sequence[str]) -> Sequence[str] | None:
-    """Return the names ordered by rank if the directory contains only one file per process, else None.
+    """Return the names ordered by rank if the directory contains nothing but one file per process, else None.
 
     Raises:
         CorruptCheckpointError: the file of a process is missing.

@@ -47,7 +47,7 @@ _OF_TORCH: Final = "torch."
 """Prefix of the kind of a leaf with raw bytes. The name of the torch dtype follows."""
 
 _WRITTEN: Final = frozenset(["torch.float4_e2m1fn_x2"])
-"""Kinds whose dtypes torch.distributed.checkpoint can copy (torch 2.13.0). It can neither save nor load others."""
+"""Kinds of `_RAW_BYTES` that torch.distributed.checkpoint can save and load (torch 2.13.0)."""
 
 
 def known_dtype(name: str) -> str | None:
@@ -63,7 +63,7 @@ def spec_and_kind(dtype: str, shape: tuple[int, ...]) -> tuple[ArraySpec, str]:
 
 
 def torch_dtype(dtype: str, kind: str) -> str:
-    """Return the torch dtype of a leaf. Kinds that torch.distributed.checkpoint cannot copy become uint8."""
+    """Return the torch dtype of a leaf. Kinds that torch.distributed.checkpoint cannot save become uint8."""
     return kind.removeprefix(_OF_TORCH) if dtype == "uint8" and kind in _WRITTEN else dtype
 
 

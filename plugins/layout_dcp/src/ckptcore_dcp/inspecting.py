@@ -155,7 +155,7 @@ class InspectedChunks:
         self._stops: Sequence[Sequence[int]] = (found.offsets + found.sizes).T.tolist()
 
     def cuts(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-        """Return the grid cuts of a tensor with this shape, or None if it is one chunk. See `cuts_of`."""
+        """Return the grid cuts of a tensor with this shape, or None if it has at most one chunk. See `cuts_of`."""
         first, last = self._bounds[number], self._bounds[number + 1]
         if last - first < 2:
             return None

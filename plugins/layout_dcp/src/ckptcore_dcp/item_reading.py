@@ -1,8 +1,8 @@
 """Reader of chunks that are torch.save items, written by torch or compatible software.
 
 An item is a zip file. Its directory locates the pickle and the elements; the pickle states shape
-and strides. If the elements are in C order, only the requested ones are read, directly into the
-destination. Otherwise they are gathered.
+and strides. Small and compressed items are read whole. Of other items only the requested elements
+are read: directly into the destination if they are in C order, otherwise by gathering.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ItemRead", "StoredItem", "read_items"]
 _Templates: TypeAlias = TemplateCache[ArraySpec, ArrayLocation]
 
 _SMALL_BYTES: Final = 1 << 18
-"""Items up to this size are read whole, together with their neighbours."""
+"""Items up to this size, and compressed items of any size, are read whole, together with their neighbours."""
 _WINDOW_BYTES: Final = 4 << 20
 _GAP_BYTES: Final = 1 << 14
 _MAX_GROWTH: Final = 4
@@ -47,7 +47,8 @@ class StoredItem:
         key: the object that contains the item.
         offset: offset of the item in the object, in bytes.
         nbytes: stored length of the item, in bytes.
-        transforms: transforms applied to it, as torch names them (``stream.zstd/1``), in order.
+        transforms: names of its transforms in torch (``stream.zstd/1``), in the order in which a
+            reader reverses them.
     """
 
     box: Box
@@ -75,7 +76,7 @@ class ItemRead:
 def read_items(tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore) -> Iterator[int]:
     """Fill the destinations. Yield the number of each once all of its chunks are read and verified.
 
-    Verifies the checksums of items, except those of elements that are read in parts.
+    Verifies the CRC-32 of the elements of an item, unless only a part of them is read.
 
     Raises:
         CorruptCheckpointError: an item does not match its checkpoint, or its checksum is wrong.
@@ -144,7 +145,7 @@ def _read_groups(small: Sequence[ItemRead]) -> Iterator[Sequence[ItemRead]]:
 def _group_bytes(group: Sequence[ItemRead], store: ReadStore) -> memoryview:
     key, start = group[0].chunk.key, group[0].chunk.offset
     stop = max(found.chunk.offset + found.chunk.nbytes for found in group)
-    # Do not allocate memory for a stated length: only bytes that exist are requested.
+    # The lengths in an item are untrusted: request more than a window only if the bytes exist.
     end_of_read = stop if stop - start <= _WINDOW_BYTES else min(stop, store.size(key))
     data = store.get(key, start, end_of_read) if start < end_of_read else b""
     if len(data) != stop - start:

@@ -43,8 +43,8 @@ class ItemTemplate:
     Attributes:
         nbytes: length of the item.
         same: bytes that must not differ, as (start, stop, bytes).
-        start, stop: range of the variable member.
-        crc: offset of its CRC-32 in the directory entry.
+        start, stop: byte range of the content of the variable member, in the item.
+        crc: offset in the item of the CRC-32 that the member's directory entry states.
     """
 
     nbytes: int
@@ -110,7 +110,7 @@ class TemplateCache(Generic[Kind, Read]):
 
 
 def _build_template(item: bytes, start: int, members: Mapping[str, ZipMember], differs: str) -> ItemTemplate | None:
-    """Build a template of an item. Return None if a checksum is missing or the member is compressed."""
+    """Build a template of an item. Return None if the item is unsuitable, such as a compressed member."""
     found = members[differs]
     if not found.crc or found.compression != STORED:
         return None

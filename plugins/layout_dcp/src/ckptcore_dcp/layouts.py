@@ -66,7 +66,7 @@ class DcpLayout(Layout):
         """Reject trees whose names collide.
 
         Raises:
-            NameCollisionError
+            NameCollisionError: if two entries would have one name. See `tree_entries`.
         """
         self._names.of(tree)
 

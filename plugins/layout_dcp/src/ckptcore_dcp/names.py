@@ -87,7 +87,7 @@ class TreeEntries:
 
 
 def tree_entries(tree: TreeMetadata) -> TreeEntries:
-    """Return the entries that torch would create for a tree.
+    """Return the entries that torch would create for a tree, with the additions of this module.
 
     Entries that would share a name are escaped (see `ckptcore.planning.leaf_names`). The escaped
     name is then the only key of the path: torch loads such an entry under the escaped name.
@@ -187,7 +187,7 @@ class _Flattener:
         self.entries.append(_UnnamedEntry(keys, path, range(first, self._next), is_array, value))
 
     def _is_flattened(self, node: Node) -> bool:
-        """Return whether torch flattens a container whose leaves come next."""
+        """Return whether a container is flattened. Its first leaf must be the next leaf of the pass."""
         arrays = self._arrays_before[self._next + self._count(node)] - self._arrays_before[self._next]
         return not _is_sequence(node) or arrays > 0 or _has_mapping(node)
 

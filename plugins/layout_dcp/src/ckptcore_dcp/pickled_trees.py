@@ -31,7 +31,7 @@ Leaf: TypeAlias = StoredTensor | None | bool | int | float | complex | str | byt
 """A leaf of a tree: a tensor, or a value stored in the pickle itself."""
 
 _MAX_DEPTH: Final = 150
-"""Maximum depth in containers. The core's limit is 200, and an object adds two or three levels."""
+"""Maximum nesting depth, in containers. The core's limit is 200, and an object adds two or three levels."""
 _ORDERED: Final = Global("collections", "OrderedDict")
 _MAPS: Final = frozenset([_ORDERED, Global("collections", "defaultdict"), Global("collections", "Counter")])
 _BUILTINS: Final = ("builtins", "__builtin__")

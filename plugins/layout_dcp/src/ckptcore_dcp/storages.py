@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _SLAB_BYTES: Final = 1 << 26
-"""Elements that are not in C order are gathered in reads of at most this size."""
+"""Uncompressed elements that are not in C order are gathered in reads of at most this size."""
 _MAX_COUNT: Final = 1 << 62
 
 
@@ -43,10 +43,10 @@ class StoredBytes:
         start: their offset in the object, in bytes.
         nbytes: stored length.
         size: length after decompression; `nbytes` if uncompressed.
-        crc: their CRC-32; zero if unknown.
+        crc: CRC-32 of the decompressed bytes; zero if unknown.
         descriptor: bytes of the data descriptor that follows, as in `ZipMember`.
         compression: as in `ZipMember`.
-        big_endian: byte order of the elements.
+        big_endian: True if the elements are big endian, False for little endian.
     """
 
     key: str
@@ -269,9 +269,10 @@ def read_arrays(
 ) -> Iterator[int]:
     """Fill ``buffers[i]`` with the box of ``items[i]``. Yields `i` when it is complete.
 
-    Arrays in C order are copied directly into the destination. If a whole storage is requested, its
-    checksum is verified. Other arrays are gathered in the calling thread, which reads at most
-    64 MiB at a time unless elements overlap.
+    Uncompressed arrays in C order are copied directly into the destination. The checksum is
+    verified if the array is a whole storage and almost all of it is requested (see
+    `should_read_whole`). Other arrays are gathered in the calling thread. It reads at most 64 MiB
+    at a time, but whole storages if they are compressed, and whole boxes if their elements overlap.
 
     Raises:
         CorruptCheckpointError: bytes are missing or wrong.

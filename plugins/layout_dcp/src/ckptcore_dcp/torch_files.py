@@ -79,8 +79,9 @@ class TorchLayout(Layout):
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a file of torch.save with any name, an index of several files, or a directory.
 
-        A directory is recognised by ``pytorch_model.bin`` or an index, or if it contains only one
-        file per process, such as ``extra_state_rank_0.pt``; it becomes a mapping from file names.
+        A directory is recognised by a file name in `_PREFERRED`, or by a single index. A directory
+        that contains nothing but one file per process, such as ``extra_state_rank_0.pt``, becomes a
+        mapping from file names.
         """
         if entry is not None:
             return _inspect_index(store, entry) if entry.endswith(_INDEX) else _inspect_file(store, entry)

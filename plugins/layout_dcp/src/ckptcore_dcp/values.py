@@ -41,8 +41,8 @@ class DecodedValue:
         skeleton: its containers, or a leaf.
         leaves: its leaves, in the order of the skeleton.
         key: the object that contains it.
-        storages: storages of its tensors by key. None if a transform was applied to the item, because
-            they then have no byte ranges in the object.
+        storages: storages of its tensors by key. None without tensors, and if a transform was
+            applied to the item, because the storages then have no byte ranges in the object.
     """
 
     skeleton: Skeleton
@@ -65,7 +65,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
         start = values[group[0]].offset
         stop = values[group[-1]].offset + values[group[-1]].length
         try:
-            # Do not allocate memory for a stated length: only bytes that exist are requested.
+            # The stated lengths are untrusted: request more than a window only if the bytes exist.
             last = start + _WINDOW_BYTES if stop - start <= _WINDOW_BYTES else store.size(path)
             data = store.get(path, start, min(stop, last))
         except ObjectNotFoundError as error:

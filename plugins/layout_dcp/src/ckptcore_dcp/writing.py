@@ -101,7 +101,8 @@ def write_values(values: Sequence[ValueEntry], store: WriteStore, file: str) -> 
 def _segments(snapshot: Snapshot | None, values: Sequence[ValueEntry], written: WrittenItems) -> Iterator[Segment]:
     """Yield the segments of the file.
 
-    All bytes between the elements of two items form one segment, and so do many small values.
+    After the elements of an item come its tail with the checksum as one segment, and the padding
+    with the head of the next item as another. Many small values form one segment.
     """
     position = 0
     between: list[bytes] = []
@@ -145,7 +146,10 @@ def _segments(snapshot: Snapshot | None, values: Sequence[ValueEntry], written: 
 
 
 class _ItemBoxes:
-    """The boxes of one array in a snapshot. Taken with the first box written, released with the last. Thread-safe."""
+    """The boxes of one array in a snapshot. Thread-safe.
+
+    Writing the first box takes the array from the snapshot; writing the last box releases it.
+    """
 
     def __init__(self, snapshot: Snapshot, number: int) -> None:
         self._snapshot = snapshot
@@ -175,7 +179,7 @@ class _ItemBoxes:
 
 
 class MergedItems:
-    """The items of all processes, ordered by process. Runs no Python code per item.
+    """The items of all processes, ordered by process. Array items are processed as columns, not one by one.
 
     Attributes:
         values: byte ranges of the items of values, in the order of the values.

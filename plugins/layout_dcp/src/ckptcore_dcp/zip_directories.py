@@ -1,4 +1,7 @@
-"""Zip records and the zip directory: finds the directory, parses its entries, and caches its bytes."""
+"""Zip records and the zip directory: finds the directory, parses its entries, and caches its bytes.
+
+Section numbers such as 4.3.7 refer to PKWARE's APPNOTE 6.3.10.
+"""
 
 from __future__ import annotations
 

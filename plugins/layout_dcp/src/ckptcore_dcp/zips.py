@@ -88,7 +88,7 @@ def read_zip(fetch: Fetch, start: int, stop: int, *, key: str) -> Mapping[str, Z
 
 
 def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 30) -> bytes:
-    """Return the content of a member, decompressed and verified with its CRC-32.
+    """Return the content of a member, decompressed and verified with its CRC-32 if that is known.
 
     Args:
         fetch: reads the object.
@@ -196,8 +196,8 @@ def _derived(entry: DirectoryEntry, following: int, zip_start: int) -> int | Non
 
     The position of content written by torch follows from both sides. Members have no gaps, so a
     data descriptor of 16 or 24 bytes ends where the next header begins. An extra field of at least
-    4 bytes aligns the content to 64 bytes or more in the zip. Other writers have no such field; to
-    match by accident, both lengths would have to differ by the same amount.
+    4 bytes aligns the content to 64 bytes or more in the zip. Other writers have no such field,
+    so for them the position computed here could be aligned only by accident.
     """
     if not entry.flags & DESCRIPTOR_FOLLOWS or entry.compression != STORED:
         return None

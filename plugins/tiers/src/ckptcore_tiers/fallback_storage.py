@@ -88,7 +88,7 @@ class FallbackStorage(StorageBackend):
         return None
 
     def _far_key(self, key: str) -> str | None:
-        """Return the key of an object in the far copy, or None if there is no valid copy."""
+        """Return the key of an object in the far copy. None for the root, and if the far copy has another root."""
         if not key.startswith(f"{self._name}/") or key == f"{self._name}/{ROOT_KEY}":
             return None
         with self._lock:
@@ -148,9 +148,10 @@ class FallbackStorage(StorageBackend):
         return self._read(key, hold_found)
 
     def size(self, key: str) -> int:
-        """See `StorageBackend`. For a missing object, return the size in the near root, which a read will verify.
+        """See `StorageBackend`. For a missing object, return the size that the near root states.
 
         A load checks the sizes of all objects of an array, including objects that it will not read.
+        This way the check needs no request to the far directory.
         """
         try:
             return self._near.size(key)

@@ -40,13 +40,13 @@ from ckptcore_tiers.hosts import Hosts, shards_key
 __all__ = ["HostSave", "ReplicaShards", "copied_boxes"]
 
 ReplicaShards = Mapping[int, Sequence[Shard]]
-"""For each leaf of a tree, the shards of a process that have replicas on other processes."""
+"""For each leaf of a tree, the shards of a process that have more than one replica in the job."""
 
 _FIRST_STAGE: Final = "replicated shards"
 """First stage of a save after planning. A process that failed to plan reports its error there."""
 
 _LAYOUT: Final = "safetensors"
-"""Layout of copies, whatever the layout of the checkpoint. It can store any array unchanged."""
+"""Layout of copies, independent of the checkpoint's layout. It can store any array unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +152,16 @@ def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
 def copied_boxes(
     tree: TreeMetadata, shards_by_rank: Mapping[int, ReplicaShards], owners: Mapping[int, Owners] | None, rank: int
 ) -> Iterator[tuple[int, Box]]:
-    """Return the boxes that one process copies for its host, each with its leaf.
+    """Yield the boxes that one process copies for its host, each with its leaf.
 
-    These are the boxes of its shards that no process of its host writes to the checkpoint.
-    Processes with the same shard share the work. Each process computes its own boxes from its own
-    shards only.
+    These are boxes of its own shards that no process of its host writes to the checkpoint.
+    Processes of the host with the same shard share the work.
 
     Args:
-        tree: of the whole job.
+        tree: the tree of the whole job.
         shards_by_rank: for each rank on this host, its replicated shards.
-        owners: for each leaf of this process, the replicas that write each cell.
+        owners: for each leaf of this process, the replica that writes each cell. Without an entry,
+            replica 0 writes all.
         rank: the process.
     """
     on_host: dict[tuple[int, Box], dict[int, int]] = {}
@@ -300,7 +300,7 @@ class _HostCommit(PlainCommit):
         }
 
     def settle(self, error: Exception | None) -> None:
-        """Pass the leader's message on, if all hosts have committed."""
+        """Call `HostSave.receive` with the leader's message if all hosts have committed; else raise the error."""
         if error is not None:
             raise error
         self._strategy.receive(self._message)

@@ -58,7 +58,7 @@ class _HostPart:
     Attributes:
         manifest: its objects, with the root of the whole step.
         late: roots of checkpointables and their tables, which are sent last.
-        expected: sizes in bytes of all objects in the root, by key, also those on other hosts.
+        expected: sizes in bytes of all objects of the step, by key, including those on other hosts.
     """
 
     manifest: Manifest
@@ -91,7 +91,7 @@ def _read_host_part(location: Location) -> _HostPart:
     records: list[ObjectRecord] = []
     for key in store.list():
         if key in own or HOST_COPIES in key.split("/")[:2]:
-            continue  # only this host uses the copies
+            continue  # the leader commits the root; only this host uses the copies
         size = store.size(key)
         record = known.get(key, ObjectRecord(key, size))
         if record.size != size:
@@ -262,7 +262,7 @@ class HostSender:
         self.stop()
 
     def stop(self) -> None:
-        """Stop after the current transfer. Further calls do nothing."""
+        """Interrupt the running transfer, and wait for the thread. Further calls do nothing."""
         self._stopped.set()
         self._thread.join()
 

@@ -79,7 +79,8 @@ def find_hosts(agreement: Agreement, store: StorageBackend) -> Hosts:
         store: near directory of this process.
 
     Raises:
-        NotSharedError: if processes that see each other's objects do not all see the same objects.
+        NotSharedError: if a process does not see its own object, or if processes that see each
+            other's objects do not all see the same objects.
     """
     if agreement.size == 1:
         return Hosts(((0,),))
@@ -174,10 +175,12 @@ class HostSteps:
         return [{int(step): name for step, name in names.items()} for names in found]
 
     def delete_incomplete(self) -> None:
-        """Delete steps that other hosts lack, if a newer step is complete. Only for the owner of the directory.
+        """Delete steps that other hosts lack and that are older than the newest complete step.
+
+        Only the owner of the directory may call this.
 
         Raises:
-            StorageError
+            StorageError: if the directory cannot be listed, or a step cannot be deleted.
         """
         newest = self._steps.latest()
         if newest is None:
@@ -195,6 +198,7 @@ def has_expected_sizes_on_host(step: AnyLocation, context: Context) -> bool:
     """Return True if the objects of a step on this host have the sizes in its root. Other hosts can have the rest.
 
     Raises:
+        CheckpointNotFoundError: if the step does not exist.
         CorruptCheckpointError: if a root cannot be read.
     """
     location = resolve_location(step, runtime_of(context).storages)

@@ -29,13 +29,13 @@ class NearTier:
     Attributes:
         directory: a path or URL, or a function that returns it in each process. No other run may
             use the directory.
-        preservation_policy: which steps to keep in the near directory. The newest step and steps
-            that wait for their upload are always kept.
+        preservation_policy: which steps to keep in the near directory. The newest step, the step
+            that the run saved or loaded last, and steps that wait for their upload are always kept.
         upload_policy: which steps to upload, as a save policy. `SaveContext.last_step` is the last
-            step that this policy chose. A step that replaces one in the far directory is always
-            uploaded.
-        max_waiting: maximum number of steps that wait for their upload, at least 1. If there are
-            more, the oldest are not uploaded.
+            step that was queued for upload, or initially the newest step in the far directory. A
+            step that replaces one in the far directory is always uploaded.
+        max_waiting: maximum number of steps that wait for their upload, at least 1, without the
+            step that is being uploaded. If there are more, the oldest are not uploaded.
         close_seconds: maximum time in seconds that `Checkpointer.close` waits for uploads. None:
             until all are done. 0: do not wait; the next run uploads the steps.
         seen_by: the processes that share one near directory: ``"job"`` for all, ``"host"`` for
@@ -78,7 +78,7 @@ class NearTier:
             far: the far directory.
 
         Raises:
-            InvalidLocationError: if one directory is inside the other.
+            InvalidLocationError: if one directory is the other or inside it.
         """
         directory = self.directory() if callable(self.directory) else self.directory
         near, other = absolute_location(directory), absolute_location(far)

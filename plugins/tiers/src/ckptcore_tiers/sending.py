@@ -50,7 +50,7 @@ class StepSender(Protocol):
 
 
 class WholeStepSender:
-    """A `StepSender` for a near directory that contains whole steps."""
+    """A `StepSender` for a near directory that all processes share, so that it contains whole steps."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, context: Context) -> None:
         """Do no I/O.
@@ -75,7 +75,8 @@ class WholeStepSender:
         before_commit: Callable[[], None],
     ) -> int:
         """See `StepSender`."""
-        # Copy the arrays of bases, too: policies decide whether the bases themselves are uploaded.
+        # Copy also the arrays that the step refers to in other checkpoints (its bases), because the
+        # policies may not upload or keep the bases themselves.
         report = copy_whole(
             self._near.location(step),
             SubPath(self._far.directory, name),

@@ -13,7 +13,7 @@ from ckptcore.training.save_decisions import LastSave
 __all__ = ["UploadState", "UploadStatus"]
 
 _MAX_FINISHED: Final = 100
-"""Maximum number of finished steps in each list of a status. All steps are logged."""
+"""Maximum number of finished steps in each list of a status. The log also has older skipped and failed steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,10 @@ class UploadStatus:
 
 @dataclass(slots=True)
 class UploadState:
-    """State shared by the threads of an uploader. Access it only under the uploader's lock.
+    """State shared by the threads of an uploader. Access it under the uploader's lock.
+
+    Exceptions: callbacks of a running upload assign `progress`, and read `stopped` and `cancelled`,
+    without the lock.
 
     Attributes:
         waiting: steps that wait, including the step that is being uploaded.
@@ -53,7 +56,7 @@ class UploadState:
         cancelled: steps whose upload was cancelled.
         again: steps that were saved again during their upload.
         stopped: True if the uploader must stop.
-        last_chosen: the last step that the upload policy chose.
+        last_chosen: the last step that was queued; initially the newest step in the far directory.
         error: the latest error of the far directory; None after an upload succeeded.
         uploaded, skipped, failed: see `UploadStatus`; in chronological order.
         unreported: for each step that cannot be uploaded, its error, until the error is raised to
@@ -120,7 +123,7 @@ class UploadState:
         self.unreported[step] = error
 
     def take_error(self, *, waiting: bool, near: str, far: str) -> UploadError | None:
-        """Return an error for the steps that cannot be uploaded, or None if there are none. Reports each step once.
+        """Return an error for the steps that cannot be uploaded, or None if there are none. Reports each only once.
 
         Args:
             waiting: True to include steps that still wait.

@@ -34,8 +34,7 @@ class TieredDirectory:
                 upload policy chooses, and keeps those that the `Checkpointer`'s preservation policy
                 keeps.
 
-        Raises:
-            InvalidLocationError: when the run is opened, if one directory is inside the other.
+        `open` and `own` raise `InvalidLocationError` if one directory is the other or inside it.
         """
         self.near = near if isinstance(near, NearTier) else NearTier(near)
         self.location = far
@@ -61,7 +60,7 @@ class TieredDirectory:
         return UploadStatus() if self._run is None else self._run.uploads.status
 
     def wait_for_uploads(self, timeout: float | None = None) -> None:
-        """Wait until all saves and all chosen uploads are done.
+        """Wait until all saves are done, and all uploads that the upload policy chose.
 
         In a job only the leader waits for uploads; the other processes wait only for saves.
 
@@ -69,7 +68,7 @@ class TieredDirectory:
             timeout: maximum time to wait for uploads, in seconds; None for no limit.
 
         Raises:
-            UploadError: if steps still wait, or could not be uploaded.
+            UploadError: if steps still wait after the timeout, or could not be uploaded.
             The errors of `Checkpointer.wait`.
         """
         if self._run is not None:

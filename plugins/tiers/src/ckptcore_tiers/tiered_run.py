@@ -168,7 +168,7 @@ class TieredRun:
 
     def delete(self, step: int, agreement: Agreement) -> None:
         """See `OwnedRun`. Hides the step in both directories immediately, and removes its files in the background."""
-        # Create both before the first stage, so that they have the same state on every rank.
+        # Create both exchanges before the first stage, so that they have the same state on every rank.
         deleted = agreement.part("deleted")
         on_hosts = agreement.part("hosts")
         begun: list[PendingDeletion] = []
@@ -228,7 +228,10 @@ class TieredRun:
     def _await_deletion(
         self, step: int, names: Sequence[str | None], begun: Sequence[PendingDeletion], deleted: Agreement
     ) -> None:
-        """Delete the files that this process owns, and wait for the leader. If that fails, list the step again."""
+        """Delete the files that this process owns, and wait for the leader.
+
+        If that fails, add the step to the lists of steps again.
+        """
         try:
             for deletion in begun:
                 deletion.perform()
@@ -250,7 +253,7 @@ class TieredRun:
             self._saves.wait()  # for deletions in the near directory after the uploads
 
     def take_errors(self) -> Sequence[BaseException]:
-        """See `OwnedRun`. Includes steps that cannot be uploaded because they are damaged."""
+        """See `OwnedRun`. Includes an error for steps that cannot be uploaded, such as damaged ones."""
         errors = list(self._deletions.take_errors())
         try:
             self.uploads.raise_unreported()
@@ -262,8 +265,8 @@ class TieredRun:
         """See `OwnedRun`. Waits for uploads as long as the near tier's options allow.
 
         Raises:
-            UploadError: if steps are not uploaded by then. They stay in the near directory, and the
-                next run uploads them.
+            UploadError: if steps still wait (unless ``close_seconds=0``), or could not be uploaded.
+                Waiting steps stay in the near directory, and the next run uploads them.
         """
         self.uploads.close()
 

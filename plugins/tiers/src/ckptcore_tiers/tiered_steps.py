@@ -34,8 +34,8 @@ class TieredSteps:
         main: the far directory.
         host_steps: the near steps of this host, if each host has a separate near directory; else
             None.
-        is_owned: True once this process owns the far directory and has listed it, so that no other
-            process writes there.
+        is_owned: True once this process owns the far directory and has listed it. From then on no
+            other process writes there, and the list stays valid.
     """
 
     def __init__(self, near: StepDirectory, far: StepDirectory, host_steps: HostSteps | None) -> None:
@@ -99,7 +99,7 @@ class TieredSteps:
         return self.directories[number].location(step)
 
     def copies(self, step: int) -> Sequence[int]:
-        """See `RunSteps`. Omits copies that are not valid.
+        """See `RunSteps`. Omits a copy that is not valid (see the class); includes damaged copies.
 
         If the far directory cannot be read and the near copy exists, logs a warning and returns
         only the near copy.

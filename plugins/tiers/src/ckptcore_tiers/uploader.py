@@ -40,18 +40,18 @@ logger = logging.getLogger("ckptcore.tiers")
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 5.0
-"""Maximum time in seconds that the exit of the program waits for the current transfer."""
+"""Maximum time in seconds that the exit of the program waits for the uploader's thread."""
 
 _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError)
-"""Errors of a missing or damaged near copy. They are not retried."""
+"""Errors of a missing, damaged or unsupported near copy. They are not retried."""
 
 
 class Uploader:
     """Uploads the committed steps of a run that owns both directories. Thread-safe.
 
     One background thread uploads. If the far directory fails, an upload is retried until the run
-    ends, after pauses of up to a minute. Only `wait` and `close` wait for uploads. A step with a
-    damaged near copy is not retried.
+    ends, after pauses of up to a minute. A step with a damaged near copy is not retried. Saves do
+    not wait for uploads: `committed` only queues a step.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class Uploader:
         """Do no I/O. Uploads begin with `resume` or `committed`.
 
         Args:
-            options: of the near tier.
+            options: options of the near tier.
             near: steps of the near directory.
             far: the far directory.
             send: copies a step.
             kept: returns the steps that the run saved or loaded last, which are not deleted from
                 the far directory.
-            uploaded: called on the uploader's thread when a step no longer waits.
+            uploaded: called on the uploader's thread when steps may no longer wait, so that their
+                near copies can be deleted.
             observers: receive an event for each upload.
         """
         self._options = options
@@ -99,7 +100,11 @@ class Uploader:
         self._thread = None
 
     def resume(self) -> None:
-        """Queue the steps that are only in the near directory, or newer there, if the upload policy chooses them."""
+        """Queue steps of an earlier run that it did not upload.
+
+        These are the steps that exist only in the near directory, if the upload policy chooses
+        them, and all steps whose near copy is from a later save than the far copy.
+        """
         in_far = set(self._far.steps.steps())
         newest = max(in_far, default=None)
         if newest is not None:
@@ -117,7 +122,7 @@ class Uploader:
             self._far.deleter.clean()
 
     def _last_save(self, steps: StepDirectory, step: int) -> LastSave:
-        """Return the facts about a step that an upload policy uses. Unreadable fields are None."""
+        """Return the facts about a step that an upload policy uses. Unknown fields are None."""
         try:
             summary = steps.summary(step)
             epoch = None if summary is None else summary.progress.get("epoch")
@@ -126,7 +131,7 @@ class Uploader:
             return LastSave(step)
 
     def _differs(self, step: int) -> bool:
-        """Return True if the near copy is from a later save than the far copy, or if the far copy is unreadable."""
+        """Return True if the near copy is from a later save than the far copy, or if that is missing or corrupt."""
         try:
             far = self._far.steps.summary(step)
         except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -137,14 +142,15 @@ class Uploader:
         return self._near.info(step).created > self._far.steps.info(step).created
 
     def committed(self, step: int, epoch: int | None, *, preempted: bool) -> None:
-        """Queue a step that was committed in the near directory, if the upload policy chooses it.
+        """Queue a step that was committed in the near directory.
 
-        Sends no request to the far directory.
+        Queues it if the upload policy chooses it, or if the far directory has a step with this
+        number. Sends no request to the far directory.
 
         Args:
             step: number of the step.
             epoch: epoch of the step.
-            preempted: True if this process received a preemption notice.
+            preempted: True if this process will be preempted.
         """
         in_far = step in self._far.steps.candidates()
         self._queue_if_chosen(step, LastSave(step, epoch, time.time()), preempted=preempted, replaces=in_far)
@@ -196,7 +202,7 @@ class Uploader:
             self._changed.wait_for(lambda: self._state.current != step)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until no step waits or is being uploaded.
+        """Wait until no step waits or is being uploaded, or the uploader is stopped.
 
         Args:
             timeout: maximum time in seconds; None for no limit.
@@ -213,13 +219,13 @@ class Uploader:
         return self._state.is_idle
 
     def raise_unreported(self, *, waiting: bool = False) -> None:
-        """Raise an error for the steps that cannot be uploaded. Each step is reported only once.
+        """Raise an error for the steps that could not be uploaded. Each is reported only once.
 
         Args:
             waiting: True to include steps that still wait.
 
         Raises:
-            UploadError
+            UploadError: if there are such steps.
         """
         with self._changed:
             error = self._state.take_error(waiting=waiting, near=self._near.display, far=self._far.steps.display)
@@ -242,12 +248,12 @@ class Uploader:
         self.raise_unreported(waiting=seconds != 0)
 
     def stop(self) -> None:
-        """Stop after the current transfer. Further calls do nothing."""
+        """Interrupt the running upload and wait for the thread. Further calls do nothing."""
         self._stop_thread(None)
         atexit.unregister(self._at_exit)
 
     def _stop_thread(self, seconds: float | None) -> None:
-        """Stop, and wait at most this time for the thread; None for no limit."""
+        """Stop, and wait at most `seconds` for the thread; None for no limit."""
         with self._changed:
             self._state.stopped = True
             self._changed.notify_all()
@@ -279,7 +285,7 @@ class Uploader:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _has_work(self) -> bool:
-        """Return True if a step waits. If not, the thread ends, and the next step starts a new one."""
+        """Return True if a step waits and must be uploaded. If not, the thread ends; the next step starts a new one."""
         with self._changed:
             if self._state.waiting and not self._state.stopped:
                 return True
@@ -321,15 +327,16 @@ class Uploader:
     def _kept_far(self) -> frozenset[int]:
         """Return the steps that the far directory keeps regardless of the policy.
 
-        They include the last upload: after a rollback, the highest step number can belong to an
-            older save.
+        They include the last step that the upload policy chose and the last uploaded step. After a
+        rollback, steps with higher numbers can belong to older saves, and the policy would keep
+        those instead.
         """
         with self._changed:
             last = (self._state.last_chosen.step, *self._state.uploaded[-1:])
             return frozenset(self._kept()).union([step for step in last if step is not None])
 
     def _waiting_infos(self) -> Sequence[StepInfo]:
-        """Return the facts about waiting steps that the far directory's policy uses."""
+        """Return the facts about waiting steps that the far directory's policy uses. Unreadable steps fail."""
         with self._changed:
             waiting = sorted(self._state.waiting)
         infos = []
@@ -441,16 +448,16 @@ def _next_upload(
     *,
     keep: Collection[int] = (),
 ) -> _NextUpload:
-    """Choose the newest waiting step, and list the steps that the far policy would delete if all were uploaded.
+    """Choose the newest waiting step that the far policy keeps, and list the waiting steps that it would delete.
 
-    An uploader that keeps up has only one waiting step, and uploads in order. If it falls behind,
-    it uploads the newest step first.
+    The policy is applied as if all waiting steps were uploaded. An uploader that keeps up has only
+    one waiting step, and uploads in order. If it falls behind, it uploads the newest step first.
 
     Args:
         waiting: the waiting steps.
         far: steps in the far directory.
         policy: preservation policy of the far directory.
-        now: seconds since the epoch, UTC.
+        now: current time, in seconds since the Unix epoch.
         keep: steps that the far directory keeps regardless of its policy.
     """
     infos = {info.step: info for info in (*far, *waiting)}

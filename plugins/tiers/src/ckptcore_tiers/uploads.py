@@ -23,14 +23,18 @@ __all__ = ["Uploads", "begin_uploads"]
 
 @dataclass(frozen=True, slots=True)
 class Uploads:
-    """The role of one process in the uploads of a run. Only the first process of each host takes part.
+    """The role of one process in the uploads of a run.
+
+    The leader uploads. If hosts have separate near directories, the first process of every other
+    host sends the part of its host. Other processes do nothing.
 
     Attributes:
-        uploader: uploads steps; on the leader, else None.
-        stop_sending: if several hosts upload a step together: on the leader, writes that the uploads
-            have ended; on the first process of another host, stops the thread.
-        close_sending: waits until the leader's uploads end, then stops the thread; on the first
-            process of other hosts.
+        uploader: uploads steps; None except on the leader.
+        stop_sending: on the leader, tells the other hosts that it sends no more steps; on the first
+            process of another host, stops its `HostSender`. None on other processes, and if all
+            processes share one near directory.
+        close_sending: on the first process of a host other than the leader's, waits until the
+            leader's uploads end, at most ``close_seconds``, and stops the `HostSender`. Else None.
     """
 
     uploader: Uploader | None = None
@@ -70,7 +74,7 @@ class Uploads:
         """Wait for uploads as long as the near tier's options allow, then stop.
 
         Raises:
-            UploadError: if steps are not uploaded by then.
+            UploadError: see `Uploader.close`.
         """
         if self.uploader is not None:
             self.uploader.close()
@@ -78,7 +82,7 @@ class Uploads:
             self.close_sending()
 
     def stop(self) -> None:
-        """Stop after the current transfer. Further calls do nothing."""
+        """Stop without waiting for the remaining uploads."""
         if self.uploader is not None:
             self.uploader.stop()
         if self.stop_sending is not None:
@@ -99,9 +103,9 @@ def begin_uploads(
     """Return the role of this process in the uploads of a run. Every rank must call this. Uploads begin with `resume`.
 
     Args:
-        options: of the near tier.
-        steps: of the run.
-        far: the far directory; None if another process leads.
+        options: options of the near tier.
+        steps: the steps of the run.
+        far: the far directory on the leader; None on other processes.
         hosts: groups of processes that share a near directory; None if all share one.
         context: options.
         agreement: exchange with the other processes.

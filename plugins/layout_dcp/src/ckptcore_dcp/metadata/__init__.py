@@ -19,7 +19,7 @@ that other software adds (Megatron-LM: ``mcore_data``) is ignored.
 - `opcode_rows`: encodes columns as pickle opcodes, all rows at once
 - `reading`: decodes a pickle that may be hostile
 - `fast`: decodes the chunks and locations of a large pickle, each in one step
-- `writing`: encodes entries as torch does
+- `writing`: encodes entries as a pickle that torch reads
 """
 
 from ckptcore_dcp.metadata.chunk_rows import ChunkRows, DcpChunkColumns, join_chunks

@@ -71,7 +71,7 @@ class DcpMetadata:
 
     Attributes:
         tensors, values: by name; no name is in both.
-        paths: keys of each name. None if the file has no paths. Some names may be missing.
+        paths: path of each name. None if the file has no paths. Some names may have no path.
         save_id: id of the save that wrote it, or None.
         checkpoint_id: location it was written to, or None.
     """

@@ -32,7 +32,7 @@ _SIZE: Final = _REFERENCE + rb"(\)|(?:\(%b{4,16}t|%b{1,3}[\x85-\x87])\x94)\x85\x
 _NEW: Final = rb"\)\x81\x94}\x94\("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an object whose attributes follow."""
 _NEXT: Final = b"(?:" + _REFERENCE + b"(?=" + _NEW + b"))?"
-"""The class of the next object."""
+"""A reference to the class of the next object, if that follows directly."""
 _BOX: Final = _NEW + _REFERENCE + _SIZE + _REFERENCE + _SIZE + b"ub"
 _PROPERTIES: Final = rb"(?:%b\)\x81\x94\(((?:h.|j.{4}|\x88|\x89){3,8})t\x94b|%b)" % (_REFERENCE, _REFERENCE)
 """New `TensorProperties` whose state is a tuple of references and booleans, or a reference to existing ones."""
@@ -117,7 +117,7 @@ class FastObjectReader:
         return (values, stop) if values else None
 
     def _chunks(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
-        """Read chunks of a tensor. The number of memo entries of each chunk follows from its axes."""
+        """Read chunks of a tensor. The number of memo entries of a chunk depends on whether it has axes."""
         values: list[Any] = []
         stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_CHUNK_VALUES[0])
         while (match := _CHUNK.match(self._data, position)) is not None:

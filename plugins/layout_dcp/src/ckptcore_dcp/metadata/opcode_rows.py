@@ -2,8 +2,8 @@
 
 A row is a template: constant opcodes with columns of numbers between them. All rows form a matrix
 of bytes in which each field has the width of its longest value. A mask selects the bytes in use;
-these bytes, row after row, are the pickle. Numbers are encoded as `pickle` does, in 2, 3, 5 or 10
-bytes.
+these bytes, row after row, are the pickle. A number has 2, 3, 5 or 10 bytes: BININT1, BININT2,
+BININT, or LONG1 with 8 bytes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def size_fields(axes: HostArray, numbers: HostArray, class_opcodes: bytes) -> Se
 
     Args:
         axes: number of axes per row.
-        numbers: extents per row; extents beyond the row's axes are ignored.
+        numbers: one extent per axis and row; values beyond the row's axes are ignored.
         class_opcodes: opcodes of the class.
     """
     marked = axes >= _MAX_BY_OPCODE

@@ -21,7 +21,7 @@ _ItemRanges: TypeAlias = dict[tuple[str, tuple[int, ...] | None], ItemRange]
 _MAX_COUNT: Final = 1 << 62
 _MAX_AXES: Final = 64
 _PATH_DEPTH: Final = 48
-"""In keys. A value may add 150 containers, and the core's limit is 200."""
+"""Maximum length of a path, in keys. A value may add 150 containers, and the core's limit is 200."""
 _SIZE: Final = Global("torch", "Size")
 _TEXT: Final = frozenset({str})
 
@@ -41,8 +41,8 @@ class MetadataDecoder:
 
     Attributes:
         key: the file, for errors.
-        remaining: remaining number of chunks and transforms. A small pickle can refer to one list many
-            times, but torch writes many bytes for each chunk.
+        remaining: number of chunks and transforms that may still be read; initially the length of
+            the pickle in bytes. Rejects a small pickle that refers to one list many times.
         classes: name of the torch class, or "", by ``id()`` of a `Global` of the pickle.
         size_class: the `Global` for ``torch.Size`` of this pickle, once seen.
     """

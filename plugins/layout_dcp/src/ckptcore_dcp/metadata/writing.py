@@ -1,4 +1,4 @@
-"""Writer of ``.metadata``, with the opcodes that torch's pickler would choose."""
+"""Writer of ``.metadata``, as a pickle that torch reads."""
 
 from __future__ import annotations
 
@@ -92,7 +92,11 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
 
 
 def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
-    """Return the opcodes of a tensor up to its shape. Equal for all tensors of a dtype except the first."""
+    """Return the opcodes of a tensor up to its shape.
+
+    They are equal for all tensors with the same dtype and ``requires_grad``, except the first,
+    which defines the classes and texts.
+    """
     parts = [pickle[_METADATA, "TensorStorageMetadata"], _BEGIN, pickle["properties"]]
     parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", tensor.dtype]]
     parts += [pickle.call(("torch.serialization", "_get_layout"), "torch.strided")]
@@ -101,7 +105,7 @@ def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
 
 
 def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, list[int]]:
-    """Return the opcodes of all chunks, and the offset of each."""
+    """Return the opcodes of all chunks, and the offset of each, plus the end of the last."""
     class_opcodes = pickle["torch", "Size"]
     fields = [
         bytes_field(pickle[_CHUNK] + _BEGIN + pickle["offsets"]),
@@ -117,8 +121,14 @@ def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, 
 def _write_item_ranges(names: Sequence[int], counts: HostArray, columns: DcpChunkColumns, pickle: _OpcodeCache) -> None:
     """Write the location of each chunk.
 
-    The first location in each file and locations with transforms are written one by one, all others
-    at once.
+    The first location in each file and locations with transforms are written one by one. The
+    locations between two of these are written at once.
+
+    Args:
+        names: memo number of the name of each tensor.
+        counts: number of chunks of each tensor.
+        columns: the chunks of all tensors.
+        pickle: opcodes to write to.
     """
     out = pickle.out
     count = int(counts.sum())
@@ -210,7 +220,7 @@ class _OpcodeCache(dict[str | tuple[str, str], bytes]):
         return b"\x8c%c%b\x94" % (nbytes, data) if nbytes < 256 else b"X%b%b\x94" % (nbytes.to_bytes(4, "little"), data)
 
     def call(self, function: tuple[str, str], argument: str | int) -> bytes:
-        """Return the opcodes of a function called with a text or a number."""
+        """Return the opcodes of a function called with a text or a number, always the same for one function."""
         known = self._calls.get(function)
         if known is not None:
             return known

@@ -40,6 +40,8 @@ class KeyCheck:
         """Check that the keys can be added to the dict or set at limited cost.
 
         Args:
+            container: the dict or set.
+            keys: the keys or items to add.
             position: offset in the pickle, in bytes, for the error.
 
         Raises:

@@ -27,8 +27,8 @@ def builtin_value(call: Call) -> Value:
     """Return the result of a call of certain builtins, or the call itself. No class named by the file is used.
 
     The builtins are bytes (``_codecs.encode(text, "latin1")`` in protocols 0 to 2), set, frozenset
-    and complex. A bytearray becomes bytes. Of the items of a set, only bytes are converted. A set
-    whose items `KeyCheck` rejects stays a call.
+    and complex. A bytearray becomes bytes. Among the items of a set, only calls that encode bytes
+    are replaced. A set whose items `KeyCheck` rejects stays a call.
     """
     function, arguments = call.function, call.arguments
     if (
