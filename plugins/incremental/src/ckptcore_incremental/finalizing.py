@@ -121,6 +121,7 @@ def _validate_sessions(
         TreeMismatchError: if arrays are incomplete.
         CheckpointError: if the layout differs from the sessions', or cannot store the tree.
         CorruptCheckpointError: if the tables of the sessions cannot be read.
+        UnsupportedVersionError: if another version of ckptcore wrote them.
     """
     layout = runtime_of(context).registry.layout(partial.layout) if layout is None else layout
     expect_session_support(layout)

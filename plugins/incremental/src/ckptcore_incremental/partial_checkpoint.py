@@ -48,8 +48,8 @@ class PartialCheckpoint:
     """A checkpoint that several sessions fill one after another. See `partial`.
 
     The checkpoint does not exist before `finalize`: a load raises an error that lists the sessions.
-    A failed session is discarded, and earlier sessions stay. Neither `save` nor the retention of a
-    `Checkpointer` replaces or deletes a partial save; `delete` does.
+    A failed session is discarded, and earlier sessions stay. Neither `ckptcore.save` nor the
+    retention of a `Checkpointer` replaces or deletes a partial save; `ckptcore.delete` deletes it.
 
     A ``with`` block waits at its end for the asynchronous sessions it started. It does not
     finalize.
@@ -65,10 +65,10 @@ class PartialCheckpoint:
     def save(self, state: object) -> None:
         """Save a part of the tree as one session. Return once the session is complete and durable.
 
-        In a job every process must call this. Mappings of all sessions are merged by key. If
-        several sessions save another container, or a value that is not an array, it must be equal
-        in all of them. Sessions may save different boxes of one sharded array (`ShardedArray`,
-        arrays of a job).
+        In a job every process must call this. Mappings of all sessions are merged by key. A
+        container of another kind must have the same keys in every session that has it, and a value
+        that is not an array must be equal. Sessions may save different boxes of one sharded array
+        (`ShardedArray`, arrays of a job).
 
         Args:
             state: the part of the tree.

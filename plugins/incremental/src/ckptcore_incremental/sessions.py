@@ -194,7 +194,7 @@ class _OpenSession:
         return self.transaction.store
 
     def complete(self, session: Session) -> None:
-        """Add the session to the session table. Durable if the storage was opened durable.
+        """Add the session to the session table. The change is durable if the storage was opened durable.
 
         Raises:
             CheckpointExistsError: if a save that is no session has committed a checkpoint at the

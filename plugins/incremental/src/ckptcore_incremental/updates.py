@@ -73,7 +73,7 @@ class Update(PlainSave):
         TreeMismatchError: if the state does not fit the base. Nothing was written.
         InvalidLocationError: if a base is not allowed at its location, or is the target itself.
         SaveLostError: if the base was deleted or replaced during the save.
-        The errors of `load`, for the base.
+        The errors of `load`, if the base cannot be opened.
 
     Attributes:
         base: checkpoint of one tree, in the same directory as the update. With

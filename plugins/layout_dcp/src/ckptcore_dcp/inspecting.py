@@ -47,6 +47,7 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
 
     `entry` may also name ``.metadata`` itself. If ranks saved without communicating, a value that
     several ranks have is taken from the lowest of them, and the chunks of a tensor are merged.
+    Returns None for other directories.
 
     Raises:
         UncommittedCheckpointError: there are data files without metadata.

@@ -134,7 +134,7 @@ def torch_members(members: Mapping[str, ZipMember]) -> Mapping[str, ZipMember]:
     """Return the members of a torch.save file by torch's names: ``data.pkl``, ``byteorder``, ``data/0``.
 
     All members are in the folder of ``data.pkl``, called ``archive`` or like the file. Returns an
-    empty mapping if there is no such folder.
+    empty mapping if there is no such folder, or more than one.
     """
     folders = [name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(folders) != 1:

@@ -122,7 +122,7 @@ class FallbackStorage(StorageBackend):
         return self._read(key, lambda store, found: store.get(found, start, stop))
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """See `StorageBackend`."""
+        """See `StorageBackend`. Reads only near objects."""
         return self._near.get_with_tag(key)
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:

@@ -399,7 +399,7 @@ class Uploader:
         return self._state.stopped or step in self._state.cancelled
 
     def _skip(self, step: int, reason: str, level: int = logging.INFO) -> None:
-        """Record and log why a step will not be uploaded."""
+        """Record, log and report as an event why a step will not be uploaded."""
         with self._changed:
             self._state.skip(step, reason)
         logger.log(level, "step %d is not uploaded to %s: %s", step, self._far.steps.display, reason)
