@@ -137,7 +137,10 @@ class HostSteps:
         self._context = context
 
     def list_local(self) -> Mapping[str, JSON]:
-        """Return the name and save id of every step that is committed on this host. Lists once, and reads each root."""
+        """Return the name and the save id of every step that is committed on this host, by step number as text.
+
+        Lists the directory once, and reads the root of each step.
+        """
         found: dict[str, JSON] = {}
         for step, name in self._steps.list_names().items():
             try:
