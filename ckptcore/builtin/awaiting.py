@@ -19,7 +19,7 @@ __all__ = ["AwaitableDirectory", "DeferredAwait", "path_for_object", "run", "run
 T = TypeVar("T")
 
 _LAST_TURNS: Final = 10
-"""Iterations of the event loop in which tasks may end that do not wait for anything."""
+"""Iterations of the event loop in which remaining tasks may end before they are reported and canceled."""
 
 _MAX_LISTED_TASKS: Final = 5
 
@@ -46,7 +46,7 @@ class AwaitableDirectory:
 class DeferredAwait:
     """A continuation that awaits the result of a first phase, in the event loop of that phase.
 
-    If it is never called, it closes the coroutine and the loop.
+    If it is deleted without a call, it closes the coroutine and the loop.
     """
 
     def __init__(self, loop: _Loop, rest: Awaitable[object]) -> None:
@@ -89,7 +89,7 @@ def run(begin: Callable[[], Awaitable[T]]) -> T:
 
 
 def run_first_phase(begin: Callable[[], Awaitable[object]]) -> DeferredAwait | None:
-    """Await the result of `begin`. If it is awaitable, return a continuation that awaits it. See `run`.
+    """Await `begin()`. If the result is awaitable too, return a continuation that awaits it; else None. See `run`.
 
     Tasks of the first phase pause until the continuation is called.
 

@@ -99,7 +99,7 @@ class _NamedTuple(ContainerHandler):
 
 
 class _Dataclass(ContainerHandler):
-    """Instances of dataclasses: every field is a child. Other attributes are kept."""
+    """Instances of dataclasses: every field that is set is a child. Other attributes are kept."""
 
     priority = Priority.FALLBACK
 

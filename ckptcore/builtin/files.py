@@ -190,7 +190,8 @@ _ASYNC: Final = SavesToDirectoryAsyncHandler()
 def files_handler(value_type: type) -> FilesHandler | None:
     """Return the handler for types whose `save` and `load` only take a parameter called ``directory``; otherwise None.
 
-    The name of the parameter distinguishes them from the many classes with other methods of these names.
+    The name of the parameter distinguishes them from the many classes with other methods of these names. None also if
+    only one of the two methods is asynchronous.
     """
     for name in ("save", "load"):
         try:

@@ -99,7 +99,10 @@ class HostArrayHandler(LeafHandler):
         return np.asarray(abstract) if whole else None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Return the array; a NumPy scalar, str or bytes if that was saved and no plain array is requested."""
+        """Return an array, or a NumPy scalar if one is requested.
+
+        If nothing is requested, a saved NumPy scalar, str or bytes is returned as such.
+        """
         if isinstance(stored, ValueRecord):
             return _decode_value(stored)
         array = _assemble(stored.spec, boxes)
@@ -131,7 +134,7 @@ class HostValueHandler(LeafHandler):
     priority = Priority.EXACT
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Return the value as JSON that restores it exactly."""
+        """Return the value as JSON that restores it exactly; a long str or bytes as an array of uint8."""
         kind = _VALUE_KINDS[type(leaf)]
         if kind in ("str", "bytes") and len(leaf) > _INLINE_BYTES // 4:
             encoded = _encode_text(leaf)
@@ -233,7 +236,10 @@ def leaf_handler(leaf_type: type) -> LeafHandler | None:
 
 
 def abstract_of_stored(record: ArrayRecord) -> object:
-    """Return the abstract leaf for a stored array: a text or scalar type of this module, otherwise an array."""
+    """Return the abstract leaf for a stored array: a str, bytes or NumPy scalar if such a leaf was saved.
+
+    Otherwise, and for a NumPy scalar of more than `_MAX_SCALAR_BYTES`, return an `AbstractArray`.
+    """
     spec = record.spec
     if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MAX_SCALAR_BYTES:
         if spec.numpy_dtype.kind == "U":

@@ -1,6 +1,6 @@
 """System calls of local storage: opening files below a root, renames, syncs, and their errors.
 
-Symbolic links are followed inside a checkpoint, and never out of it.
+Symbolic links are followed inside a checkpoint. `open_inside` lists the few links that may lead out of it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def open_without_links(path: str, flags: int) -> int | None:
         flags: flags for `os.open` that do not create a file.
 
     Returns:
-        A descriptor. None if the system has no such call, if the path has a link, or if the file cannot be opened. In
+        A descriptor. None if the system has no `openat2`, if the path has a link, or if the file cannot be opened. In
         the last case, `os.open` raises an error with the reason.
     """
     opener = _opener(flags)

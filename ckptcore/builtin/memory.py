@@ -35,7 +35,7 @@ class MemoryStorages:
         self._lock = threading.Lock()
 
     def open(self, url: str, options: StorageOptions) -> MemoryStorage:
-        """Open ``memory://NAME`` or ``memory://NAME/DIRECTORY``. Objects are lost with the process, even if durable.
+        """Open ``memory://NAME`` or ``memory://NAME/DIRECTORY``. Objects are always lost with the process.
 
         Raises:
             InvalidLocationError

@@ -73,7 +73,8 @@ class ShardedArray:
             cuts: the boundaries at which shards meet.
 
         Raises:
-            ValueError: a box is not within the array, shards overlap, or elements do not fit their box.
+            ValueError: a box or a cut is not within the array, shards overlap, elements do not fit their box, or a
+                replica number is not below the number of replicas.
         """
         object.__setattr__(self, "shape", tuple(map(operator.index, shape)))
         object.__setattr__(self, "dtype", dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype))

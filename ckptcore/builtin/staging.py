@@ -24,7 +24,7 @@ class StagingDirectory:
     """A new empty directory of this process, in the temporary directory of the system.
 
     It is locked while it is used. The kernel releases the lock when the process ends, and the next staging directory
-    that is created on the same machine removes all unlocked ones. Other machines may share the temporary directory
+    that this user creates on the same machine removes all unlocked ones. Other machines may share the temporary directory
     without seeing the lock. They do not remove the directory, because its name depends on the boot of this machine. For
     the same reason, this machine does not remove it after a restart.
 
@@ -71,7 +71,10 @@ def _make(above: str) -> tuple[Path, DirectoryLock]:
 
 @functools.cache
 def _prefix() -> str:
-    """Return the prefix of the names of all staging directories of this machine since its last start."""
+    """Return the prefix of the names of all staging directories of this machine since its last start.
+
+    Systems other than Linux have no boot id: the prefix is then the same after a restart.
+    """
     try:
         # Not the host name: containers and machines may share it.
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()

@@ -159,7 +159,11 @@ class SaveHandle(ExplainsAttributes):
             raise error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save. Return its error, or None if it is committed."""
+        """Wait for the save. Return its error, or None if it is committed.
+
+        Raises:
+            TimeoutError: the save has not finished within `timeout` seconds. It continues.
+        """
         error = self._future.exception(timeout)
         self._noticed = True
         if error is not None:

@@ -24,7 +24,8 @@ class _Spare(threading.local):
 
     Attributes:
         memory: the memory of one block.
-        block: the cache and the first byte of the verified block in `memory`, if it may be read again.
+        block: the token of a cache, and the position of the first byte of its verified block, which is in `memory`;
+            None if `memory` has no block that may be used again.
     """
 
     memory: memoryview | None = None
@@ -73,7 +74,8 @@ class BlockCache:
     Thread-safe.
 
     - The stamp of a `StampedReader` changes with the object, which may be mapped into memory. Verified blocks are
-      remembered with the stamp. Without a stamp a change could go unnoticed: each thread caches its last block only.
+      remembered with the stamp. While the reader returns no stamp, a change could go unnoticed, so each thread caches
+      only the block that it verified last.
     - Blocks of objects without a `StampedReader` are cached in memory, because reading them again costs as much as
       verifying them.
     - Without checksums nothing is verified, and mapped memory may be used after the first read.
@@ -103,7 +105,7 @@ class BlockCache:
             size: its recorded size in bytes; may be hostile.
             sums: the checksums of its blocks; None: verify nothing.
             block_bytes: the bytes that one checksum covers.
-            recent: caches blocks of objects without a stamp.
+            recent: caches blocks of objects without a `StampedReader`.
             count: called with the number of bytes after each read.
         """
         self.is_verified = sums is not None
@@ -143,11 +145,14 @@ class BlockCache:
         return stamped.stamp() == stamp
 
     def fetch(self, start: int, stop: int, threads: IOThreads) -> bool:
-        """Read and verify the blocks of a range. Return True if `is_cached` then returns True for it.
+        """Read and verify the blocks of a range that are not verified yet. Return the result of `is_cached` for it.
+
+        Reads nothing and returns False if the object cannot be mapped or has no stamp now. Reads nothing without
+        checksums.
 
         Args:
             start, stop: the range in bytes; not empty.
-            threads: read many blocks, together with the calling thread.
+            threads: read the blocks together with the calling thread, if there are many.
 
         Raises:
             ChecksumError
@@ -195,7 +200,8 @@ class BlockCache:
     def _read_verified(self, start: int, stop: int, memory: memoryview) -> None:
         """Fill memory with bytes that are verified now. Whole blocks are read directly into it.
 
-        A single block of an object without a stamp goes through the recent blocks, because each read is a request.
+        If at most one block is left of an object without a `StampedReader`, it goes through the recent blocks, because
+        each read is a request.
         """
         position = start
         while position < stop:

@@ -243,7 +243,7 @@ def encoded(checksum: Checksum, value: int) -> bytes:
 
 
 def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSegment, before: int) -> int:
-    """Return the number of the first segment that the checksum in segment `number` covers, up to `number`.
+    """Return the number of the first segment that the checksum in segment `number` covers. It covers all from there.
 
     `before` is the number of the previous checksum segment, or -1.
 

@@ -31,13 +31,13 @@ _FETCHED_BYTES: Final = 32 << 20
 """Most bytes of encoded chunks that one request fetches, if they are close to each other."""
 
 _GAP_BYTES: Final = 64 << 10
-"""Most bytes between chunks that one request fetches."""
+"""Largest gap between two encoded chunks that one request fetches, in bytes."""
 
 _DECODED_BYTES: Final = 128 << 20
-"""Bytes of elements that are decoded at a time."""
+"""Limit of the bytes of elements that are being decoded, or wait to be copied, at a time."""
 
 _LEAST_STARTED: Final = 2
-"""Minimum number of chunks that are decoded at a time, of any size."""
+"""Number of chunks that may be decoded at a time even if they exceed `_DECODED_BYTES`."""
 
 _Target: TypeAlias = tuple[int, Box, HostArray]
 """The number of an item, its box and its buffer."""
@@ -53,7 +53,7 @@ class _RequestedChunk(NamedTuple):
 class StoredFormat:
     """A layout and its state, which locate the arrays of a checkpoint in its objects. Thread-safe.
 
-    Checkpoints that are opened with the same root share it, and with it the chunk index.
+    Checkpoints that are opened with the same root share one `StoredFormat`, and thus the chunk index.
 
     Attributes:
         layout: the layout.
@@ -170,7 +170,7 @@ def _chunk_read(requested: _RequestedChunk, key: str, offset: int, checksum: Che
 
 
 class _Encoded(NamedTuple):
-    """The bytes of an encoded chunk; `inline` if they are stored with its key."""
+    """The bytes `start` to `stop` of an object, which are an encoded chunk; of `inline` instead if it is not None."""
 
     requested: _RequestedChunk
     key: str

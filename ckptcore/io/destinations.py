@@ -102,7 +102,10 @@ class RunDestination:
 
 
 class BoxDestination:
-    """An array that takes a box of a chunk. Its elements are not contiguous in the object or in the array."""
+    """An array that takes a box of a chunk, copied element by element.
+
+    Used if the runs of contiguous elements are short, or if the array does not have the byte order of the object.
+    """
 
     __slots__ = (
         "_array",

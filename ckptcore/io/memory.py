@@ -127,8 +127,8 @@ def allocate(spec: ArraySpec) -> HostArray:
 class StagingPool:
     """Memory into which saves copy arrays before they are written, reused by the next save. Thread-safe.
 
-    It never keeps more memory than saves used at their peak. Arrays below 4 MiB are cut from mappings of 32 MiB, which
-    are unmapped whole. A forked child starts with an empty pool.
+    It never keeps more memory than saves used at their peak. Memory of less than 4 MiB is cut from mappings of 32 MiB.
+    Such a mapping is unmapped only as a whole. A forked child starts with an empty pool.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,8 @@ class StagingMemory:
     """The `ckptcore.protocols.HostMemory` of one save. Thread-safe.
 
     Attributes:
-        copied_bytes: bytes that were copied, or allocated to be filled; exact if one thread copies.
+        copied_bytes: bytes that were copied, or allocated to be filled. May be too low if several threads call
+            `copy` or `empty` at once.
     """
 
     def __init__(self, pool: StagingPool, threads: IOThreads) -> None:
@@ -276,7 +277,7 @@ class StagingMemory:
     def help_copy(self, *, is_copier: bool = False) -> bool:
         """Copy one piece that no thread has started. Return False if there is none.
 
-        `is_copier`: the caller is counted as a copier, and ends if there is none.
+        `is_copier`: the caller is counted as a copier. If there is no piece, it ends and is no longer counted.
         """
         with self._lock:
             if not self._pieces:

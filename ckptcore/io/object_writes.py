@@ -121,7 +121,10 @@ class ObjectWrites:
             self._summing.notify_all()
 
     def _take(self) -> tuple[_Small | _Large, WriteTask | None] | None:
-        """Return a small object, a task of a large object, or a large object whose tasks are done."""
+        """Return a small object, or a large object with its next task. None if no work is left.
+
+        A large object without a task is complete except for `_finish`.
+        """
         with self._taking:
             try:
                 while not self._stopped:
@@ -316,7 +319,7 @@ def _close_after(error: BaseException, closers: Sequence[Callable[[], None]]) ->
 
 
 _CONCURRENT_SMALL_OBJECTS: Final = 8
-"""Number of small objects that are written at once, on any storage: even on a disk, writers mostly wait."""
+"""Limit of small objects that are written at once to a local storage: even on a disk, writers mostly wait."""
 
 
 class ObjectRecorder:
@@ -387,8 +390,8 @@ class ObjectRecorder:
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, several at once if that is faster on this storage. See `write`.
 
-        On a storage with `concurrency`, parts of one object are written together with those of the next ones. On any
-        other storage, large objects are written one after the other, and several small objects at once.
+        On a remote storage, whose `concurrency` exceeds the number of threads for local storages, parts of one object
+        are written together with parts of the next ones. On any other storage, large objects are written one after the other, and several small objects at once.
 
         Raises:
             PluginError, StorageError: the first error. No further object is started, unfinished ones are aborted, and

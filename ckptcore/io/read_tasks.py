@@ -215,7 +215,8 @@ def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_
     """Return the chunks to verify by blocks, and the chunks to verify by their inline checksums.
 
     Neighbours are verified in the same way: by blocks, unless that reads over 2 % more bytes than the whole chunks and
-    the gaps between them.
+    the gaps between them. If blocks add at most `_SPARE_BLOCKS` blocks to the reads of the object, all chunks are
+    verified by blocks.
     """
     groups: list[_Neighbours] = []
     near = shape.gap_bytes

@@ -249,8 +249,9 @@ class ObjectReader:
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Generator[int, None, None]:
         """Fill targets; yields the number of a target once all its chunks in `reads` are read and verified.
 
-        A chunk is verified by the checksums of the blocks of its object. If the object has none, or if reading whole
-        blocks takes clearly more bytes, the chunk is read whole and verified by its inline checksum.
+        A chunk is verified by the checksums of the blocks of its object. A chunk with an inline checksum is read whole
+        and verified by that one if the object has no block checksums, or if whole blocks have clearly more bytes than
+        the chunk. Without any checksum, a chunk is not verified.
 
         The thread that asks for the next number reads too. Once this generator has ended, even by an error, no thread
         writes into a target.

@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
         task: the bytes that a thread reads as one task; a multiple of `block`.
         write: the bytes that a thread copies, checks and writes at a time; a multiple of `block` that fits into the
             cache of a processor.
-        inline: objects and reads of fewer bytes stay on the calling thread.
+        inline: one thread writes an object of fewer bytes. A local read of fewer bytes stays on the calling thread.
         direct: ranges from this size that only one array needs, unchanged, are read directly into it.
         run: runs of elements of a box from this size are read directly into its array, block by block.
     """
@@ -155,9 +155,9 @@ def call_into(future: Future[T], function: Callable[[], T]) -> None:
 class IOThreads:
     """Worker threads for requests and copies. They start when there is work. Any thread may submit work.
 
-    There are two groups: one thread for each processor for copies and local storages, and as many threads as
-    `ckptcore.protocols.StorageCapabilities.concurrency` requests for remote storages. The groups do not wait for each
-    other. Threads for remote storages end when they are idle.
+    There are two groups: `count` threads for copies and local storages, and, for remote storages, as many threads as
+    their `ckptcore.protocols.StorageCapabilities.concurrency`. The groups do not wait for each other. Threads for
+    remote storages end when they are idle. If the user set the number of threads, all storages use the first group.
 
     The threads are daemons: at exit the interpreter waits for callers that wait for work, never for these threads, so a
     save in a background thread still completes. A forked child starts its own threads. If no thread can be started,
@@ -165,7 +165,7 @@ class IOThreads:
     """
 
     def __init__(self, count: int | None = None) -> None:
-        """Use `count` threads; by default one for each processor, from 2 to 8, and more for remote storages."""
+        """Use `count` threads; by default one for each processor, but 2 to 8, and more for remote storages."""
         if count is not None and count < 1:
             raise ValueError(f"expected at least one thread, found {count}")
         self.count: Final = count if count is not None else min(_MAX_THREADS, max(2, os.cpu_count() or 2))

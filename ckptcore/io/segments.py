@@ -88,8 +88,8 @@ class WriteTask:
 class ObjectSegments:
     """The segments of one object. One thread at a time takes tasks; any thread reports written tasks.
 
-    Each `ArraySegment` is opened at most once and closed exactly once. `close_rest` closes segments that were never
-    opened.
+    Each `ArraySegment` is opened at most once and closed exactly once. After an error, `close_rest` closes the segments
+    that are still open or were never opened.
     """
 
     def __init__(self, segments: Sequence[Segment], segment_sizes: Sequence[int], sizes: Sizes) -> None:

@@ -102,8 +102,9 @@ class CopiedSnapshot:
 
 
 class BoundedSnapshot:
-    """Snapshot of an asynchronous save with bounded memory: copies items while the writer writes, in its order.
+    """Snapshot of an asynchronous save with bounded memory: copies items while the writer writes.
 
+    Copies the items that the writer waits for first, and the others in the order of the plan.
     `copy_all` runs on the thread of the caller. The writer takes and releases items on other threads.
     """
 
@@ -114,7 +115,10 @@ class BoundedSnapshot:
         release: Callable[[HostArray], None],
         limit: int,
     ) -> None:
-        """See `CopiedSnapshot`. Copies use at most `limit` bytes, unless one item is larger."""
+        """See `CopiedSnapshot`. Copies use at most `limit` bytes, except for an item that the writer waits for.
+
+        A single item may also be larger than the limit.
+        """
         self.plan = plan
         self._start = start
         self._release = release
@@ -180,7 +184,7 @@ class BoundedSnapshot:
                 self._changed.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error in callers that take items which are not copied yet."""
+        """Stop copying. `take` then raises `SaveLostError`, caused by this error, for items that are not copied."""
         with self._changed:
             self._error = self._error or error
             self._start = _refuse_to_start

@@ -65,8 +65,8 @@ def _ml_names() -> Mapping[np.dtype[Any], str]:
 def dtype_from_name(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype of a name in a checkpoint, in native byte order.
 
-    The names are those of NumPy and ml_dtypes (``float32``, ``bfloat16``), ``datetime64[ns]`` and
-    ``timedelta64[ns]`` with a unit, ``S7`` for 7 bytes and ``U7`` for 7 characters of UCS-4.
+    The names are those of NumPy and ml_dtypes (``float32``, ``bfloat16``), ``datetime64`` and ``timedelta64`` with or
+    without a unit (``datetime64[ns]``), ``S7`` for 7 bytes and ``U7`` for 7 characters of UCS-4.
     The name may come from a hostile file: no other names are accepted.
 
     Raises:
@@ -96,7 +96,8 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype in checkpoints, the inverse of `dtype_from_name`. Ignores byte order.
 
     Raises:
-        UnsupportedLeafError: it is an object, structured, void or platform-dependent dtype.
+        UnsupportedLeafError: it is an object, structured, void or platform-dependent dtype, or a string dtype whose
+            length is 0 or more than 1 Mi characters.
     """
     native = dtype.newbyteorder("=") if dtype.byteorder in "<>" else dtype
     if (name := _NAMES.get(native)) is not None:
@@ -158,7 +159,7 @@ class Box(NamedTuple):
         )
 
     def bands(self, axis: int, step: int) -> Sequence[Box]:
-        """Divide it into parts of `step` elements along an axis, in order. The last may have fewer."""
+        """Divide the box into parts of `step` elements along an axis, in order. The last may have fewer."""
         stop = self.stop[axis]
         return [self.band(axis, start, min(start + step, stop)) for start in range(self.start[axis], stop, step)]
 
@@ -172,7 +173,7 @@ class Box(NamedTuple):
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        """Return True if every element of `other` is in this box."""
+        """Return True if the bounds of `other` are within the bounds of this box."""
         return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
 
 
@@ -235,7 +236,7 @@ class Shard(NamedTuple):
 
     Attributes:
         box: its position in the array.
-        replica: the number of this replica; 0 is written by default.
+        replica: the number of this replica. By default the process with replica 0 writes the box.
         replicas: the number of processes or devices that hold the same box.
     """
 

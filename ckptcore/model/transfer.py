@@ -251,7 +251,7 @@ class Chunk(NamedTuple):
     Attributes:
         key: the object that contains it.
         offset: its first byte in the object; if the metadata does not have it, a number that orders chunks.
-        box: its box in the array; may reach beyond the end of the array, if it is stored so.
+        box: its box in the array. It may reach beyond the end of the array if the format stores whole chunks there.
         is_plain: True if any of its elements can be read, and verified, without the rest of the chunk.
         is_exact: True if its elements are known to be at this offset of this object, in C order, little endian,
             uncompressed, without an inline checksum. Such chunks are read without `ChunkIndex.locate`.
@@ -276,12 +276,13 @@ class ChunkLocations(NamedTuple):
 
     Attributes:
         keys: the object of each chunk; empty for chunks that are `inline` or have a fill value.
-        starts: the first byte in the object.
-        stops: by row, the end of an encoded chunk in the object; None: the end of the object.
+        starts: the first byte of each chunk in its object, or in its `inline` bytes.
+        stops: by row, the end of an encoded chunk in its object or `inline` bytes; None or missing: their end.
         encoded: rows of chunks that are passed to `ChunkIndex.decode`; all others are elements in C order, little
             endian, uncompressed.
         checksums: by row, the inline checksum of a raw chunk.
-        inline: by row, the bytes of a chunk that is stored with its key.
+        inline: by row, bytes that contain the chunk, which `ChunkIndex.locate` has read already: a key-value format
+            may store a small chunk next to its key.
         fills: by row, the value of all elements of a chunk that is not stored.
     """
 
@@ -326,7 +327,7 @@ class IntegerColumn(Sequence[int]):
         return iter(numbers)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        """Return the integers as int64, for NumPy."""
+        """Return the integers as a NumPy array: int64, unless NumPy requests another dtype."""
         return np.array(self.array, dtype or np.int64, copy=copy)
 
     def __eq__(self, other: object) -> bool:

@@ -103,7 +103,7 @@ Skeleton: TypeAlias = Node | _Leaf
 
 
 def format_path(path: TreePath) -> str:
-    """Format a path for people: ``params['a.b'][0].mu``; ``<root>`` for the empty path."""
+    """Format a path for people: ``params/dense['a.b'][0].mu``; ``<root>`` for the empty path."""
     if not path:
         return "<root>"
     parts: list[str] = []
@@ -202,7 +202,8 @@ def float_from_json(value: JSON) -> float:
 def skeleton_to_json(skeleton: Skeleton) -> JSON:
     """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and the type as a fourth item if known.
 
-    An attribute key is ``{"attr": name}``; int and str keys are themselves (text with surrogates: see `text_to_json`).
+    `keys` is None for a list or tuple. An attribute key is ``{"attr": name}``; int and str keys are themselves (text
+    with surrogates: see `text_to_json`).
     `children` is the number of children if every child is a leaf.
     """
     if not isinstance(skeleton, Node):

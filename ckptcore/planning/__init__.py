@@ -83,8 +83,9 @@ def leaf_names(
 ) -> dict[int, str]:
     """Return a name for each leaf of a flat layout: its keys joined by a separator, as other software expects.
 
-    Leaves with equal or reserved names get escaped names: a backslash precedes each separator within a key, a str key
-    that looks like an int is quoted, and an attribute begins with ``\\@``.
+    Leaves with equal or reserved names get escaped names: a backslash precedes each separator and each backslash within
+    a key, a str key that is empty or looks like an int is quoted, and an attribute begins with ``\\@``. If the escaped
+    name is reserved too, a backslash is put before it.
 
     Args:
         paths: by leaf, its path.

@@ -180,7 +180,7 @@ class ChunkTable:
 
 
 class _SlicedArrays:
-    """Columns of arrays that are stored in several boxes, each with explicit bounds."""
+    """Columns of chunks with explicit bounds. An array has one chunk or several."""
 
     def __init__(self, tree: TreeMetadata, columns: Any) -> None:
         self._files: Sequence[str] = columns["files"]
@@ -236,7 +236,7 @@ class _SlicedArrays:
         return uncovered(spec, [chunk.box for chunk in self.chunks(leaf, spec)])
 
     def chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None, is_exact: bool = True) -> list[Chunk]:
-        """Return the chunks of a leaf; with a box, only those that share elements with it."""
+        """Return the chunks of a leaf. With a box, leave out chunks outside of it, but not the only chunk of a leaf."""
         rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
         axes = len(spec.shape)
         if within is not None and axes and len(rows) > 1:
@@ -256,8 +256,8 @@ def natural_column(found: Any, below: int, count: int | None = None) -> HostArra
     """Check a column of whole numbers from 0 to `below` - 1, and return it as an array. The column may be hostile.
 
     Raises:
-        TypeError, ValueError, IndexError: the column is not a list of ints, has another length, or has a number out of
-            range.
+        TypeError, ValueError, IndexError, OverflowError: the column is not a list of ints, has another length, or has a
+            number out of range.
     """
     if not isinstance(found, list | tuple) or not {int}.issuperset(map(type, found)):
         raise TypeError("expected a column of whole numbers")
@@ -273,7 +273,7 @@ def _whole_columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Seq
     """Return the leaf, file and offset of each whole array. Checks columns at once: there may be 100,000 rows.
 
     Raises:
-        TypeError, IndexError: the columns are hostile.
+        TypeError, IndexError, KeyError: the columns are damaged or hostile.
     """
     files, leaves, numbers, offsets = (columns[name] for name in ("files", "leaf", "file", "offset"))
     if {*map(type, leaves), *map(type, numbers), *map(type, offsets)} - {int}:

@@ -264,8 +264,8 @@ def cells_of(record: ArrayRecord) -> Sequence[Box]:
 def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
     """Return the boxes that a process writes.
 
-    A box without other replicas is written whole. So is a box that does not match the cuts of the array, because its
-    handler did not describe it. Each replica of any other box writes the cells that it owns.
+    A box without other replicas is written whole. A box that does not match the cuts of the array, because its handler
+    did not describe it, is written whole by replica 0. Each replica of any other box writes the cells that it owns.
 
     Args:
         record: the array.

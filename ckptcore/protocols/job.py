@@ -185,8 +185,8 @@ class WorkerCapture(Protocol[SaveT_contra]):
             save: the save that was passed to `Executor.capture`, or a further save of the same boxes.
 
         Returns:
-            The receipts of the workers, by part of the save. A result or an error arrives only after all workers have
-            stopped writing, because the objects of a failed save are removed then.
+            For each part of the save, the receipts of the workers. A result or an error arrives only after all workers
+            have stopped writing, because the objects of a failed save are removed then.
         """
         ...
 

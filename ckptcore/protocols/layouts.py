@@ -305,9 +305,8 @@ class LayoutCapabilities(NamedTuple):
     """The features of saves that a layout supports with its options.
 
     Attributes:
-        any_replica_writes: True if any process that holds the same elements may write a part of them. Several
-            processes then write boxes of one array, which end at the cuts of its record. If False, replica 0 writes all
-            of them, which software that reads whole arrays needs.
+        any_replica_writes: True if the processes that hold the same box may each write a part of it. The parts end at
+            the cuts of the array's record. If False, replica 0 writes the whole box, as formats of whole arrays need.
         sessions: True if several saves can fill one checkpoint, one after the other. See `Layout.renumbered`.
     """
 
@@ -434,8 +433,8 @@ class Layout(Protocol):
         that it need not be in memory as a whole. Each item is one box, whose elements are one run in C order, and the
         runs are adjacent. The written bytes do not depend on how arrays were divided.
 
-        Depends on the tree alone, so that processes agree without communication. One process writes all of an object,
-        and different processes write different objects. The leader writes an object without arrays.
+        The result must depend on the tree alone, so that processes agree without communication. An object is written by
+        one process, and different processes may write different objects. The leader writes an object without arrays.
         """
         return None
 

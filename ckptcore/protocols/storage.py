@@ -354,7 +354,11 @@ class AtomicDirectories(Protocol):
     """A storage with real directories that can be renamed atomically. Keys as in `StorageBackend`."""
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """Create a directory if needed, and lock it until the lock is closed or the process ends; None if locked."""
+        """Create a directory if needed, and lock it until the lock is closed or the process ends.
+
+        Returns:
+            The lock, or None if the directory is locked already.
+        """
         ...
 
     def rename(self, source: str, destination: str) -> None:

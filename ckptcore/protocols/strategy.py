@@ -62,7 +62,7 @@ class SaveCommit(Protocol):
             error: None if every rank has committed. Otherwise the error of the stage "write" or "commit" on this rank.
 
         Raises:
-            CommitUnknownError: the target does not have the save.
+            CommitUnknownError: this rank cannot confirm that the save is committed.
         """
         ...
 

@@ -81,8 +81,8 @@ class ContainerHandler(Protocol):
     def is_object(self, value: Any) -> bool:
         """Return True if programs refer to `value` as an object with an identity, like a module; by default False.
 
-        ``load_checkpointables`` restores such a container in place. It builds new containers of other types: dicts, and
-        containers of abstract leaves.
+        ``load_checkpointables`` restores a tree in place if it is or contains such a container, or an object of a
+        `CheckpointableHandler`. It builds a new value for any other tree, such as a dict of arrays.
         """
         return False
 
@@ -265,17 +265,17 @@ class LeafHandler(Protocol):
 
         None is for arrays that only other processes hold, such as those of another pipeline stage. The method is
         then called again in the processes that hold the array: `size` is the number of these processes, and `rank` is
-        the position of this process among them. Among these, a process that holds nothing, because there are fewer rows
-        than processes, returns no boxes instead of None.
+        the position of this process among them. If one of them has no elements, because there are fewer rows than
+        processes, it returns an empty sequence instead of None.
         """
         ...
 
     def replicas(self, leaf: Any, size: int) -> int | None:
         """Return how many of `size` processes hold each box of the array; None, the default, if unknown.
 
-        Processes divide the writes by it. If unknown, it is estimated from the cuts of the array. Return 1 if it
-        differs between boxes. Equal on every process that has the array in its tree, even without elements. See
-        `shards` for `size`.
+        The core divides the writes of a box between this many processes. If unknown, the core estimates the number from
+        the cuts of the array. Return 1 if it differs between boxes. The result must be equal on every process that has
+        the array in its tree, also on a process that holds no elements. See `shards` for `size`.
         """
         return None
 

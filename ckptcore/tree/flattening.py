@@ -111,8 +111,9 @@ def flatten(
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there.
 
     Raises:
-        UnsupportedLeafError: lists every leaf that no plugin handles; or the tree is too deep.
-        UnsupportedKeyError: a key is neither an int nor a str.
+        UnsupportedLeafError: no plugin handles some leaves, of which the error names at most 20; or the tree is too
+            deep.
+        UnsupportedKeyError: a key has another type than int, str or `Attribute`. Subclasses, such as bool, are refused.
     """
     walk = _Flattening(plugins, placeholders, stored_at)
     skeleton, shape = walk.node(value)
@@ -310,7 +311,7 @@ def _in_order(
 def rebuild(skeleton: Skeleton, leaves: Sequence[object]) -> object:
     """Build a value of Python's containers with the saved structure, for loads without an abstract tree.
 
-    An object of another type becomes a dict of its attributes and keys, or a list if it only had indices.
+    An object of another type becomes a dict of its attributes and keys, or a list if it had only indices or was empty.
     """
     return _rebuild(skeleton, iter(leaves))
 
@@ -402,7 +403,10 @@ def _replaceable(shape: _Container) -> Collection[int]:
 
 
 def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
-    """Return the two leaf ranges of each mutable container that is at two paths of a value."""
+    """Find mutable containers that are at several paths of a value. Return pairs of leaf ranges.
+
+    A pair has the leaves below the first path of a container, and the leaves below a further path.
+    """
     pairs: list[tuple[range, range]] = []
     _find_shared(shape, 0, {}, pairs)
     return pairs

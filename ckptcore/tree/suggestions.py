@@ -14,7 +14,7 @@ _MAX_LENGTH: Final = 300
 """Maximum length of the names to compare, in characters."""
 
 _COMMON: Final = 64
-"""Groups of three letters in more names than this are ignored."""
+"""Groups of three letters in more names than this are ignored, unless the requested name has no rarer group."""
 
 _COMPARED: Final = 4
 """Number of names with the most groups in common that are compared letter by letter, the slowest step."""
