@@ -306,7 +306,7 @@ def open_inside(root: str, path: str, flags: int) -> int:
 
 
 class _PathWalk:
-    """A walk down from a directory. Links cannot lead out of the directory."""
+    """A walk down from a directory. Links cannot lead out of the directory, except to blobs of a Hugging Face cache."""
 
     def __init__(self, root: str) -> None:
         self._boundary = root

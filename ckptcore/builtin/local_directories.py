@@ -133,7 +133,7 @@ class LocalDirectories:
 
         Raises:
             InvalidLocationError: a symbolic link leads out of the checkpoint.
-            StorageError: it is not a directory.
+            StorageError: it is not a directory, or cannot be opened.
         """
         try:
             descriptor = self._open(directory)
@@ -196,7 +196,8 @@ class LocalDirectories:
     def make_durable(self, directory: str) -> None:
         """Make the names in a directory durable, and the names of the directory and its parents.
 
-        Parents are synced up to the root, and above it as far as this storage created them.
+        The name of the root in its parent is synced too, if permissions allow it. Above that, only the names of
+        directories that this storage created are synced.
 
         Raises:
             StorageError
@@ -390,7 +391,9 @@ def try_to_lock(directory: str) -> DirectoryLock | None:
 
 @contextmanager
 def lock_object(path: str) -> Iterator[int | None]:
-    """Lock a file against concurrent replacement. Yields its descriptor, or None if the file does not exist.
+    """Lock a file against concurrent replacement. Yields its descriptor, or None without a file.
+
+    A symbolic link at the path counts as no file, because a put replaces the link.
 
     Waits for other holders of the lock. Then the path names the locked file, unless a process replaces it without the
     lock.

@@ -1,8 +1,8 @@
 """Reads of local files: buffered, direct, and of cached open files.
 
-A buffered read of data that is not in the page cache allocates pages, copies the data, and evicts other pages. So the
-reader probes a page of each window of a file without waiting. If the page is not in memory, it reads the window with
-O_DIRECT. Both ways return the same bytes; a wrong guess only costs time.
+A buffered read of data that is not in the page cache allocates pages, copies the data, and evicts other pages. So
+before a large read, the reader probes a page of its window of the file without waiting. If the page is not in memory,
+it reads with O_DIRECT. Both ways return the same bytes; a wrong guess only costs time.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class LocalFile:
             raise local_error(error, "read", self.path) from error
 
     def _read_at_once(self, offset: int, buffer: memoryview) -> bool:
-        """Fill one buffer by one system call, the common case. Return False if that is not possible."""
+        """Try to fill one buffer by one buffered system call, the common case. Return False if it is not filled."""
         nbytes = len(buffer)
         if nbytes > _MAX_BYTES or (self.cold is not None and self.cold.is_cold(offset, nbytes)):
             return False
@@ -205,7 +205,7 @@ def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 class LocalFiles:
-    """The files that were read last, cached open. Thread-safe.
+    """The files that were opened last, kept open for further reads. Thread-safe.
 
     A file is opened again if its path leads to another file, as after an exchange of directories.
     """
@@ -408,8 +408,8 @@ class ColdReader:
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill buffers with contiguous bytes from an offset, with direct I/O. Return the number of bytes read.
 
-        It is smaller at the end of the file, or if the disk refuses such reads: the caller then reads the rest
-        buffered.
+        The number is smaller than requested at the end of the file, or if the disk refuses such reads. The caller then
+        reads the rest buffered.
 
         Raises:
             OSError
@@ -438,7 +438,7 @@ class ColdReader:
         return done
 
     def _read_in_place(self, offset: int, buffer: memoryview) -> int:
-        """Read directly into a buffer; -1 if the disk refuses its address."""
+        """Read directly into a buffer. Return the bytes read; -1 if the disk needs another alignment of its address."""
         address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
         if address % self._address_bytes:
             return -1

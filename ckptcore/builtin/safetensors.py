@@ -3,8 +3,9 @@
 The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many
 bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C
 order, without gaps. A checkpoint above `max_file_bytes` is split into ``model-00001-of-00002.safetensors`` and so on,
-which ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. If no
-process has all elements of an array, the array is stored in slices (see `safetensors_writing`).
+which ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. A
+process writes a file if it has all elements of all arrays in it. If no process has, all arrays of that file are stored
+in slices instead (see `safetensors_writing`).
 
 In a partial save, the file names of a session contain the number of its first process, counted from 1, such as
 ``model-session-00001.safetensors``, because the total number of files is not known while they are written. Readers that
@@ -69,7 +70,8 @@ class SafetensorsLayout(Layout):
             replaces ``"format": "pt"``.
 
     Raises:
-        ValueError: the stem cannot be part of a file name, or metadata is not a mapping of str to str.
+        ValueError: the stem is not allowed in file names, or metadata is not a mapping of str to str, or has the
+            reserved name ``DCP_SHARDING_INFO``.
     """
 
     capabilities = LayoutCapabilities(sessions=True)

@@ -30,8 +30,9 @@ _NAME: Final = r"(?a)\w{1,40}"
 def _record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | None:
     """Return the array that a header describes; None if the header is inconsistent.
 
-    A tensor of F4 is an array of bytes with two elements each, the first in the lower half. A tensor of any other dtype
-    that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes` have its dtype and its shape.
+    A tensor of F4 whose last axis has an even length is an array of bytes with two elements each, the first in the
+    lower half. Any other tensor of a dtype that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes`
+    have its dtype and its shape.
 
     Args:
         dtype: the name of the dtype in the format; newer versions have further names.

@@ -148,8 +148,8 @@ SHARDING: Final = "DCP_SHARDING_INFO"
 """The key in the metadata of a file for the starts of its boxes."""
 
 _TOGETHER_BYTES: Final = 256 << 20
-"""Most bytes of arrays with several separate boxes that are written in turn. Each array is in memory until its last box
-is written."""
+"""Approximate bytes of a group of arrays with several separate boxes. Groups are written one after the other, because
+an array stays in memory until its last box is written."""
 
 
 class _Slice(NamedTuple):

@@ -24,9 +24,9 @@ class StagingDirectory:
     """A new empty directory of this process, in the temporary directory of the system.
 
     It is locked while it is used. The kernel releases the lock when the process ends, and the next staging directory
-    that this user creates on the same machine removes all unlocked ones. Other machines may share the temporary directory
-    without seeing the lock. They do not remove the directory, because its name depends on the boot of this machine. For
-    the same reason, this machine does not remove it after a restart.
+    that this user creates on the same machine removes all unlocked ones. Other machines may share the temporary
+    directory without seeing the lock. They do not remove the directory, because its name depends on the boot of this
+    machine. For the same reason, this machine does not remove it after a restart.
 
     Attributes:
         path: the path.

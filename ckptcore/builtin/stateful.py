@@ -37,7 +37,9 @@ _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSI
 
 
 def required_parameters(value_type: type, name: str) -> tuple[str, ...] | None:
-    """Return the required parameters of a method without ``self``; None if instances have no such method.
+    """Return the required positional parameters of a method without ``self``.
+
+    None if instances have no such method, or if it requires keyword-only arguments.
 
     Raises:
         ValueError: the method is not written in Python and has no signature.
@@ -89,7 +91,7 @@ _MISSING: Final = _Missing()
 """Placeholder for a value that the object does not have."""
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
-"""Types whose stored values determine their type."""
+"""Types of values that a checkpoint stores with their type."""
 
 _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
 """Dtypes of frameworks with elements smaller than a byte: their arrays are stored as bytes, without the dtype."""
@@ -377,7 +379,7 @@ class PythonRandomHandler(CheckpointableHandler):
         return {"version": version, "state": np.array(words, np.uint32), "gauss_next": gauss_next}
 
     def flatten_to_load(self, value: random.Random, stored: object) -> object:
-        """Return the stored form: only one of the two states may have a cached number of `gauss`."""
+        """Return the stored state, because only one of the two states may have a cached number of `gauss`."""
         return state_to_load(self.flatten(value), stored)
 
     def unflatten(self, like: random.Random, state: object) -> object:
@@ -402,7 +404,10 @@ _RANDOM: Final = PythonRandomHandler()
 
 
 def random_state_handler(value_type: type) -> CheckpointableHandler | None:
-    """Return the handler for generators of a type; None for other types, and for `SystemRandom`, which has no state."""
+    """Return the handler for generators of a type; None for other types.
+
+    None also for subclasses of `random.Random` with their own ``getstate``, such as `SystemRandom`, which has no state.
+    """
     # Do not import these modules, which is slow. Values of their types exist only if they are imported.
     if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):

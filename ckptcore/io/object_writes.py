@@ -391,7 +391,8 @@ class ObjectRecorder:
         """Write objects, several at once if that is faster on this storage. See `write`.
 
         On a remote storage, whose `concurrency` exceeds the number of threads for local storages, parts of one object
-        are written together with parts of the next ones. On any other storage, large objects are written one after the other, and several small objects at once.
+        are written together with parts of the next ones. On any other storage, large objects are written one after the
+        other, and several small objects at once.
 
         Raises:
             PluginError, StorageError: the first error. No further object is started, unfinished ones are aborted, and

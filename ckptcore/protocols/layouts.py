@@ -177,7 +177,7 @@ class InspectedComposite(NamedTuple):
     Attributes:
         members: the kind of each checkpointable by name, in order. Each is a directory of that name, or a file with
             that name that contains a tree. A tree may have any installed layout. Other directories, such as metadata,
-            are left out; a missing checkpointable may be listed.
+            are left out. The mapping may list a checkpointable whose directory or file is missing.
         writer, custom, metrics, created: of the checkpoint as a whole. See `Inspection`.
     """
 
@@ -351,6 +351,10 @@ class Layout(Protocol):
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Refuse a tree that cannot be stored, before anything is written. By default accept every tree.
 
+        Args:
+            tree: the tree to save.
+            size: the number of processes in the job.
+
         Raises:
             UnsupportedLeafError, NameCollisionError, UnsupportedKeyError
         """
@@ -363,9 +367,9 @@ class Layout(Protocol):
 
     @abstractmethod
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Complete the objects of all processes, also for foreign readers. The root stores the result.
+        """Write objects that describe the objects of all processes, such as an index for other software.
 
-        Called on the leader.
+        Called on the leader after all processes have written. The root stores the result, which `index` receives.
         """
         ...
 
@@ -451,7 +455,7 @@ class Layout(Protocol):
         return ""
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
-        """Return, by leaf, the names of arrays that a session stores in objects or keys; none by default.
+        """Return, by leaf, the names of arrays that a session writes into objects or their keys; none by default.
 
         An array must have the same name in the tree of its session and in the whole tree. Names that only `finish`
         writes are left out.
@@ -477,10 +481,11 @@ class Layout(Protocol):
     # --- plans
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast | None:
-        """Write like `write`, to a store that only counts, with the largest possible sizes and without elements.
+        """Call the methods of `store` as `write` does, with the largest possible sizes, but without elements.
 
-        Return None, the default, if `write` itself can be called for this purpose: segments have a length before they
-        are opened. A layout that encodes elements before it passes objects to the store implements this method.
+        Return None, the default, if the core can call `write` with these arguments instead. That is possible because
+        segments have a length before they are opened. A layout that encodes elements before it passes objects to the
+        store implements this method.
 
         Args:
             snapshot: has a plan. Taking elements from it fails.
