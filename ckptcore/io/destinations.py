@@ -102,7 +102,7 @@ class RunDestination:
 
 
 class BoxDestination:
-    """An array that takes a box of a chunk, copied element by element.
+    """An array that takes a box of a chunk, which NumPy copies between strided views.
 
     Used if the runs of contiguous elements are short, or if the array does not have the byte order of the object.
     """

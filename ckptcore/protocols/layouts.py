@@ -353,7 +353,7 @@ class Layout(Protocol):
 
         Args:
             tree: the tree to save.
-            size: the number of processes in the job.
+            size: the number of processes in the job, including the workers of a single controller.
 
         Raises:
             UnsupportedLeafError, NameCollisionError, UnsupportedKeyError
@@ -483,7 +483,7 @@ class Layout(Protocol):
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast | None:
         """Call the methods of `store` as `write` does, with the largest possible sizes, but without elements.
 
-        Return None, the default, if the core can call `write` with these arguments instead. That is possible because
+        Return None, the default, if a dry run can call `write` with these arguments instead. That is possible because
         segments have a length before they are opened. A layout that encodes elements before it passes objects to the
         store implements this method.
 
