@@ -145,7 +145,8 @@ class Context:
         storage: options of storages, by URL scheme. They may contain secrets, so ``repr`` omits them.
         when_busy: behaviour of `save_async` while another save runs. ``"wait"``: block until it ends. ``"queue"``: copy
             now and write later. At most one save is queued; another call blocks until the running save ends.
-        observers: functions that are called with the events of saves and loads; see `ckptcore.events`.
+        observers: functions that are called with the events of saves, loads, deletions and uploads; see
+            `ckptcore.events`.
     """
 
     durability: Literal["full", "none"] = "full"

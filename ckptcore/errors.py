@@ -48,7 +48,7 @@
     ├── RankFailedError                (RuntimeError)       another process of the job failed
     └── CoordinationTimeoutError       (TimeoutError)       some ranks missed the deadline of an exchange
 
-Messages begin with the path or array, then say what failed, why, and what to do.
+Messages name the path or array, and say what failed, why, and what to do.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UncommittedCheckpointError(CheckpointNotFoundError):
-    """A save began at the location and did not commit. Loads ignore it."""
+    """A save began at the location and did not commit. Loads ignore its files."""
 
 
 class UnknownCheckpointableError(CheckpointNotFoundError):
@@ -250,7 +250,7 @@ class MissingDistributionError(CheckpointError, ImportError):
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage failed. The cause is its own error."""
+    """The storage failed. The cause, if any, is the error that the storage raised."""
 
 
 class StorageFullError(StorageError):
@@ -298,7 +298,7 @@ class NotSharedError(CheckpointError, RuntimeError):
 
 
 class SaveLostError(CheckpointError, RuntimeError):
-    """Another save took over or removed the claim of this one, which did not commit."""
+    """Another save took over or removed the claim of this one, or another process took over its lock."""
 
 
 class AtomicityError(CheckpointError, RuntimeError):
@@ -330,7 +330,7 @@ class CheckpointReferredError(CheckpointError, RuntimeError):
 
 
 class StepPinnedError(CheckpointError, RuntimeError):
-    """A reader has pinned the step to delete. Nothing was deleted."""
+    """A reader has pinned the step to delete, or it is being saved. Nothing was deleted."""
 
 
 class TargetUndefinedError(CheckpointError, RuntimeError):

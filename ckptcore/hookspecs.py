@@ -40,29 +40,28 @@ class HookSpecs:
     def ckpt_leaf_handler(self, leaf_type: type, example: object) -> LeafHandler | None:
         """Return the handler for leaves of a type, abstract leaves included; None for unknown types.
 
-        Called once per type and Context. `example` is a value of the type.
+        Called for values of a type until a plugin returns a handler, which is cached. `example` is a value of the type.
         """
 
     @_hookspec
     def ckpt_container_handler(self, value_type: type, example: object) -> ContainerHandler | None:
         """Return the handler that flattens containers of a type by one level; None for unknown types.
 
-        Called once per type and Context. `example` is a value of the type.
+        Called for values of a type until a plugin returns a handler, which is cached. `example` is a value of the type.
         """
 
     @_hookspec
     def ckpt_checkpointable_handler(self, value_type: type, example: object) -> CheckpointableHandler | None:
         """Return the handler for stateful objects of a type, such as modules; None for unknown types.
 
-        Called once per type and Context. `example` is a value of the type.
+        Called for values of a type until a plugin returns a handler, which is cached. `example` is a value of the type.
         """
 
     @_hookspec
     def ckpt_files_handler(self, value_type: type, example: object) -> FilesHandler | None:
         """Return the handler for objects of a type that write their own files; None for unknown types.
 
-        Called for the objects passed to ``save_checkpointables``, once per type and Context. `example` is a value of
-        the type.
+        Called for each object passed to ``save_checkpointables``, without a cache. `example` is that object.
         """
 
     @_hookspec
@@ -89,7 +88,8 @@ class HookSpecs:
     def ckpt_executor(self) -> Executor[Any, Any] | None:
         """Return the workers of this process if it is a single controller, else None.
 
-        Called at the first save or load of a Context without an executor, and not in a job of several processes.
+        Called by each operation that needs the workers, if its Context has no executor. Not called in a job of several
+        processes.
         """
 
     @_hookspec

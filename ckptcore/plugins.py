@@ -318,7 +318,7 @@ class Plugins:
         """Return the coordinator of the job of this process.
 
         Raises:
-            PluginConflictError: plugins other than the built-in one report two jobs.
+            PluginConflictError: two plugins report a job of more than one process.
         """
         found = _call_hook(self._manager.hook.ckpt_coordinator, {})
         several = [(name, coordinator) for name, coordinator in found if coordinator.size > 1]
@@ -446,7 +446,7 @@ def expect_inherits(offered_type: type, protocol: type) -> None:
     """Check that the type of an object of a plugin inherits from a protocol, which has defaults.
 
     Raises:
-        PluginError
+        PluginError: the type does not.
     """
     if protocol not in offered_type.__mro__:
         raise PluginError(

@@ -22,8 +22,8 @@ class StepNameFormat:
     """A format for the names of steps: a prefix, then the number in decimal digits.
 
     Attributes:
-        prefix: the text before the number; may be empty. It must not contain ``/``, begin with ``.`` (such names are
-            hidden) or end in a digit.
+        prefix: the text before the number; may be empty. It must be printable, and not contain ``/`` or a backslash,
+            begin with ``.`` (such names are hidden) or end in a digit.
         width: minimum number of digits; shorter numbers are padded with zeros. 0 writes no zeros. None also writes no
             zeros, and reads names with any number of zeros.
 

@@ -14,12 +14,13 @@ ran before (1) of the pin, and so did (1) of the deletion. So (2) of the pin ran
 waited for its end, which is (4) of the deletion. Then (3) of the pin found no step, and the reader read nothing. The
 proof requires only that reads and listings show every completed write.
 
-No process waits forever: a deleter never waits, and a reader waits only for a deletion, which ends.
+No process waits forever: a deleter never waits while its deletion is announced, and a reader waits only for an
+announced deletion, which ends.
 
 Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which
 the kernel releases. Other storage has leases (`LeasedLocks`), which are broken after a lease time without renewal. A
-suspended process finds that its lease is broken when it checks. A deleter checks before it deletes. A reader does not
-check: if it was suspended for longer than a lease time, the step can be deleted, and its load raises an error.
+suspended process finds that its lease is broken when it checks. A deleter of steps checks before it deletes. A reader
+does not check: if it was suspended for longer than a lease time, the step can be deleted, and its load raises an error.
 """
 
 from __future__ import annotations
@@ -243,10 +244,10 @@ class Locks(ABC):
 
         Args:
             name: the directory of the step.
-            wait_seconds: the longest time to wait.
+            wait_seconds: the longest time to wait for the end of a deletion.
 
         Raises:
-            CheckpointNotFoundError: it is still being deleted.
+            CheckpointNotFoundError: it is still being deleted after `wait_seconds`.
             StorageError: the storage failed, or cannot be written.
         """
         _check_name(name)

@@ -1,8 +1,7 @@
 """CommitMethod: how checkpoints in a directory are begun, committed, removed and locked.
 
 Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional
-puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses one; no other code checks
-the kind of a storage.
+puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses one.
 
 With real directories the session table of a partial save is in its hidden directory, whose lock excludes other
 sessions. Other storage stores the table under the key of the root and replaces it by compare-and-swap, so a session can

@@ -275,7 +275,7 @@ class CompositeRoot(CommittedRoot):
     """The root of a committed checkpoint of several checkpointables. Each is a checkpoint in a subdirectory.
 
     Attributes:
-        members: the checkpointables by name, including deleted ones.
+        members: the checkpointables by name, including those that were deleted after the commit.
     """
 
     members: Mapping[str, Member]
@@ -361,7 +361,8 @@ class ParsedRoots(Generic[T]):
     """Cache of the last parsed roots, each with an object that its reader derived from it. Thread-safe.
 
     The bytes of a root are the key: they are read and compared each time. A root with parts is not cached, because its
-    parts must be read and verified again. A root with mutable values is not cached, because callers could change them.
+    parts must be read and verified again. A root whose tree has mutable values is not cached, because callers could
+    change them.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """The JSON format of roots (``checkpoint.json``) and of their parts. A root ends in a checksum of itself.
 
-Every decoder accepts hostile bytes. It raises only `CorruptCheckpointError` and `UnsupportedVersionError`.
+Every decoder accepts hostile bytes. It raises only `CorruptCheckpointError`, `UnsupportedVersionError`, and
+the errors of a `ReadPart` function.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ def summarize_root(data: bytes) -> RootSummary:
     """Decode the small fields of a root, without its tables and parts.
 
     Raises:
-        CorruptCheckpointError, UnsupportedVersionError
+        CorruptCheckpointError, UnsupportedVersionError: as for `decode_root`.
     """
     with _errors_as_damage():
         document, head = _open(data)

@@ -323,7 +323,7 @@ class LocationVersion(NamedTuple):
         return self.nbytes is not None
 
     def is_current(self, location: Location) -> bool:
-        """Return True if the location has not changed. If so, the checkpoint itself is the cause of a read error.
+        """Return True if the location has not changed. Then a read error means damage, not a concurrent change.
 
         Raises:
             StorageError

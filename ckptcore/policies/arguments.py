@@ -50,7 +50,7 @@ def step_numbers(owner: object, name: str, value: object) -> frozenset[int]:
     """Return the value as a set of steps.
 
     Raises:
-        TypeError: if it is not a collection.
+        TypeError: if it is not an iterable, or is text.
         ValueError: if a step is not a whole number of at least 0.
     """
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):

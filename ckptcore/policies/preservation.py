@@ -109,7 +109,7 @@ class PreservationPolicy(Protocol):
     """Decides which steps to keep. Its `str` describes these steps.
 
     Collecting after each save should keep the same steps as one collection at the end. All policies of this module
-    do so, if metrics do not change and the clock is not set back.
+    except `CustomPreservation` ensure this, if metrics do not change and the clock is not set back.
     """
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:

@@ -29,20 +29,21 @@ class SaveContext:
     """The facts that a save policy uses.
 
     `step`, `epoch`, `last_step`, `last_epoch` and `first` are the same in every process of a job: they change only when
-    the job begins a save together. The others may differ between processes.
+    all processes save, load or delete a step. The others may differ between processes.
 
     Attributes:
         step: the step that could be saved.
         now: seconds since the epoch, UTC.
         epoch: the training epoch of the step; None if the caller did not pass one.
-        last_step: the newest step: found in the directory when it was opened, or begun since then, even if its save
-            failed. None if there is none.
+        last_step: the newest step when the directory was opened, or the step that was saved or loaded last since then.
+            A save counts once it has begun, even if it fails later. None if there is none.
         last_epoch: the epoch of that step; None if unknown.
         last_save_began: start of the save of that step, in seconds since the epoch (UTC); for a step found in the
             directory, its creation. None if there is none.
-        last_save_ended: end of the last save of this process, in seconds since the epoch; None if none has ended.
-        saving: True while a save runs in this process.
-        preempted: True once this process has a notice that its machine will be preempted.
+        last_save_ended: when this process last committed a save, in seconds since the epoch; None if it has not yet.
+        saving: True while a save runs in this process; if the leader decides for the job, in any process.
+        preempted: True once this process has a notice that its machine will be preempted; if the leader decides for the
+            job, once any process has one.
     """
 
     step: int

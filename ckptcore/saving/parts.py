@@ -268,7 +268,7 @@ def _files_below(directory: str) -> tuple[Sequence[tuple[str, str]], Sequence[st
 
     Raises:
         UnsupportedLeafError: an entry is neither a file nor a directory.
-        NameCollisionError: an entry has the name of one of ckptcore's own files.
+        NameCollisionError: a name begins with ``checkpoint.``, which is reserved for ckptcore's own files.
         OSError: a directory cannot be read.
     """
     found = []

@@ -45,8 +45,9 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     Writes nothing.
 
     Raises:
-        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError, CheckpointExistsError, InvalidLocationError
-        ValueError, TypeError: invalid metadata, metrics, step or epoch.
+        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: the values cannot be saved.
+        CheckpointExistsError, InvalidLocationError: the target must not be replaced, or is not a valid location.
+        ValueError, TypeError: invalid metadata, metrics, step, epoch or strategy.
         BackgroundSaveError: the error of an earlier save of this process was not retrieved. In a job, on every rank.
     """
     runtime, size, strategy = runtime_of(context), agreement.size, request.strategy
@@ -146,7 +147,7 @@ def _refuse_per_process_objects(description: TreeDescription, size: int) -> None
 
 
 def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
-    """Return True if replicas may divide their boxes. Further saves write the boxes that each process captured."""
+    """Return True if every layout lets any replica write a box, including the layouts of further saves."""
     further = strategy.layouts if isinstance(strategy, FurtherSaves) else ()
     layouts = [layout, *map(registry.layout, further)]
     return all(one.capabilities.any_replica_writes for one in layouts)

@@ -177,7 +177,7 @@ class CommitInfo(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A checkpoint that is ready to be written: every rank has equal trees, and their layouts can store them.
+    """A checkpoint that is ready to be written. Trees that all ranks save together are equal on every rank.
 
     Attributes:
         target: the location.
@@ -233,7 +233,7 @@ class Save(NamedTuple):
 
 
 class SaveDraft(NamedTuple):
-    """A save before its parts are planned. Every rank has equal trees.
+    """A save before its parts are planned. Trees that all ranks save together are equal on every rank.
 
     Attributes:
         save: the save without parts.

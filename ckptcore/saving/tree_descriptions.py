@@ -85,8 +85,8 @@ class TreeDescription(NamedTuple):
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """Return the same leaves as part of the tree that all processes save together.
 
-        Only the processes that have a leaf divide it. Its handler is called with the number of these processes, and
-        with the position of this process among them.
+        A leaf that only some processes have is divided among these processes: its handler is called with their number,
+        and with the position of this process among them.
 
         Args:
             union: the tree of all processes, with every leaf of this tree.
@@ -193,7 +193,8 @@ def describe_tree(
 
     Raises:
         UnsupportedLeafError: lists up to 20 leaves that cannot be saved.
-        UnsupportedKeyError, NameCollisionError
+        UnsupportedKeyError: a key of a container is neither int nor str.
+        NameCollisionError: two leaves would get the same name in the layout.
     """
     rank, size = (0, 1) if own else (rank, size)
     flat = flatten(value, plugins, placeholders=placeholders)

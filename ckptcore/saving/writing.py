@@ -75,7 +75,8 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: WorkerC
         at_workers: the boxes that workers of this controller captured; None if they write none of the save.
 
     Raises:
-        CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint remains.
+        CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint remains,
+            unless it was to be replaced with ``overwrite="non-atomic"``.
         CommitUnknownError: the save may be committed.
     """
     agreement = save.agreement
@@ -123,7 +124,7 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: WorkerC
 def write_parts(
     save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: WorkerCapture[Save] | None
 ) -> None:
-    """Write the plans of this process and its workers, store the receipts, and finish the parts of this process."""
+    """Write the plans of this process and its workers, store the receipts, and finish the parts that only it saves."""
     if at_workers is None:
         _write_here(save, store, handle)
     else:
@@ -184,7 +185,7 @@ class PlainCommit:
     commit_meaning = ""
 
     def __init__(self, save: Save) -> None:
-        """Claim nothing yet."""
+        """Create the commit of a save. Claims nothing yet."""
         self._save = save
         self._claim: Transaction | None = None
         self._claimed_store: StorageBackend | None = None
@@ -260,7 +261,7 @@ class PlainCommit:
 
 
 def _expect_committed(location: Location, save_id: str, error: Exception) -> None:
-    """Check that the root names the save, after the exchange that follows the commit failed."""
+    """Check that the root has the save id. Called if the exchange after the commit failed."""
     try:
         root = read_root(location.store)
     except CheckpointError as unreadable:

@@ -276,7 +276,8 @@ class Checkpointer(CheckpointReader):
         Raises:
             CheckpointNotFoundError: the step does not exist, or other software wrote it.
             OnlyStepError: it is the only valid step.
-            StepPinnedError: a reader has pinned it.
+            StepPinnedError: a reader has pinned it, or it is being saved.
+            CheckpointReferredError: other checkpoints refer to it.
         """
         self._expect_open()
         step = as_integer("step", step)

@@ -241,7 +241,8 @@ class StepDeleter:
         """Remove the files of failed saves and deletions, and expired locks. Only for the owner of the directory.
 
         Raises:
-            StorageError, SaveLostError
+            StorageError: the storage failed.
+            SaveLostError: another job owns the directory.
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
             with self._lock:
@@ -445,7 +446,7 @@ class StepDeleter:
         """Hide a step from this process. Return the event that is set when its deletion ends; None if it must stay.
 
         A step must stay if `decision.keep` returns it, or if this process changed it after the decision. An undamaged
-        step also stays if no other step is valid.
+        step also stays if no other step is valid, in this directory or `elsewhere`.
         """
         with self._deciding:
             if step in decision.keep() or self._steps.changed_since(step, decision.since):

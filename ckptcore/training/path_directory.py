@@ -93,6 +93,7 @@ class OwnedDirectory:
 
         Raises:
             DirectoryInUseError: another job owns it.
+            InvalidLocationError: it is a checkpoint, not a directory of steps.
             StorageError: it cannot be written.
         """
         steps.expect_directory()
@@ -127,7 +128,7 @@ def refuse_existing(step: int, directories: Sequence[StepDirectory]) -> None:
     """Refuse to save a step that exists in one of the directories. Copies that are known to be damaged do not count.
 
     Raises:
-        CheckpointExistsError
+        CheckpointExistsError: an undamaged copy exists.
     """
     for directory in directories:
         if step not in directory.broken and directory.is_committed(step):

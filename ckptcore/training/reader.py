@@ -94,7 +94,7 @@ class StepReader(ExplainsAttributes):
 
     @property
     def latest(self) -> int | None:
-        """The newest committed step; None if there is none. One small request, no listing."""
+        """The newest committed step; None if there is none. No listing, and usually at most one small request."""
         return self._steps.latest()
 
     @property
@@ -120,7 +120,7 @@ class StepReader(ExplainsAttributes):
         """The metadata that was stored with the directory as a whole: see `Checkpointer`.
 
         Raises:
-            CorruptCheckpointError
+            CorruptCheckpointError: the metadata is damaged.
         """
         return read_directory_metadata(self._steps.main.store)
 
@@ -345,6 +345,7 @@ class CheckpointReader(StepReader):
 
         Raises:
             StorageError: it cannot be listed.
+            InvalidLocationError: it is a checkpoint, not a directory of steps.
         """
         names, context = check_step_names(step_names), context or default_context()
         steps = as_run_directory(directory).open(names, context)

@@ -85,7 +85,7 @@ class _SkippedCopies:
         reasons: the reason for each copy, in the order in which they were tried.
         last: the last error in this process; None if only other processes failed.
         changed: True if a failed load changed the target, which then has the state of no step.
-        all_gone: True if all copies were deleted; False if one was damaged.
+        all_gone: True if all copies tried so far were deleted; False if one was damaged.
         listed: True once steps were listed.
     """
 
@@ -178,7 +178,7 @@ class StepLoader:
         return found
 
     def _copies_of(self, step: int) -> Sequence[int]:
-        """Return the directories to load a step from, at least one. If the run has several, the leader decides."""
+        """Return the numbers of directories to load a step from, at least one. Of several, the leader chooses."""
         count = len(self._directories)
         if count == 1:
             return [0]

@@ -151,7 +151,7 @@ class SavedStep:
         step: its number.
         name: the name of its directory.
         epoch: its epoch; None if unknown.
-        preempted: True if this process will be preempted.
+        preempted: True if a process of the job will be preempted.
     """
 
     step: int
@@ -200,7 +200,8 @@ class OwnedRun(Protocol):
         Raises:
             CheckpointNotFoundError: it does not exist, or other software wrote it.
             OnlyStepError: it is the only valid step.
-            StepPinnedError: a reader has pinned it.
+            StepPinnedError: a reader has pinned it, or it is being saved.
+            CheckpointReferredError: other checkpoints refer to it.
         """
         ...
 

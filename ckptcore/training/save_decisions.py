@@ -128,9 +128,10 @@ class SaveDecider:
 
     Attributes:
         last_save: the save that policies compare with.
-        last_save_ended: end of the last save of this process, in seconds since the epoch; None if none has ended.
+        last_save_ended: when this process last committed a save, in seconds since the epoch; None if it has not yet.
         preempted: True if a process of the job had a notice of preemption at the last decision.
-        was_skipped: True if the last decision dropped a save because another save was running.
+        was_skipped: True if the last decision dropped a save because another save was running. If the job decides
+            together, this is set only on the leader.
     """
 
     def __init__(self, policy: SavePolicy, *, skips_when_busy: bool) -> None:
@@ -164,7 +165,7 @@ class SaveDecider:
         self.last_save = LastSave(step, epoch, time.time())
 
     def end(self) -> None:
-        """Record that a save ended. Thread-safe."""
+        """Record that a save was committed. Thread-safe."""
         self.last_save_ended = time.time()
 
     def close(self) -> None:

@@ -181,7 +181,7 @@ class StepSaver:
         return wanted
 
     def begin(self, request: StepSaveRequest) -> SaveHandle | None:
-        """Save a step in the background. Return None if the policy does not want it.
+        """Save a step in the background. Return None if the policy does not want it, or it is skipped.
 
         Raises:
             CheckpointExistsError: the step exists.
@@ -195,7 +195,7 @@ class StepSaver:
         return handle
 
     def perform(self, request: StepSaveRequest) -> bool:
-        """Save a step. Return once it is committed, or False if the policy does not want it.
+        """Save a step. Return once it is committed, or False if it is not wanted or skipped.
 
         Raises:
             CheckpointExistsError: the step exists.

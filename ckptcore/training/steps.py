@@ -52,7 +52,7 @@ class StepDirectory:
     """The steps in a directory: the last listing, and the changes by this process since then. Thread-safe.
 
     One listing finds all names. The first call about a name checks with one small request that it is a committed step.
-    The result is cached until the step is deleted.
+    Once a step is found committed, this is cached until the step is deleted or missing in a new listing.
 
     Attributes:
         directory: the absolute path or URL.
@@ -112,7 +112,9 @@ class StepDirectory:
         return open_directory(self.directory, runtime_of(self._context).storages, to_write=True)
 
     def list_names(self) -> Mapping[int, str]:
-        """List the names of steps, committed or not, by step, with one request. Changes nothing.
+        """List the names of steps, committed or not, by step, with one request. See `replace`.
+
+        The known steps stay as they are, but `leftovers` is updated.
 
         Raises:
             InvalidLocationError: the directory is a checkpoint.
@@ -223,7 +225,7 @@ class StepDirectory:
             self._hidden.add(step)
 
     def show(self, step: int) -> None:
-        """Show a step again, because its deletion was cancelled."""
+        """Undo `hide`, because the deletion has ended or was cancelled."""
         with self._lock:
             self._hidden.discard(step)
 
