@@ -95,7 +95,7 @@ class Event:
     Attributes:
         phase: the name of the phase, a `Phase`. A timeline that a newer version stored may have other names.
         operation: the operation that the phase is part of.
-        location: the path or URL that is saved, loaded or deleted, without secrets.
+        location: the path or URL that is saved, loaded, deleted or uploaded, without secrets.
         step: the training step; None outside a `Checkpointer`.
         rank: the rank of the process in the job.
         began: start of the phase in seconds since the epoch, UTC. Differences within one operation are measured by a

@@ -93,8 +93,8 @@ def names(*paths: str | Sequence[Key]) -> Selection:
 def glob(*patterns: str) -> Selection:
     """Select paths that match one of the patterns, and all leaves below them.
 
-    ``*`` matches any text within a key, ``?`` one character, ``[0-7]`` one of several characters, and ``**`` in place of
-    a key any number of keys. Matching is case-sensitive.
+    ``*`` matches any text within a key, ``?`` one character, ``[0-7]`` one of several characters, and ``**`` in place
+    of a key any number of keys. Matching is case-sensitive.
 
     Raises:
         ValueError: a pattern is invalid.

@@ -69,7 +69,7 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
 
     Raises:
         AtomicityError: the storage ignores conditions, and the Context does not allow that.
-        SaveLostError: the root was deleted meanwhile, so the put succeeded; the root is removed again.
+        SaveLostError: another process deleted the root meanwhile, so a put created it again; it is removed.
     """
     puts, service = location.conditional_puts, _service(location.absolute)
     if service not in puts.supported:
