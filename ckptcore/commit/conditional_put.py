@@ -1,7 +1,8 @@
 """Commits by conditional puts: create the root as a claim, and replace it by the committed root.
 
-Every change of the root is conditional on the tag of the previous one, so one of two concurrent changes fails. After a
-failed put the root is read again, because the put may have succeeded although its response was lost.
+Every put of the root is conditional on the tag that was read, or on the absence of a root. So one of two concurrent
+puts fails. After a failed put the root is read again, because the put may have succeeded although its response was
+lost.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ logger = logging.getLogger("ckptcore.commit")
 T = TypeVar("T")
 
 _ATTEMPTS: Final = 5
-"""Maximum number of attempts to put a root while the storage reports a wrong tag."""
+"""Maximum attempts to replace the claim if the storage refuses its tag, and to remove objects if listings are stale."""
 
 
 class ConditionalPutTransaction:
@@ -144,11 +145,12 @@ class ConditionalPutTransaction:
     def clear(self) -> tuple[bool, bool]:
         """Remove all objects and unfinished uploads except the claim.
 
-        Returns whether the listing contained the claim (a listing without it is stale), and whether it contained no
-        other object.
+        Returns whether the listing contained the claim (a listing without it is stale), and whether no object had to be
+        removed.
 
         Raises:
-            StorageError, SaveLostError
+            StorageError: the storage failed.
+            SaveLostError: another save has the claim.
         """
         aborted = self.store.abort_uploads()
         if aborted:
@@ -176,8 +178,8 @@ class ConditionalPutTransaction:
         """Replace the claim by a root or a session table, and release the claim. See `Transaction`.
 
         Raises:
-            SaveLostError: another save took over the location.
-            CommitUnknownError: the claim may have been replaced.
+            SaveLostError: another save took over the location, or the claim was removed.
+            CommitUnknownError: the storage failed, and `root` may have replaced the claim.
             StorageError: the claim was not replaced, and a delayed put cannot replace it later.
         """
         for _ in range(_ATTEMPTS):
@@ -199,8 +201,8 @@ class ConditionalPutTransaction:
         """Return True if the root was committed although its put failed with an error; False if it can be put again.
 
         Raises:
-            SaveLostError: the root belongs to another save.
-            CommitUnknownError: the root cannot be read.
+            SaveLostError: the root belongs to another save, or was removed.
+            CommitUnknownError: the root cannot be read, or delayed puts cannot be excluded.
             StorageError: the error of the put. The root was not stored, and a delayed put cannot store it later.
         """
         try:

@@ -60,7 +60,7 @@ class ConditionalPuts:
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
 
-    Sends two small requests that must fail: they put the current root again, with conditions that are not met.
+    Puts the current root twice with conditions that are not met. A storage that supports conditional puts refuses both.
 
     Args:
         location: the location.
@@ -68,7 +68,7 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
         tag: its tag.
 
     Raises:
-        AtomicityError: the storage ignores conditions, and the Context does not allow that.
+        AtomicityError: the storage refuses or ignores conditions, and the Context does not allow that.
         SaveLostError: another process deleted the root meanwhile, so a put created it again; it is removed.
     """
     puts, service = location.conditional_puts, _service(location.absolute)
@@ -189,7 +189,7 @@ def find_object(store: StorageBackend, key: str) -> tuple[bytes, str] | None:
 # --- fenced writes ----------------------------------------------------------------------------------------------------
 
 _CHECK_SECONDS: Final = 20.0
-"""Seconds that a save writes without checking its claim."""
+"""A write checks the claim if the last check began more than this many seconds ago."""
 
 _ATTEMPTS: Final = 5
 """Attempts to write an object while another object has its key."""
@@ -203,14 +203,14 @@ def save_lost(location: Location) -> SaveLostError:
 
 
 class FencedStore(Subdirectory):
-    """The storage of a save that claimed a location by its root. Writes never replace an object of another save.
+    """The storage of a save that claimed a location by its root. Writes replace only objects of failed saves.
 
     Formats fix some object names, so two saves to a location use equal names. A suspended save may write after another
     save took over the location and committed. So every object is put on the condition that it does not exist. If it
     exists with other bytes, this save reads the claim. If another save has the claim, this save is lost. Otherwise the
-    object belongs to a failed save and a listing missed it, so it is replaced. An object with equal bytes was written
-    by this save, and only the response was lost. No storage can check the claim and delete in one atomic step: see
-    ``docs/design/commits-on-object-stores.md``.
+    object belongs to a failed save and a listing missed it, so it is replaced. An object with equal bytes counts as
+    written by this save: the response may have been lost. No storage can check the claim and delete in one atomic step:
+    see ``docs/design/commits-on-object-stores.md``.
     """
 
     def __init__(
@@ -241,7 +241,8 @@ class FencedStore(Subdirectory):
         """Check that this save still has the claim.
 
         Raises:
-            SaveLostError
+            SaveLostError: the root is not the claim of this save.
+            StorageError: the root cannot be read.
         """
         began = self._now()
         try:
@@ -257,16 +258,16 @@ class FencedStore(Subdirectory):
         self._checked = began
 
     def check_sometimes(self) -> None:
-        """Check the claim if the last check is old. This limits how many objects a lost save writes.
+        """Check the claim if the last check is old. This limits how many objects a save writes after it lost the claim.
 
         Raises:
-            SaveLostError
+            SaveLostError, StorageError: as for `expect_claim`.
         """
         if self._now() - self._checked > _CHECK_SECONDS:
             self.expect_claim()
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """See `StorageBackend`. Replaces nothing; raises `SaveLostError` too."""
+        """See `StorageBackend`. Without a condition, replaces only objects of failed saves, or raises `SaveLostError`."""
         if condition is not None:
             return super().put(key, data, condition=condition)
         self.check_sometimes()
@@ -298,7 +299,7 @@ class FencedStore(Subdirectory):
             raise error from failure
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`. Replaces nothing; raises `SaveLostError` too."""
+        """See `StorageBackend`. Replaces only objects of failed saves; raises `SaveLostError` too."""
         self.check_sometimes()
         self._written[key] = None
         if size is not None and size < SIZES.inline:
@@ -306,7 +307,7 @@ class FencedStore(Subdirectory):
         return _FencedWriter(self, key, super().open_new(key, size))
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`. No writer of this storage replaces an object."""
+        """See `StorageBackend`. Same as `open_writer`, which also replaces objects of failed saves."""
         return self.open_writer(key, size)
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -317,7 +318,7 @@ class FencedStore(Subdirectory):
 
 
 class _WholeWriter:
-    """Buffers a small object and puts it at once, because most services support conditional puts. Thread-safe."""
+    """Buffers a small object, and writes it by one conditional put in `finish`. Thread-safe."""
 
     def __init__(self, store: FencedStore, key: str, size: int) -> None:
         self._store = store
@@ -396,7 +397,7 @@ class _FencedWriter:
         )
 
     def _expect_claim_after(self, error: StorageError) -> None:
-        """Raise `SaveLostError` if the claim is lost, because then another save removed the pieces."""
+        """Raise `SaveLostError` if the claim is lost: another save removed the pieces. If unknown, raise `error`."""
         try:
             self._store.expect_claim()
         except StorageError:

@@ -92,8 +92,8 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
         threads: threads for the requests.
 
     Raises:
-        CheckpointReferredError
-        StorageError: the directory around the checkpoint cannot be listed or read.
+        CheckpointReferredError: another checkpoint refers to it.
+        StorageError: the parent directory cannot be listed or read.
     """
     try:
         bases = find_bases(location.parent, threads, without=location.name)

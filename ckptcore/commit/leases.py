@@ -1,10 +1,10 @@
 """Leases: objects that their holders renew, so that other processes see that the holders are alive.
 
-A holder never uses a lease after another process took it over. A process takes over a lease after it has seen the lease
-unchanged for more than a lease time, so the last renewal began longer ago than that. `Lease.check` reads the object to
-check that this process still has the lease. If the last renewal began more than half a lease time ago, it renews the
-lease. So the holder has at least half a lease time for its next operation. Every change is conditional on the tag that
-was read, so one of two concurrent changes fails.
+A holder that calls `Lease.check` before each operation does not use a lease after another process took it over. A
+process takes over a lease after it has seen the lease unchanged for more than a lease time, so the last renewal began
+longer ago than that. `Lease.check` reads the object to check that this process still has the lease. If the last renewal
+began more than half a lease time ago, it renews the lease instead. So the holder has at least half a lease time for its
+next operation. Every put is conditional on the last known tag, so one of two concurrent puts fails.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _EXIT_SECONDS: Final = 5.0
 
 
 class Clock:
-    """The clock, sleeping, and threads that repeat work. Tests override it. Thread-safe."""
+    """Time, sleep, and threads that repeat work. Tests override this class. Thread-safe."""
 
     def now(self) -> float:
         """Return a time in seconds that never decreases."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Block this thread."""
+        """Block this thread for `seconds`."""
         time.sleep(seconds)
 
     def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
@@ -74,7 +74,7 @@ SYSTEM_CLOCK: Final = Clock()
 
 
 class _Repetition:
-    """A thread that repeats work until this object is stopped or garbage collected. It does not refer to the object."""
+    """A thread that repeats work until this object is stopped or garbage collected. The thread does not refer to it."""
 
     def __init__(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> None:
         # A SimpleQueue, because `__del__` can run at any point, and events and conditions are not reentrant.
@@ -147,7 +147,8 @@ class Holder:
         host: the name of the machine.
         pid: the id of the process on that machine.
         since: when the lock was taken, ISO 8601 in UTC by the clock of that machine. Only for messages.
-        lease_seconds: the lease expires this long after the last renewal; None for a locked directory.
+        lease_seconds: the lease time. The lease expires if other processes see no renewal for longer (see
+            `LeaseObserver`). None for a locked directory.
         renewals: the number of renewals. Makes the bytes, and so the tag, of each renewal differ.
         released: True if the lease was released or broken.
     """
@@ -270,7 +271,7 @@ def read_lease(store: StorageBackend, key: str) -> SeenLease | None:
 
 
 def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
-    """Mark an expired lease as released, so that it cannot be renewed. Return False if it was renewed meanwhile."""
+    """Mark an expired lease as released, so that it cannot be renewed. Return False if it was renewed or removed."""
     broken = replace(seen.holder or new_holder(), released=True)
     try:
         store.put(seen.key, broken.encode(), condition=IfTag(seen.tag))
@@ -291,7 +292,7 @@ class LeaseObserver:
     """Measures how long each lease was seen unchanged, by the clock of this process. Thread-safe."""
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
-        """Observe no lease yet. `lease_seconds` is the lease time of leases whose record has none."""
+        """Create an observer without observations. `lease_seconds` is the lease time if a record has none."""
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._seen: dict[str, tuple[str, float, float]] = {}
@@ -316,7 +317,7 @@ class LeaseObserver:
 
 
 _ATTEMPTS: Final = 3
-"""Maximum number of attempts of a renewal. Its condition may fail after an earlier put whose response was lost."""
+"""Maximum attempts of a renewal or release. The condition may fail after an earlier put whose response was lost."""
 
 
 class Lease:
@@ -367,7 +368,7 @@ class Lease:
                 self._renew()
 
     def check(self) -> None:
-        """Check that this process has the lease. One or two small requests.
+        """Check that this process has the lease. Usually one small request.
 
         Raises:
             SaveLostError: the lease was lost. This is final.
@@ -386,7 +387,7 @@ class Lease:
         """Release the lease. Does nothing if it was released or lost.
 
         Raises:
-            StorageError: the object could not be changed.
+            StorageError: the object could not be changed, so the lease has to expire.
         """
         with self._lock:
             if self._state != "held":

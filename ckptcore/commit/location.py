@@ -72,7 +72,7 @@ class Storages(NamedTuple):
         plugins: find the storage of a URL scheme.
         config: options of storages, by scheme.
         is_durable: True if written data must survive a loss of power.
-        conditional_puts: their support for conditional puts.
+        conditional_puts: the cache of which services support conditional puts.
     """
 
     plugins: Plugins
@@ -208,7 +208,7 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
     """Open the parent directory of a location.
 
     Args:
-        location: a path or URL, or a directory within one.
+        location: a path or URL, a directory within one, or an object that resolves itself.
         storages: how to open storages.
         to_write: True to write or delete a checkpoint.
 

@@ -141,7 +141,7 @@ class CommitMethod(ABC):
 
     @abstractmethod
     def is_committed(self, name: str) -> bool | None:
-        """Return True for the name of a committed checkpoint of ckptcore, False for a claim, None without a root.
+        """Return True for a committed checkpoint, False for a claim or session table, None without a root.
 
         The name "" is the directory itself. One small request. The root is not verified.
         """
@@ -156,11 +156,11 @@ class CommitMethod(ABC):
 
         Raises:
             CheckpointExistsError: its directory contains another checkpoint. Nothing was removed.
-            SaveLostError: it was replaced meanwhile. The new checkpoint stays.
+            SaveLostError: if `claims_by_root`: it was replaced meanwhile. The new checkpoint stays.
         """
 
     def remove_unfinished(self, location: Location, save_id: str) -> None:
-        """Remove the claim of a failed save with its objects, unless it was committed. Only if `claims_by_root`."""
+        """Remove the claim of a failed save with its objects, unless it was committed. Only with `claims_by_root`."""
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
         """Remove the hidden directory of a partial save. Return whether it existed; False if `claims_by_root`.
@@ -171,7 +171,7 @@ class CommitMethod(ABC):
         return False
 
     def sweep(self, location: Location) -> None:
-        """Delete the hidden directories of failed saves and deletions of a location. Lists the directory."""
+        """Delete hidden directories that failed saves and deletions of a location left. Lists the parent directory."""
 
     def sweep_names(self, names: Iterable[str]) -> None:
         """Delete hidden directories by name, except those of running saves.

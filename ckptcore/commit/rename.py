@@ -200,6 +200,8 @@ class RenameTransaction:
     def _replace(self) -> str:
         """Exchange the old checkpoint for the new one. Return the hidden name of the old one.
 
+        If the file system cannot exchange directories, ``overwrite="non-atomic"`` allows two renames instead.
+
         Raises:
             ObjectNotFoundError: the old one was deleted.
         """
