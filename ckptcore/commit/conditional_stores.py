@@ -267,7 +267,7 @@ class FencedStore(Subdirectory):
             self.expect_claim()
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """See `StorageBackend`. Without a condition, replaces only objects of failed saves, or raises `SaveLostError`."""
+        """See `StorageBackend`. Unconditional puts replace only objects of failed saves, or raise `SaveLostError`."""
         if condition is not None:
             return super().put(key, data, condition=condition)
         self.check_sometimes()
