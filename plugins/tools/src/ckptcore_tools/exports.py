@@ -130,10 +130,13 @@ class WithExports:
         return self.strategy.begin(save)
 
     def after_commit(self, save: Save, write: Callable[[Save], None]) -> None:
-        """Write and commit the exports one after another. If one fails, the others are still written.
+        """Write and commit the exports one after another.
+
+        If one fails, the others are still written, except after an interruption such as
+        KeyboardInterrupt, which fails the remaining exports on all processes.
 
         Raises:
-            CheckpointError: the first error, with a note that the save is committed.
+            Exception: the first error of an export, with a note that the save is committed.
         """
         failed: list[Exception] = []
         for number, export in enumerate(save.further):

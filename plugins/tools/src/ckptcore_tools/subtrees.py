@@ -24,7 +24,8 @@ class Subtree:
 
     Attributes:
         tree: the subtree, with relative paths.
-        sources: by leaf of the subtree, the leaf of the whole tree with its elements or value. Never an alias.
+        sources: for each leaf of the subtree, the number of the leaf of the whole tree that stores its elements or
+            value. Never an alias.
     """
 
     tree: TreeMetadata
@@ -32,7 +33,7 @@ class Subtree:
 
 
 def path_keys(path: SubtreePath) -> tuple[Key, ...]:
-    """Return the keys of a path."""
+    """Return the keys of a path. Empty keys of a text are skipped."""
     return tuple([key for key in path.split("/") if key]) if isinstance(path, str) else tuple(path)
 
 

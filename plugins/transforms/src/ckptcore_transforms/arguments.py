@@ -31,7 +31,7 @@ def expect_pattern(transform: object, name: str) -> None:
         name: name of the argument.
 
     Raises:
-        TypeError
+        TypeError: if the argument has another type. The error names the transform and argument.
     """
     value = getattr(transform, name)
     if isinstance(value, re.Pattern) and isinstance(value.pattern, str):

@@ -69,7 +69,7 @@ class EachArray(TreeTransform):
         """Return the result for one array.
 
         Raises:
-            ValueError: if the array does not fit.
+            ValueError: if the transform cannot be applied to the array.
         """
         raise NotImplementedError
 
@@ -93,7 +93,8 @@ class Cast(EachArray):
     Attributes:
         pattern: selects the arrays.
         dtype: name of the new dtype.
-        stored: required stored dtype. Needed for the inverse.
+        stored: expected dtype in the checkpoint; another one is an error. None accepts any. The
+            inverse needs it.
     """
 
     dtype: str
@@ -116,7 +117,7 @@ class Cast(EachArray):
         return f"cast {Template(self.pattern)} to {self.dtype}"
 
     def inverse(self) -> Transform:
-        """Return the cast to `stored`, which is exact for values of both dtypes."""
+        """Return the cast to `stored`. It is exact for values that both dtypes can represent."""
         if self.stored is None:
             raise not_invertible(self, "because the stored dtype is unknown; set Cast(..., stored=)")
         return Cast(self.pattern, self.stored, self.dtype)
@@ -208,7 +209,8 @@ class Pad(EachArray):
         size: new extent, at least the old one.
         axis: axis to extend; -1 is the last.
         value: value of the new elements.
-        stored: required old extent. Needed for the inverse.
+        stored: expected extent in the checkpoint; another one is an error. None accepts any. The
+            inverse needs it.
     """
 
     size: int
@@ -296,7 +298,7 @@ class Transpose(EachArray):
 
     Attributes:
         pattern: selects the arrays.
-        axes: by axis of the result, the axis of the input; None: swap the last two.
+        axes: `axes[i]` is the input axis that becomes axis i of the result. None swaps the last two.
     """
 
     axes: Sequence[int] | None = None
@@ -333,7 +335,8 @@ class Reshape(EachArray):
     Attributes:
         pattern: selects the arrays.
         shape: new extents. One can be -1, which means the remaining size.
-        stored: required old shape, in the same form. Needed for the inverse.
+        stored: expected shape in the checkpoint, which can contain a -1 too; another one is an
+            error. None accepts any. The inverse needs it.
     """
 
     shape: Sequence[int]
@@ -402,7 +405,7 @@ class MergeAxes(EachArray):
     Attributes:
         pattern: selects the arrays.
         axis: first axis to merge; -1 is the last.
-        sizes: required extents of the axes. One can be -1, which means any extent.
+        sizes: expected extents of the axes; -1 means any extent. The inverse needs at most one -1.
     """
 
     axis: int

@@ -46,7 +46,7 @@ class _Quantized:
 def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] | None, dtype: str) -> DerivedArray:
     """Multiply values by the scales of their blocks.
 
-    Scales in bytes are exponents of two (E8M0), as in MXFP8.
+    Scales of dtype uint8 are powers of two, stored as exponents (E8M0), as in MXFP8.
 
     Source: transformers' ``Fp8Dequantize`` (``integrations/finegrained_fp8.py``).
 
@@ -97,13 +97,13 @@ _LOSSY_REASON: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(TreeTransform):
-    """Dequantise arrays: each value times the scale of its block, in float32 and rounded once.
+    """Dequantise arrays: each value times the scale of its block, computed in float32 and then rounded.
 
     Scales are removed.
 
     ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for checkpoints of
-    DeepSeek-V3. Matching arrays of other dtypes than float8 and int8 are not quantised and do
-    not change.
+    DeepSeek-V3. A matching array that is not float4, float6, float8, int4 or int8 does not
+    change if it has no scales. If it has scales, the transform raises an error.
 
     Attributes:
         pattern: template of the quantised arrays.
@@ -248,8 +248,10 @@ class DequantizeAsConfigured(TreeTransform):
 
     Supports the methods ``fp8``, ``mxfp8``, ``fbgemm_fp8`` and ``mxfp4``, and
     ``compressed-tensors`` with values in the shape of the weight. The results have the names and
-    axes of transformers, which swaps axes in the experts of gpt-oss. Scales of weights, activations
-    and caches are removed. Modules that the config excludes do not change.
+    axes of transformers, which swaps axes in the experts of gpt-oss. Scales of the dequantised
+    weights and of their activations are removed; scales of key-value caches only if a
+    compressed-tensors config declares a ``kv_cache_scheme``. Modules that the config excludes do
+    not change.
 
     Attributes:
         dtype: name of the dtype of the results.
@@ -344,7 +346,7 @@ class _Search:
         )
 
     def of_activations(self, text: str) -> Iterator[TreePath]:
-        """Return the scales for activations of the module of a quantised array."""
+        """Iterate over the paths of the activation scales in the module of a quantised array."""
         module = text.removesuffix(WEIGHT)
         for name in _ACTIVATIONS:
             for joined in (f"{module}.{name}", f"{text}_{name}"):

@@ -47,7 +47,7 @@ class Permuted:
 
     Attributes:
         of: the input.
-        axes: by axis of the result, the axis of the input.
+        axes: `axes[i]` is the input axis that becomes axis i of the result.
     """
 
     of: DerivedArray
@@ -113,7 +113,7 @@ class WeightedSum:
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Sum piece by piece, because the intermediate dtype is wider than the inputs."""
+        """Sum piece by piece, to limit the memory for float32 or float64 intermediates."""
         dtype = _sum_dtype([part.dtype for part in parts])
         for piece in pieces(out.shape):
             own = [part[piece] for part in parts]
@@ -167,7 +167,7 @@ class LowRankMerge:
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Compute piece by piece, because the product is as large as the base, and wider."""
+        """Compute piece by piece, to limit memory: the product has the base's shape, in float32 or float64."""
         dtype = _sum_dtype([part.dtype for part in parts])
         base, *thin = parts
         thin = [part.astype(dtype) for part in thin]
@@ -206,7 +206,7 @@ class Computed(WholeArray):
         """Call the function.
 
         Args:
-            parts: the inputs that have elements.
+            parts: the nonempty inputs, in order.
 
         Raises:
             ValueError: if the result has another spec.
@@ -227,7 +227,7 @@ def permute(of: DerivedArray, axes: Sequence[int]) -> DerivedArray:
 
     Args:
         of: the input.
-        axes: by axis of the result, the axis of the input.
+        axes: `axes[i]` is the input axis that becomes axis i of the result.
 
     Raises:
         ValueError: if `axes` is not a permutation.
@@ -243,7 +243,7 @@ def stack(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
     """Stack arrays of one shape and dtype along a new axis.
 
     Raises:
-        ValueError: if they differ, if there are none, or if the axis is invalid.
+        ValueError: if shapes or dtypes differ, if there are no arrays, or if the axis is invalid.
     """
     if not inputs:
         raise ValueError("there is no array to stack")
@@ -266,7 +266,8 @@ def weighted_sum(inputs: Sequence[DerivedArray], weights: Sequence[float], dtype
         dtype: dtype of the result; None for the dtype of the first input.
 
     Raises:
-        ValueError: if their shapes differ, if there are none, or if they are not real.
+        ValueError: if shapes differ, if there are no arrays or another number of weights, or if an
+            array does not contain real numbers.
     """
     if not inputs or len(inputs) != len(weights):
         raise ValueError(f"there are {len(inputs)} arrays and {len(weights)} weights")

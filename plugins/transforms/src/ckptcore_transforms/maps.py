@@ -1,7 +1,8 @@
 """Ready-made transforms between the weights of model families in different libraries.
 
 Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse`
-returns those in the other direction. Leaves outside of the model, such as heads, do not change.
+returns those in the other direction. Leaves that a map does not know outside of the model, such as
+classification heads, do not change.
 Unknown leaves of the model itself are an error, in both directions.
 
 Hugging Face's names are those of modules of ``transformers``, with kernels as ``[outputs,
@@ -162,8 +163,8 @@ def qwen_to_maxtext(head_dim: int, prefix: str = "") -> list[Transform]:
     """Return transforms of Qwen 2, 2.5 and 3 without experts from Hugging Face to MaxText, with
     biases and norms of heads.
 
-    See `llama_to_maxtext`. MaxText divides queries of these models at run time, and rotates halves,
-    so the inverse restores equal bits.
+    See `llama_to_maxtext`. For these models MaxText divides queries at run time, and keeps
+    Hugging Face's order of elements in a head. So the inverse restores equal bits.
 
     Args:
         head_dim: number of elements of a head; even.
@@ -191,7 +192,7 @@ def _to_maxtext(name: str, head_dim: int, prefix: str, further: list[Transform])
     """Return the transforms that all decoders share, with `further` for one model family.
 
     Raises:
-        TransformError
+        TransformError: if `head_dim` is not an even positive number, or the prefix is invalid.
     """
     own, _ = _prefixes(prefix)
     if head_dim < 2 or head_dim % 2:
@@ -246,7 +247,7 @@ def _rotated_pairs(head_dim: int) -> list[Transform]:
 class _ExpectHeads(TreeTransform):
     """Raise an error if the config.json of the model has another head size.
 
-    A wrong size that divides the right size would fit the shapes, but result in another model.
+    A wrong size that divides the extents of the kernels would fit, but result in another model.
 
     Attributes:
         head_dim: number of elements of a head. Not checked without a config.json.
@@ -283,7 +284,8 @@ def _prefixes(prefix: str) -> tuple[str, str]:
     """Return the prefix of Hugging Face's names in a template, and the same prefix as a path.
 
     Raises:
-        TransformError
+        TransformError: if a nonempty prefix does not end with a dot, or contains an empty name or
+            one of ``*{}/``.
     """
     if prefix and (not prefix.endswith(".") or "" in prefix[:-1].split(".") or set(prefix) & set("*{}/")):
         raise TransformError(
@@ -297,8 +299,9 @@ class NamedMap:
     """A map with a name, for the command line.
 
     Attributes:
-        make: returns its transforms, for a prefix and the required options in that order.
-        needs: required options besides a prefix: ``head_dim``, ``rope_type``.
+        make: returns the transforms. Called with the keyword arguments ``prefix`` and those in
+            `needs`.
+        needs: names of the required options: ``head_dim``, ``rope_type``.
     """
 
     make: Callable[..., list[Transform]]
@@ -317,7 +320,7 @@ _OPTION_HINTS: Final = {
     "head_dim": "the number of elements of a head, as in the model's config.json",
     "rope_type": "'default' or 'llama3.1', as in MaxText's configuration",
 }
-"""Required options of maps."""
+"""Required options of maps, and what an error tells the user to set."""
 
 
 def find_map(

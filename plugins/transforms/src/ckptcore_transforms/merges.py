@@ -98,9 +98,9 @@ class MergeLora(TreeTransform):
 class Average(TreeTransform):
     """Average the arrays of several checkpoints with the same tree, in float32, or in float64 for float64 arrays.
 
-    Integers, booleans, random number generator keys and values are taken from the first checkpoint,
-    which is the loaded one. Use this before transforms that change the tree. Complex arrays are
-    refused.
+    All other leaves are taken from the first checkpoint, which is the loaded one: arrays of
+    integers, booleans, text and dates, NumPy scalars, random number generator keys and values.
+    Use this before transforms that change the tree. Complex arrays are refused.
 
     Attributes:
         others: locations of the other checkpoints.

@@ -18,7 +18,7 @@ Pattern: TypeAlias = str | re.Pattern[str]
 The text of a path is its keys, joined by ``/``. In a template:
 
 - ``{name}`` is a field for text of one key without dots; repeated fields must match the same text
-- ``{name:d}`` matches digits; as a whole key of a result it is an integer
+- ``{name:d}`` matches digits; a key of a result that consists of only this field is an integer
 - ``{name...}`` matches any text, of one or several keys
 - ``*`` matches any text of one key, ``**`` any text
 - other text matches itself; ``{{`` and ``}}`` match braces
@@ -112,7 +112,7 @@ class Template:
 
     @cached_property
     def fields(self) -> frozenset[str]:
-        """Names of its fields.
+        """Names of the fields, or of the named groups of a regular expression.
 
         Raises:
             ValueError: for an invalid field.
@@ -159,7 +159,11 @@ class Template:
         return tuple(keys)
 
     def _keys(self, segment: Sequence[str | _Field], fields: Fields) -> Sequence[Key]:
-        """Return the keys for the text between two ``/``. Empty text is an empty key."""
+        """Return the keys for the part of a template between two ``/``.
+
+        A part without text and fields is an empty key. A part whose fields all match empty text has
+        no key.
+        """
         if not segment:
             return ("",)
         text = "".join([one if isinstance(one, str) else self._known(one, fields).text for one in segment])

@@ -22,18 +22,18 @@ None: derived from the shape of the scales (`ckptcore_transforms.quantized_array
 """
 
 Packing: TypeAlias = Literal["fp4", "int8"]
-"""Meaning of bytes other than float8: two MXFP4 numbers, or an integer."""
+"""Meaning of an int8 element of a weight: two MXFP4 numbers (``fp4``), or an integer (``int8``)."""
 
 _PLAIN_FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "dense")
 """Formats of compressed-tensors with one value per element of the weight."""
 
 _MAX_NAME_LENGTH: Final = 1000
-"""Maximum length of a module name in characters. Longer ones are never listed."""
+"""Maximum length of a module name in characters. A longer name counts as not excluded."""
 
 _FINE_GRAINED: Final = (128, 128)
-"""Default of transformers' FineGrainedFP8Config without a block size.
+"""Block size that transformers' FineGrainedFP8Config assumes if the config has none.
 
-AutoFP8 then has one scale per array.
+A config of AutoFP8 has none either, but means one scale per array.
 """
 
 
@@ -44,8 +44,8 @@ class QuantizationConfig:
     Attributes:
         method: the ``quant_method``.
         blocks: possible block sizes.
-        packing: meaning of bytes.
-        excluded: names of modules, or suffixes of names, that are not quantised.
+        packing: meaning of int8 elements.
+        excluded: modules that are not quantised: full names, suffixes, or outer modules.
         has_cache_scales: True if there are scales for a key-value cache.
     """
 
@@ -70,7 +70,7 @@ class QuantizationConfig:
 
 
 def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
-    """Return the quantisation in a config.json, or None.
+    """Return the quantisation in a config.json, or None if the model is not quantised.
 
     Supports the methods ``fp8`` and ``mxfp8`` (transformers' FineGrainedFP8Config; DeepSeek-V3's
     README_WEIGHTS.md; AutoFP8), ``fbgemm_fp8``, ``mxfp4`` (gpt-oss), and ``compressed-tensors``
@@ -164,7 +164,7 @@ def _read_compressed(method: str, found: Mapping[str, JSON], problems: list[str]
 
 
 def _group_block(where: str, weights: Mapping[str, JSON], problems: list[str]) -> Block:
-    """Return the block size of a group of compressed-tensors."""
+    """Return the block size of a group of compressed-tensors. Adds unsupported settings to `problems`."""
     bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
     if bits != 8 or kind not in ("float", "int"):
         problems.append(
@@ -183,7 +183,7 @@ def _group_block(where: str, weights: Mapping[str, JSON], problems: list[str]) -
 
 
 def _block(value: JSON, where: str, problems: list[str]) -> Block:
-    """Parse the extents of a block: two positive integers."""
+    """Parse the extents of a block: two positive integers. Anything else is added to `problems`."""
     if isinstance(value, list) and len(value) == 2:
         sizes = [size for size in value if type(size) is int and size > 0]
         if len(sizes) == 2:

@@ -45,7 +45,7 @@ _TRANSPOSED_TILE: Final = (512, 128)
 _E4M3FN: Final = dtype_from_name("float8_e4m3fn")
 
 _E4M3FN_BITS: Final = np.int32(-0x7810_0000)
-"""Bits of a float32 for the sign (1), exponent (4) and mantissa (3) of a float8_e4m3fn: 0x87F00000."""
+"""Mask 0x87F00000: the bits of a float32 that take sign (1), exponent (4) and mantissa (3) of a float8_e4m3fn."""
 
 _E4M3FN_BIAS: Final = np.float32(2.0 ** (127 - 7))
 """Factor that corrects the exponent of such a float32: its bias is 127 instead of 7."""
@@ -181,9 +181,9 @@ def unpack_fp4(of: DerivedArray) -> DerivedArray:
 
 @dataclass(frozen=True, slots=True)
 class BlockScaled:
-    """Each element times the scale of its block, in float32 and rounded once.
+    """Each element times the scale of its block, computed in float32 and then rounded to `dtype`.
 
-    Overflow gives infinity.
+    Overflow is not an error. It gives infinity if the dtype has it.
 
     Attributes:
         values: the elements.
@@ -299,8 +299,8 @@ def _table(dtype: np.dtype[Any]) -> HostArray:
 def _in_float32(values: HostArray) -> HostArray:
     """Convert elements to float32, in new memory.
 
-    The most frequent dtype of quantised weights is converted by its bits, and other one-byte dtypes
-    with a table. ml_dtypes casts elements one by one, which takes twenty times as long.
+    float8_e4m3fn without NaN, the most frequent case, is converted by its bits. Other one-byte
+    dtypes of ml_dtypes are converted with a table. A cast of ml_dtypes takes twenty times as long.
     """
     if values.dtype.itemsize > 1 or values.dtype.isbuiltin == 1:
         return values.astype(np.float32)
@@ -338,14 +338,15 @@ def block_scaled(
 
     Args:
         values: the elements, real numbers.
-        scales: floats of a dtype whose values float32 represents, one for each block; the last block of an axis can be
-            smaller. Or a single scale.
+        scales: one for each block, or a single one, in float32 or a smaller float dtype. The last
+            block of an axis can be smaller.
         block: extents of a block along the last axes, 1 along the others; None for the
             result of `block_of`.
         dtype: float dtype of the result.
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if a dtype is not supported, or if the shapes of values, scales and blocks do not
+            fit together.
         UnsupportedLeafError: for an unknown dtype.
     """
     spec, of_scales = values.spec, scales.spec
@@ -390,12 +391,12 @@ def mxfp4(blocks: DerivedArray, scales: DerivedArray, dtype: str = "float32") ->
     checkpoints do not contain it.
 
     Args:
-        blocks: bytes; (..., blocks, 16) as in gpt-oss, or (..., 16 * blocks).
-        scales: bytes, or ``float8_e8m0fnu``; (..., blocks).
+        blocks: bytes of shape (..., blocks, 16), as in gpt-oss, or (..., 16 * blocks).
+        scales: ``uint8`` or ``float8_e8m0fnu``, of shape (..., blocks).
         dtype: float dtype of the result.
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if a dtype is not supported, or if the shapes do not fit together.
     """
     of_blocks, of_scales = blocks.spec, scales.spec
     *before, last = of_scales.shape or (0,)

@@ -70,7 +70,7 @@ class IfPresent(Transform):
         return f"{self.transform.describe()}, if present"
 
     def inverse(self) -> Transform:
-        """Return the optional inverse. It also applies to leaves that another transform created."""
+        """Return the optional inverse. It changes all matching leaves, also if `transform` created none of them."""
         return IfPresent(_inverse(self.transform))
 
 

@@ -50,12 +50,12 @@ class ArrayLeaf:
 
 @dataclass(frozen=True, slots=True)
 class ValueLeaf:
-    """A value stored in the root.
+    """A leaf that is not an array: a value from the root, or one that a transform added.
 
     Attributes:
         record: the value.
         held_by: see `ArrayLeaf`.
-        stored: number of the leaf in the loaded checkpoint; None for other values.
+        stored: number of the leaf in the loaded checkpoint; None if the value is not stored there.
     """
 
     record: ValueRecord
@@ -76,7 +76,7 @@ class TreeRewriter:
     def __init__(self, derived: DerivedTree) -> None:
         """Start with a tree, possibly the result of other transforms."""
         self.source = derived.source
-        """Other checkpoints, files and handlers."""
+        """Opens other checkpoints, reads files of other software, and finds leaf handlers."""
         self._containers: dict[TreePath, tuple[NodeKind, str | None]] = {}
         self._empty: dict[TreePath, None] = {}
         self._sequence: dict[TreePath, int] = {}
@@ -238,7 +238,7 @@ class TreeRewriter:
         self.leaves = leaves
 
     def _known_keys(self) -> Mapping[TreePath, Mapping[str, Key]]:
-        """Return existing keys other than text, by container and text."""
+        """Return the existing keys that are not text (integers), by container and by the key as text."""
         known: dict[TreePath, dict[str, Key]] = {}
         for path in self.leaves:
             for depth, key in enumerate(path):
@@ -283,7 +283,7 @@ class TreeRewriter:
         return DerivedTree(TreeMetadata(skeleton, tuple(records), aliases, held_by), arrays, values, self.source)
 
     def _skeleton(self, order: list[TreePath]) -> Skeleton:
-        """Build the containers, and append the paths of leaves in order."""
+        """Build the containers, and append the paths of the leaves to `order`, in their new order."""
         if list(self.leaves) == [()]:
             order.append(())
             return LEAF

@@ -69,7 +69,7 @@ class CopyReport:
         kept_bytes: bytes that existed at the destination, from an interrupted or complete copy.
         read_back_bytes: bytes that were read at the destination.
         requests: number of ranges read, ranges written, and objects opened and completed. Listings and checks are not
-            counted.
+            counted. Always 0 for a checkpoint with bases.
         unverified: keys of objects without checksums. They were copied without verification.
     """
 
@@ -102,7 +102,7 @@ def copy_checkpoint(
             kept for the next copy.
         before_commit: called when everything but the root is copied. Its error stops the copy. Copied objects are kept.
         copy_referring: copies a checkpoint that has bases. Returns None if the checkpoint was replaced during the copy.
-            None: such checkpoints are copied with their references.
+            Without this function, such checkpoints are copied byte for byte, with their references.
     """
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")

@@ -65,8 +65,7 @@ class MissingPayloadError(Exception):
 class SimulatedJob:
     """A job whose processes run one after another in this process.
 
-    Each process runs until it needs payloads of other processes. All are run again until every payload exists. Usually
-    one round is enough, because every process has the same tree.
+    Each process runs until it needs payloads of other processes. All are run again until every payload exists.
     """
 
     def __init__(self, size: int) -> None:
@@ -212,7 +211,7 @@ def _receipt_from_json(document: Any, tree: TreeMetadata) -> Receipt:
 
 
 def plan_from_json(document: Any) -> SavePlan:
-    """Decode a plan from its ``asdict``."""
+    """Decode a plan that `dataclasses.asdict` encoded."""
     exports = [
         ExportPlan(**{**export, "processes": _processes_from_json(export["processes"])})
         for export in document["exports"]

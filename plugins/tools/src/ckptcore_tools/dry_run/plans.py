@@ -170,7 +170,7 @@ class SavePlan:
         return self.largest.array_bytes * len(self.processes) / written if written else 1.0
 
     def parts(self, part_bytes: int) -> int:
-        """Return the number of parts that all processes upload if objects are uploaded in parts of this size.
+        """Return the number of parts that all processes upload, without exports, if a part has `part_bytes` bytes.
 
         An object of at most one part counts as one part, including the objects of `RequestCounts.puts`.
         """
