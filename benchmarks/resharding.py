@@ -43,14 +43,14 @@ __all__ = ["CASES", "Count", "MeshChange", "ParallelSizes", "counts", "rows", "s
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 16 * _BLOCK_BYTES
 _LEAST_BLOCKS = 64
-"""Smaller boxes are not counted: for them most bytes read are the rest of a block, in any layout. In blocks."""
+"""Smallest size of a counted box, in blocks. A load of a smaller box reads mostly other bytes of its blocks."""
 
 _MOST_READ = 1.1
 """Limit of the bytes read for each byte of a box."""
 
 _SCALE = 4
 _DEVICES = 8
-"""Number of processes of the new mesh for which bytes are counted, spread over the mesh."""
+"""Approximate number of processes of the new mesh for which bytes are counted, spread over the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def counts(case: MeshChange, layout: Layout) -> Count:
 
 
 class _ScaledStorage(LocalStorage):
-    """A local directory whose requests are scaled like blocks."""
+    """A local directory whose request size is scaled down like the blocks."""
 
     capabilities = StorageCapabilities(request_bytes=StorageCapabilities().request_bytes * _BLOCK_BYTES // BLOCK_BYTES)
 

@@ -65,12 +65,13 @@ class Measured:
         size, layout: number of processes, and the layout.
         chunks: boxes written by all processes.
         process: CPU seconds of a process that is not the first of a block, by stage.
-        relay: CPU seconds of the first process of a block, for the others of the block.
+        relay: CPU seconds in which the first process of the second block gathers the messages of its block, by stage.
         leader: CPU seconds of the leader, by stage.
         sent, received: bytes, by role: ``process``, ``relay``, ``leader``.
         messages: messages sent and received, by role.
         process_memory: peak of the bytes that Python and NumPy allocate in a process that plans and writes.
-        leader_memory: bytes that the leader allocates in addition.
+        leader_memory: increase of the peak resident memory, in bytes, while the leader gathers receipts and builds the
+            root.
         root_bytes: bytes of the root and its parts.
         finished_bytes: bytes that the layout writes on the leader.
     """
@@ -131,7 +132,10 @@ class Simulation:
         return self.measured
 
     def _prepare(self, rank: int) -> tuple[TreeDescription, str]:
-        """Return CPU seconds and memory of a process before it writes. Memory is measured in a second, slower run."""
+        """Return the description of a process and its digest. Measure its CPU seconds and memory.
+
+        Memory is measured in a separate, slower run, which also writes.
+        """
         value = self._job.value(rank)
         shares = self._layout.capabilities.any_replica_writes
         replicas = self._replicas if shares else None
@@ -191,7 +195,10 @@ class Simulation:
         return SimulatedCoordinator(self._wire, range(self._job.size), rank)
 
     def _say(self, key: str, payload: Callable[[int], Any], *, tokens: bool) -> None:
-        """Send the messages of all processes but the leader. The first of a block is last: it waits for the others."""
+        """Send the messages of all processes but the leader.
+
+        The first process of each block sends last, because it forwards the messages of the others.
+        """
         for block in Gathering(self._coordinator(0)).blocks:
             for rank in reversed(block):
                 if rank == 0:
@@ -271,12 +278,12 @@ class Simulation:
 
     @property
     def _relay(self) -> int:
-        """The first process of the second block."""
+        """The first process of the second block, or -1 if there is only one block."""
         blocks = Gathering(self._coordinator(0)).blocks
         return blocks[1][0] if len(blocks) > 1 else -1
 
     def _count_messages(self) -> None:
-        """Return the bytes sent and received by each role, for the process with the most."""
+        """Record the messages and bytes of each role. Each number is the maximum over the processes of the role."""
         firsts = {block[0] for block in Gathering(self._coordinator(0)).blocks}
         roles = {
             "leader": [0],
@@ -316,7 +323,7 @@ def _chunks_of(
 
 
 def _resident() -> int:
-    """Return the bytes of memory of this process, and reset `_peak`."""
+    """Return the resident memory of this process in bytes, and reset the peak that `_peak` returns."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _status("VmRSS")
 

@@ -58,7 +58,7 @@ class Wire:
 
 
 class SimulatedCoordinator:
-    """The coordinator of one process, or of a process in a group. It never waits: payloads were sent, or are missing.
+    """The coordinator of one process, or of a process in a group. It never waits: a missing payload is an error.
 
     Payloads of a rank to itself are not counted.
     """
@@ -116,7 +116,7 @@ class PlannedSnapshot:
 
 
 class CountingStore:
-    """A store that counts objects and bytes. Returns the right number of pseudorandom checksums."""
+    """A store that records the key and size of each object, with the right number of pseudorandom checksums."""
 
     address: StorageAddress | None = None
 
@@ -164,10 +164,10 @@ class _DiscardingWriter:
 
 
 class DiscardingStorage(StorageBackend):
-    """A storage that counts the bytes of puts and discards them.
+    """A storage that counts the written bytes and discards them.
 
     Attributes:
-        nbytes: bytes of all puts.
+        nbytes: bytes of all puts and of all object writers.
     """
 
     def __init__(self) -> None:

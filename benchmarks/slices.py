@@ -37,7 +37,8 @@ _TRUSTING = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(ve
 _LAYOUTS = ("safetensors", "dcp", "zarr3", "ocdbt")
 _ROWS = 16
 _SETTLED_SECONDS = 2.5
-"""Age in seconds from which a change of a file shows in its times. Reads of younger files are always verified."""
+"""Wait after a save, in seconds. ckptcore verifies every read of a file that changed more recently, because its
+times may not show a further change."""
 
 _EXPERTS = 8
 _MOST_READ = 1.05
@@ -116,7 +117,7 @@ def _in_place(
 
 
 def _opening(name: str, directory: Path, wanted: list[tuple[str, int]]) -> Case:
-    """Compare slices with the opening of their checkpoint."""
+    """Compare opening a checkpoint and reading slices of it."""
 
     def loading() -> None:
         for array, start in wanted:

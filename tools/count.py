@@ -122,8 +122,8 @@ def imported_modules(root: Path) -> Sequence[str]:
     """Return the modules that a save and a load of ``{"w": np.ones(3)}`` import in a fresh process of a worktree.
 
     The modules of NumPy, ml_dtypes, pluggy and xxhash are imported before and do not count, nor does what they import.
-    The interpreter is that of the worktree's ``.venv`` if there is one, so plugins are asked as they are installed
-    there.
+    The interpreter is that of the worktree's ``.venv`` if there is one, so the
+    plugins that are installed there are used.
     """
     modules: Sequence[str] = _run(root, _PLAIN_SAVE_AND_LOAD)
     return modules

@@ -94,7 +94,7 @@ _OPENINGS: Final = ("What", "Whether", "Where", "Let", "Say")
 """First words that a docstring must not have."""
 
 EXCEPTIONS: Final[dict[str, str]] = {}
-"""By ``file: text``, the reason why a finding is right as it is. At most 20."""
+"""Accepted findings: the reason by ``file: text``. At most 20."""
 
 _PHRASE: Final = {re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE): better for phrase, better in _PHRASES.items()}
 

@@ -86,10 +86,10 @@ def copy(
     **Byte for byte.** Everything in the directory is copied, except hidden directories. The copy has the same save id
     and root as the source, and is committed like a save. A checkpoint of other software has no root. On file systems
     it is committed by a rename. On object stores ckptcore does not load it before it is complete, but other software
-    can see its files as they arrive. The copy of an `Update` is a new save in the same layout that contains all arrays; if interrupted, it does not resume.
-    Blocks are compared with their checksums before they are written. Only a few blocks are in memory at a time. Any other
-    interrupted copy resumes when it is called again: complete objects are not sent again. If the destination is the
-    same save already, nothing is copied.
+    can see its files as they arrive. The copy of an `Update` is a new save in the same layout that contains all arrays.
+    Blocks are compared with their checksums before they are written. Only a few blocks are in memory at a time. An
+    interrupted copy resumes when it is called again: complete objects are not sent again. The copy of an `Update`
+    cannot resume. If the destination is the same save already, nothing is copied.
 
     **In another layout.** Only a few arrays are in memory at a time. If there are several
     checkpointables, each one is converted, and files are copied. Only this process writes.

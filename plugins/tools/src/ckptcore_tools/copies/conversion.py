@@ -69,7 +69,7 @@ class ReportedSave(SaveHandle):
 
 
 class SourceReplacedError(Exception):
-    """The source was replaced by another save before the conversion. Nothing was written."""
+    """The source was replaced by another save before or during the conversion."""
 
 
 def convert_checkpoint(
@@ -90,7 +90,8 @@ def convert_checkpoint(
     Args:
         source, destination, layout, overwrite, progress, context, transforms: see `ckptcore.copy`.
         copy_id: returns the save id to write, for the save id of the source. None: a new save id.
-        before_commit: called before the commit. Its error stops the commit.
+        before_commit: called before the commit; again if the source is replaced and converted again. Its error stops
+            the commit.
         expected_root: the root of the save to convert. None: any root.
 
     Raises:
@@ -253,7 +254,7 @@ class _Conversion:
         self._written = save_id
 
     def _check(self, source: Checkpoint | CompositeCheckpoint) -> None:
-        """Check before the commit that bases and other sources were not replaced."""
+        """Check before the commit that bases and other sources were not replaced, and call `before_commit`."""
         if isinstance(source, Checkpoint):
             check_additional(source)
         self._before_commit()

@@ -58,7 +58,8 @@ class Manifest:
         root: the root. None if other software wrote the checkpoint.
         members: the roots of the checkpointables.
         objects: all other objects except `markers`, the largest first.
-        markers: objects by which readers of any software may recognise a checkpoint. Write them last.
+        markers: objects by which readers of any software may recognise a checkpoint. Write them after
+            `objects`.
     """
 
     location: Location
@@ -101,7 +102,11 @@ class Manifest:
 
     @property
     def copy_id(self) -> str:
-        """Save id of all copies of this save, and of no other save: 16 hexadecimal digits."""
+        """Save id of all copies of this save: 16 hexadecimal digits, computed from its root.
+
+        Without a root it is computed from keys and sizes of the objects. Another save with the same ones has the same
+        id.
+        """
         digest = xxhash.xxh3_64(b"copy of ")
         if self.root is not None:
             digest.update(self.root.data)

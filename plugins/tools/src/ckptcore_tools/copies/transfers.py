@@ -39,7 +39,8 @@ class TransferCounts:
 class Transfer:
     """Copies objects from one storage to another on the I/O threads. Call it from one thread.
 
-    Each I/O thread has one slice of an object in memory, or two when it compares objects.
+    Each I/O thread has one slice of an object in memory, or two when it compares an object
+    without checksums with the source.
 
     Attributes:
         counts: the progress.

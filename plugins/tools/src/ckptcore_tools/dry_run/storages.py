@@ -96,7 +96,7 @@ class CountingObjects(StorageBackend):
         return RequestCounts(**self._counts)
 
     def forget(self) -> None:
-        """Reset the sizes and counts of objects that another process wrote. Roots are kept."""
+        """Forget all sizes and request counts. Roots can still be read."""
         self.sizes.clear()
         self._counts.clear()
 
@@ -230,7 +230,7 @@ class _NoWriter:
 
 
 class SizeRecorder:
-    """A `ckptcore.protocols.WriteStore` that makes the same requests as that of a save. Thread-safe."""
+    """A `ckptcore.protocols.WriteStore` that makes the same requests as the WriteStore of a save. Thread-safe."""
 
     def __init__(self, storage: StorageBackend, *, checksums: bool) -> None:
         """Write objects to `storage`. `checksums`: True if the save would compute checksums."""

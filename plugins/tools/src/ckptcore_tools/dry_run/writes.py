@@ -89,7 +89,7 @@ class LeaderState:
     """State of the leader between the writes and the commit of one checkpoint.
 
     Attributes:
-        save: the checkpoint.
+        save: the save or export that writes the checkpoint.
         storage: the storage, with the objects of the leader.
         claim: the leader's transaction.
     """
@@ -273,7 +273,7 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
     """Simulate the commit of a checkpoint on the leader.
 
     Args:
-        save: the checkpoint.
+        save: the save or export that writes the checkpoint.
         claim: the leader's transaction.
         receipts: by rank, the receipts of each part that the processes write together.
         context: options.
