@@ -27,7 +27,7 @@ class Contender:
         prepare: called before each run, not timed.
         after: called with the result of each run, not timed.
         seconds: returns the time from the result, for runs that measure it themselves.
-        target: the least ratio that is required of ckptcore against this contender.
+        target: minimum of the time of this contender divided by that of ckptcore; None: not checked.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Case:
     Attributes:
         name: its name in the table.
         contenders: at least one.
-        nbytes: bytes that each run moves; 0 if its time does not depend on them.
+        nbytes: bytes that each run saves, loads or copies; 0 if the time is not proportional to them.
         writes: the runs write files. The system then writes back all dirty pages before each run, and the rows report
             the page cache.
         memory: bytes of memory to fault in before each run; None: `nbytes`, twice if the case writes.
@@ -63,10 +63,10 @@ class Times:
     """Measurements of a contender, one for each round.
 
     Attributes:
-        seconds: the time.
+        seconds: wall-clock time, or the time that the run measured itself.
         cpu: processor time of this process, in seconds.
         nbytes_read: bytes that this process read from files, in the page cache or not, as Linux counts them.
-        page_caches: state before the run, if it writes.
+        page_caches: state of the page cache before the run, if the case writes.
     """
 
     seconds: list[float] = field(default_factory=list)

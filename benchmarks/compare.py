@@ -36,7 +36,7 @@ __all__ = ["Comparison", "Options", "RowSamples", "compare_trees", "main", "spre
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _MOST: Final = 1.05
-"""Highest ratio of new to old that passes in every case."""
+"""Limit of new divided by old for times and bytes, unless the noise is larger. Counts must not grow."""
 
 _MOST_READ: Final = 1.01
 _READ_SLACK: Final = 4096
@@ -57,7 +57,7 @@ class Options:
         old: the worktree before.
         new: the worktree after.
         directory: a directory on the file system that is measured.
-        pairs: rounds of each row, in all processes together.
+        pairs: total rounds of each row, over all launches.
         launches: number of starts of the processes of each benchmark; the pairs are divided among them.
         scale: share of the full sizes. The three processes hold their states at the same time.
     """
@@ -96,7 +96,8 @@ class Comparison:
         ratio: median over the rounds of new divided by old.
         spread: how far from 1 the ratio of old to old is in a quarter of the rounds, as a ratio above 1.
         read: bytes read by new divided by bytes read by old; None if they were not counted.
-        passed: False if the new worktree is slower than the limit and the spread, counts more, or reads more.
+        passed: False if the ratio is above both the limit and the spread, if a count grew, or if the new worktree reads
+            more.
     """
 
     case: str
@@ -302,7 +303,7 @@ def _measure(
 def _in_turn(
     processes: Sequence[_Process], first: int, ask: Callable[[_Process], Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Run one process after the other. Each round begins with another process."""
+    """Send a request to one process after the other, beginning with number `first` modulo their number."""
     replies: dict[int, Mapping[str, Any]] = {}
     for number in range(len(processes)):
         index = (first + number) % len(processes)

@@ -20,7 +20,7 @@ def torchrun(processes: int, module: str, *arguments: object) -> None:
     """Run a module in processes of torchrun, and wait for them.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: if a process failed.
     """
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", module]
     end([start(*command, *map(str, arguments))])
@@ -60,7 +60,7 @@ def measure_rank(
         contenders: the same ones in the same order in all processes.
         rounds: timed rounds.
         results: a directory that all processes share.
-        rank: of this process.
+        rank: the rank of this process.
         barrier: waits for all processes.
         writes: the contenders write files.
     """
@@ -70,7 +70,10 @@ def measure_rank(
 
 
 def joined_times(results: Path) -> Mapping[str, Times]:
-    """Join the measurements of all processes. The time of a round is that of the slowest; bytes read are added."""
+    """Join the measurements of all processes. A round takes as long as the slowest process.
+
+    CPU seconds and bytes read are the sums over the processes.
+    """
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.iterdir())]
     joined = {}
     for name, first in ranks[0].items():
@@ -79,7 +82,7 @@ def joined_times(results: Path) -> Mapping[str, Times]:
             [max(of_round) for of_round in columns["seconds"]],
             [sum(of_round) for of_round in columns["cpu"]],
             [sum(of_round) for of_round in columns["nbytes_read"]],
-            [PageCache(**of_round[0]) for of_round in columns["page_caches"]],  # of one machine
+            [PageCache(**of_round[0]) for of_round in columns["page_caches"]],  # all processes share a machine
         )
     return joined
 
@@ -88,10 +91,10 @@ def joined_rows(name: str, results: Path, *, nbytes: int = 0, targets: Mapping[s
     """Summarise a case of a job.
 
     Args:
-        name: of the case.
-        results: what the processes wrote.
-        nbytes: bytes that all processes together move.
-        targets: by contender, the least ratio that is required.
+        name: the name of the case.
+        results: the directory with the measurements that the processes wrote.
+        nbytes: bytes that all processes together save or load.
+        targets: see `Contender.target`, by name of the contender.
     """
     times = joined_times(results)
     contenders = [Contender(of_one, lambda: None, target=targets.get(of_one)) for of_one in times]

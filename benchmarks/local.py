@@ -109,7 +109,7 @@ def _save_cases(directory: Path, state: State, views: Sequence[Any], total: int)
             writes=True,
         ),
         Case(
-            "overwrite, durable",  # the round before, or the one that does not count, wrote what is overwritten
+            "overwrite, durable",  # replaces the files of the previous round, or of the warm-up round
             [
                 Contender("ckptcore.save, overwrite=True", lambda: save(overwrite=True, context=_FULL)),
                 Contender("save_file + fsync, then rename", lambda: _replace_and_sync(state, theirs)),
@@ -160,7 +160,7 @@ def _load_cases(directory: Path, state: State, total: int) -> Sequence[Case]:
 
 
 def _async_cases(directory: Path, state: State) -> Sequence[Case]:
-    """Time for which `save_async` blocks its caller."""
+    """Return cases that measure for how long `save_async` blocks its caller."""
     ours = directory / "ours"
     views = [tensor.view(torch.int16).numpy().reshape(-1) for tensor in state.values()]
     total = sum(view.nbytes for view in views)
@@ -201,7 +201,7 @@ def _async_cases(directory: Path, state: State) -> Sequence[Case]:
 
 
 class Clearing:
-    """Remove what a run wrote."""
+    """A callable that removes the given files and directories."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -241,7 +241,7 @@ def _write_and_sync(path: Path, views: Sequence[Any], total: int) -> None:
 
 
 def write_raw(path: Path, views: Sequence[Any], total: int, *, durable: bool = False) -> None:
-    """Write arrays one after the other with plain system calls."""
+    """Write arrays to a preallocated file, one after the other, with plain system calls."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.posix_fallocate(descriptor, 0, total)
     offset = 0

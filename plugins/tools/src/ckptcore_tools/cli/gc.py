@@ -48,7 +48,7 @@ class StepDecision:
     """The decision to keep or delete a step.
 
     Attributes:
-        status: the step. Its size is known only if it is deleted.
+        status: the step. Its size may be unknown if it is kept.
         delete: True to delete the step.
         reasons: reasons to keep it.
     """
@@ -64,9 +64,9 @@ class DeletionPlan:
 
     Attributes:
         decisions: one per step, ascending.
-        leftovers: leftovers of saves and deletions. Leftovers of running saves are recognised only when they are
-            deleted, and then kept.
-        broken: steps that policies do not count.
+        leftovers: leftovers of saves and deletions. The list can include leftovers of running saves. The
+            deletion recognises and keeps these.
+        broken: steps whose root is a claim although they count as committed. Policies do not count them.
     """
 
     decisions: Sequence[StepDecision]

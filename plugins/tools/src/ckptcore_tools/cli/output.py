@@ -77,7 +77,7 @@ def to_json(value: object, **names: str) -> Any:
 
     Args:
         value: the value to convert.
-        names: name of a field in the document, by the name of the field, if the two differ.
+        names: names to use in the document, by field name. Other fields keep their names.
     """
     if isinstance(value, Attribute):
         return {"attr": value.name}  # to distinguish it from a text key of a mapping
