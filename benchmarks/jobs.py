@@ -132,7 +132,7 @@ def _jax(directory: Path, side: int, rounds: int, port: str, processes: int, ran
         "ckptcore.save, zarr3": lambda location: ckptcore.save(location, state, layout="zarr3"),
     }
     _measure(directory, rounds, rank, lambda: multihost_utils.sync_global_devices("round"), saves)
-    jax.distributed.shutdown()  # type: ignore[no-untyped-call]  # JAX says no types here
+    jax.distributed.shutdown()  # type: ignore[no-untyped-call]  # untyped in JAX
 
 
 def main(framework: str, directory: str, side: str, rounds: str, *rest: str) -> None:

@@ -122,7 +122,7 @@ def _first_rows(setting: Setting) -> Iterator[Row]:
             _in_process(name, modules, setup=_STATE, timed=timed, clear=clear if saves else None)
             for name, timed in zip(("ckptcore", "safetensors"), programs, strict=True)
         ]
-        if not saves:  # the last round removed what one of them saved
+        if not saves:  # the save case removed its files before each run
             clear()
             for timed in (save, save_file):
                 _run(_TIMED.format(setup=_STATE, timed=timed))
@@ -148,7 +148,7 @@ def _told(row: Row, modules: dict[str, int], *, target: str = "", reached: bool 
 
 
 def _peak_rows(setting: Setting) -> Iterator[Row]:
-    """Measure the memory that saves and loads take above the state."""
+    """Measure the peak memory of saves and loads in addition to the state."""
     gigabytes = 1.5 * setting.scale
     head = _PEAK.format(location=str(setting.directory / "peak"), gigabytes=gigabytes)
     _, saved, loaded = _run(head + _TORCH_PEAK)
@@ -173,7 +173,7 @@ def _peak_rows(setting: Setting) -> Iterator[Row]:
 
 def _run(program: str) -> Sequence[float]:
     """Run a program, and return the numbers on the last line that it prints."""
-    # With compiled modules kept, as an installed package has them.
+    # Let Python cache compiled modules, as it does for an installed package.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -37,7 +37,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     """Measure blocks of float8 as in DeepSeek-V3, and experts in MXFP4 as in gpt-oss.
 
     Raises:
-        AssertionError: a contender loads other bits.
+        AssertionError: if a contender loads other bits than the first one.
     """
     for case in (_float8(setting), _mxfp4(setting)):
         yield from compare(case, setting.rounds)
@@ -105,7 +105,7 @@ def _case(name: str, ways: Mapping[str, Callable[[], State]]) -> Case:
     """Return a case of contenders that load the same bits.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: if a contender loads other bits than the first one.
     """
     first, *others = ways
     expected = ways[first]()
