@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ckptcore.commit.conditional_stores import FencedStore, find_object, refuse_storage, save_lost, try_conditional_puts
@@ -59,7 +59,7 @@ from ckptcore.protocols import IF_ABSENT, IfTag, PutCondition, StorageBackend, T
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
-    from ckptcore.commit.locks import Locks
+    from ckptcore.commit.locks import Lock, Locks
 
 __all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "new_claim"]
 
@@ -424,7 +424,7 @@ class ConditionalPutMethod(CommitMethod):
         if found is not None and is_claim(found[0]):
             ConditionalPutTransaction(location, new_claim(save_id), found).give_up()
 
-    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
+    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> Lock | None:
         """See `CommitMethod`."""
         return locks.intend_deletion(pin)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location
-from ckptcore.commit.locks import Locks
+from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import find_partial
 from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import bases_of_root
@@ -54,8 +54,9 @@ def delete_checkpoint(location: Location, threads: IOThreads) -> None:
     elif isinstance(root, Claim | PartialSave):
         location.commits.remove(location, new_save_id())
     else:
-        with _announced_deletion(location):
+        with _announced_deletion(location) as announced:
             _refuse_referred(location, None if root is None else root.save_id, threads)
+            announced.check()  # the lease is lost if the process was suspended for long: an update may refer to it now
             location.commits.remove(location, new_save_id())
     location.commits.sweep(location)
 
@@ -113,7 +114,7 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
 
 
 @contextmanager
-def _announced_deletion(location: Location) -> Iterator[None]:
+def _announced_deletion(location: Location) -> Iterator[Lock]:
     """Announce the deletion of a checkpoint inside the block, so that new updates of it wait.
 
     The checkpoint stays visible.
@@ -136,7 +137,7 @@ def _announced_deletion(location: Location) -> Iterator[None]:
             )
         SYSTEM_CLOCK.sleep(_LAST_POLL_SECONDS)
     with announced:
-        yield
+        yield announced
 
 
 def base_locks(location: Location) -> Locks:

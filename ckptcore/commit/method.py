@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from ckptcore.commit.root import PARTIAL_KEY, Claim, PartialSave
@@ -23,7 +23,7 @@ from ckptcore.protocols import StorageBackend, Transaction
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
-    from ckptcore.commit.locks import Locks
+    from ckptcore.commit.locks import Lock, Locks
 
 __all__ = [
     "CommitMethod",
@@ -185,8 +185,10 @@ class CommitMethod(ABC):
         return False
 
     @abstractmethod
-    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
+    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> Lock | None:
         """Announce the deletion of a checkpoint until the result is closed. Return None if a pin named `pin` exists.
+
+        Call `check` of the result right before the deletion.
 
         Raises:
             StorageError

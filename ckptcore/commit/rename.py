@@ -51,7 +51,7 @@ from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
-    from ckptcore.commit.locks import Locks
+    from ckptcore.commit.locks import Lock, Locks
 
 __all__ = ["RenameMethod", "RenameTransaction"]
 
@@ -419,8 +419,10 @@ class RenameMethod(CommitMethod):
         locked = [name for name in names if is_save_of(location.name, name) and not self._delete_unlocked(name)]
         return bool(locked)
 
-    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
+    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> Lock | None:
         """See `CommitMethod`. Claims the location by an empty hidden directory, like a save."""
+        from ckptcore.commit.locks import Lock  # plain saves and loads do not need it
+
         lock = None
         while lock is None:  # a save that sweeps may have locked the directory that was just created
             hidden = name_of_save(location.name, new_save_id())
@@ -428,7 +430,10 @@ class RenameMethod(CommitMethod):
         with ExitStack() as stack:
             stack.enter_context(lock)
             stack.callback(self._directories.delete_directory, hidden)
-            return None if locks.pinned(pin) else stack.pop_all()
+            if locks.pinned(pin):
+                return None
+            # A directory lock is lost only with its process, so there is nothing to check.
+            return Lock(f"the deletion of {location.display}", check=lambda: None, release=stack.pop_all().close)
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""

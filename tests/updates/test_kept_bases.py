@@ -10,7 +10,7 @@ import pytest
 from ckptcore_testing.faults import FailAt, FaultPlan
 
 import ckptcore
-from ckptcore.errors import CheckpointReferredError, InvalidLocationError, StoragePermissionError
+from ckptcore.errors import CheckpointReferredError, InvalidLocationError, SaveLostError, StoragePermissionError
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
 from tests.updates.roots import sealed
@@ -131,6 +131,25 @@ def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{run}/1")
     assert len(looks) == 1
+    assert ckptcore.load(f"{run}/1")["a"].sum() == 4
+
+
+def test_a_deletion_whose_announcement_was_lost_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_place("memory", tmp_path)
+    ckptcore.save(f"{run}/1", {"a": np.ones(4)})
+    lost: list[str] = []
+
+    def lose(*asked: object) -> None:
+        store = store_at(run)
+        lost.extend(f".ckptcore/deleting/{name}" for name in store.list_names(".ckptcore/deleting/"))
+        store.delete(lost)
+
+    monkeypatch.setattr("ckptcore.commit.delete._refuse_referred", lose)
+    with pytest.raises(SaveLostError):
+        ckptcore.delete(f"{run}/1")
+    assert len(lost) == 1
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
 
 
