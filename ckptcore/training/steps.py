@@ -448,8 +448,8 @@ class StepDirectory:
         steps = self.steps()
         there = ", ".join(map(str, steps[-5:])) if steps else "none"
         return (
-            f"{self.display} has no committed step {step}; the newest steps when it was last listed: {there}. "
-            "If another process has saved the step since then, call reload()"
+            f"{self.display} has no committed step {step}; the newest steps when it was last listed: {there}; "
+            "reload() lists steps that other processes have saved since then"
         )
 
 

@@ -150,7 +150,7 @@ def test_a_step_that_is_only_far_is_there_for_a_save(near: str, far: str) -> Non
     saved(near, far, 1)
     shutil.rmtree(near)
     with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
-        with pytest.raises(CheckpointExistsError, match="step 1 is in"):
+        with pytest.raises(CheckpointExistsError, match="already has step 1"):
             run.save(1, tree(1))
         run.save(1, tree(1), overwrite=True)
 
