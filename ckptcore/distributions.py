@@ -90,6 +90,7 @@ DISTRIBUTIONS: Final = (
     ),
     Distribution("ray", "ckptcore_ray"),
     Distribution("incremental", "ckptcore_incremental", names={"Update": "updates", "partial": "partial_checkpoint"}),
+    Distribution("integrations", "ckptcore_integrations"),
     Distribution("testing", "ckptcore_testing"),
     Distribution("tiers", "ckptcore_tiers", names={"tiers": ""}),
     Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),

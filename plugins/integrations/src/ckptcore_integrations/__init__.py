@@ -1,0 +1,8 @@
+"""Replacements for the checkpointing of other libraries: their functions and classes, with ckptcore's saves and loads.
+
+torch_dcp    torch.distributed.checkpoint
+orbax_v1     orbax.checkpoint.v1
+safetensors  safetensors, with its modules for PyTorch, NumPy and Flax
+
+Each module imports the library that it replaces, so none is imported here.
+"""

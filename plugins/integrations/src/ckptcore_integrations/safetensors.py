@@ -1,0 +1,1 @@
+"""Replacement for `safetensors` that saves and loads with ckptcore."""

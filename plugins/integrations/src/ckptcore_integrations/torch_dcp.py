@@ -1,0 +1,1 @@
+"""Replacement for `torch.distributed.checkpoint` that saves and loads with ckptcore."""
