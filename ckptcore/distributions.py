@@ -109,12 +109,18 @@ DISTRIBUTIONS: Final = (
 
 
 def install_hint(
-    *, value_type: type | None = None, scheme: str = "", layout: str = "", files: Iterable[str] = ()
+    *,
+    value_type: type | None = None,
+    framework: str = "",
+    scheme: str = "",
+    layout: str = "",
+    files: Iterable[str] = (),
 ) -> str:
     """Return the ``pip install`` command that adds support for a type, scheme, layout or file, in backquotes.
 
     Args:
         value_type: a type of leaves or containers, or a subclass of one.
+        framework: the name of a framework.
         scheme: a URL scheme.
         layout: the name of a layout.
         files: names of files in a checkpoint of other software.
@@ -126,6 +132,7 @@ def install_hint(
     for distribution in DISTRIBUTIONS:
         adds = (
             not packages.isdisjoint(distribution.types)
+            or framework in distribution.types
             or scheme in distribution.schemes
             or layout in distribution.layouts
             or any(file.endswith(distribution.suffixes) for file in files)

@@ -8,6 +8,7 @@ from typing import Any, Final
 import pluggy
 
 from ckptcore.protocols import (
+    AbstractLeaves,
     CheckpointableHandler,
     Collectives,
     ContainerHandler,
@@ -62,6 +63,13 @@ class HookSpecs:
         """Return the handler for objects of a type that write their own files; None for unknown types.
 
         Called for each object passed to ``save_checkpointables``, without a cache. `example` is that object.
+        """
+
+    @_hookspec
+    def ckpt_frameworks(self) -> Mapping[str, AbstractLeaves]:  # type: ignore[empty-body]  # a specification has no body
+        """Return frameworks by name, as users pass it in ``framework=``. Two plugins must not return the same name.
+
+        The function of a framework may import it.
         """
 
     @_hookspec

@@ -17,6 +17,7 @@ from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.installed import entry_points, version_of
 from ckptcore.other_libraries import LAYOUTS, did_you_mean
 from ckptcore.protocols import (
+    AbstractLeaves,
     CheckpointableHandler,
     Collectives,
     ContainerHandler,
@@ -235,6 +236,23 @@ class Plugins:
                 "choose one with Context(plugins=PluginOptions(handlers={type: handler})), or uninstall one of them"
             )
         return best[0][1]
+
+    def framework(self, name: str) -> AbstractLeaves:
+        """Return the function of a framework that returns abstract leaves for stored arrays.
+
+        Raises:
+            UnknownPluginError: no installed plugin has the framework.
+            PluginConflictError: two plugins have it.
+        """
+        frameworks = self._named("ckpt_frameworks", "framework")
+        if name not in frameworks:
+            hint = install_hint(framework=name)
+            remedy = f"; install it with {hint}" if hint else ""
+            raise UnknownPluginError(
+                f"framework={name!r}: no installed plugin has this framework. Installed: "
+                f"{', '.join(sorted(frameworks))}{self._failures()}{remedy}"
+            )
+        return cast(AbstractLeaves, frameworks[name][1])
 
     def layout(self, layout: str | Layout) -> Layout:
         """Return the layout with a given name. A layout object is returned unchanged.

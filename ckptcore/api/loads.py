@@ -28,6 +28,7 @@ def load(
     location: LocationLike,
     abstract: Any = None,
     *,
+    framework: str | None = None,
     context: Context | None = None,
     select: Selection | None = None,
     transforms: Transforms = (),
@@ -42,7 +43,11 @@ def load(
             that an installed layout reads, also a single file.
         abstract: a tree with the structure of the result. Each leaf states shape, dtype, framework and placement: an
             array, a `jax.ShapeDtypeStruct`, a tensor on the meta device, or an `AbstractArray`. `PLACEHOLDER` skips a
-            leaf or subtree. None: load NumPy arrays in the saved structure.
+            leaf or subtree. None: load arrays in the saved structure.
+        framework: without an abstract tree, the framework of the arrays: ``"numpy"`` (the default), ``"torch"`` for
+            tensors on the CPU, ``"jax"`` for arrays with their saved sharding if the devices allow it, or else on the
+            default device. Numbers and text remain values of Python. Arrays that the framework does not have are loaded
+            as NumPy arrays: text, and 64-bit numbers in JAX while jax_enable_x64 is off.
         context: options.
         select: the stored leaves to load, by `ckptcore.select`; others are not read. Without an abstract tree, they are
             removed from dicts, and replaced by `PLACEHOLDER` in lists and tuples; with one, `PLACEHOLDER` replaces
@@ -56,6 +61,7 @@ def load(
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to load.
+        UnknownPluginError: no installed plugin has the framework.
         TransformError: a transform does not fit the stored tree, or matches no leaf.
         TreeMismatchError: the abstract tree and the stored one have differences that are not allowed; lists all of
             them. Also if nothing is selected.
@@ -68,7 +74,14 @@ def load(
             abstract,
             context,
             recording,
-            LoadRequest(select=select, transforms=transforms, matching=matching, report=report, strategy=strategy),
+            LoadRequest(
+                select=select,
+                transforms=transforms,
+                matching=matching,
+                report=report,
+                strategy=strategy,
+                framework=framework,
+            ),
         )
 
 
@@ -77,6 +90,7 @@ def load_async(
     location: LocationLike,
     abstract: Any = None,
     *,
+    framework: str | None = None,
     context: Context | None = None,
     select: Selection | None = None,
     transforms: Transforms = (),
@@ -94,6 +108,7 @@ def load_async(
             load,
             location,
             abstract,
+            framework=framework,
             context=context,
             select=select,
             transforms=transforms,

@@ -7,7 +7,7 @@ from typing import Final
 
 from ckptcore.builtin.containers import container_handler
 from ckptcore.builtin.files import files_handler
-from ckptcore.builtin.host_leaves import leaf_handler
+from ckptcore.builtin.host_leaves import abstract_leaves, leaf_handler
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -16,6 +16,7 @@ from ckptcore.builtin.stateful import random_state_handler, state_handler
 from ckptcore.errors import PluginError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import (
+    AbstractLeaves,
     CheckpointableHandler,
     ContainerHandler,
     Coordinator,
@@ -81,6 +82,11 @@ class BuiltinPlugin:
     def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:
         """Objects that save themselves to a directory."""
         return files_handler(value_type)
+
+    @hookimpl
+    def ckpt_frameworks(self) -> Mapping[str, AbstractLeaves]:
+        """NumPy."""
+        return {"numpy": abstract_leaves}
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:

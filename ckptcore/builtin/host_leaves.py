@@ -18,7 +18,14 @@ from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
-__all__ = ["BytesIOHandler", "HostArrayHandler", "HostValueHandler", "abstract_of_stored", "leaf_handler"]
+__all__ = [
+    "BytesIOHandler",
+    "HostArrayHandler",
+    "HostValueHandler",
+    "abstract_leaves",
+    "abstract_of_stored",
+    "leaf_handler",
+]
 
 _INLINE_BYTES: Final = 1 << 14
 """Largest str or bytes that is stored in the root, in bytes. A longer one is stored as an array of uint8."""
@@ -233,6 +240,11 @@ def leaf_handler(leaf_type: type) -> LeafHandler | None:
     if leaf_type is io.BytesIO:
         return _BYTES_IO_HANDLER
     return None
+
+
+def abstract_leaves(records: Sequence[ArrayRecord]) -> Sequence[object]:
+    """Return `abstract_of_stored` for each stored array."""
+    return list(map(abstract_of_stored, records))
 
 
 def abstract_of_stored(record: ArrayRecord) -> object:

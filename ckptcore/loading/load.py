@@ -48,6 +48,7 @@ class LoadRequest:
         matching: differences between the abstract tree and the stored one that are allowed.
         report: filled when the load has succeeded; None: no report.
         strategy: the strategy of the load; None: the one that the Context selects.
+        framework: the framework of arrays that are loaded without an abstract tree; None: NumPy.
     """
 
     select: Selection | None = None
@@ -55,6 +56,7 @@ class LoadRequest:
     matching: Matching = EXACT
     report: LoadReport | None = None
     strategy: ReadStrategy | None = None
+    framework: str | None = None
 
     def __post_init__(self) -> None:
         """Check the types; selections and transforms are checked where they are used.
@@ -80,6 +82,7 @@ class LoadAs(Generic[T]):
         like: its abstract tree, or the object to restore in place; None: the saved value.
         select, transforms, matching, report: see `ckptcore.load`, or `ckptcore.load_into` if an object is restored in
             place. For trees only, not for the files of objects.
+        framework: see `ckptcore.load`; requires ``like=None``.
     """
 
     like: T
@@ -88,11 +91,18 @@ class LoadAs(Generic[T]):
     transforms: Transforms = ()
     matching: Matching = EXACT
     report: LoadReport | None = None
+    framework: str | None = None
 
     @property
     def request(self) -> LoadRequest:
         """The options, without `like`."""
-        return LoadRequest(select=self.select, transforms=self.transforms, matching=self.matching, report=self.report)
+        return LoadRequest(
+            select=self.select,
+            transforms=self.transforms,
+            matching=self.matching,
+            report=self.report,
+            framework=self.framework,
+        )
 
 
 class LoadTarget(Protocol[T]):

@@ -32,7 +32,7 @@ from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Skeleton, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import FilesHandler
+from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import Flat, Shape, first_fixed, flatten, rebuild, restore, shared_containers, unflatten
 
@@ -44,8 +44,14 @@ def load_value(
 ) -> object:
     """Load a new value with the structure of an abstract tree.
 
-    If `abstract` is None, loads NumPy arrays in the saved structure. For files, loads a dict of bytes by path.
+    If `abstract` is None, loads arrays of the requested framework in the saved structure. For files, loads a dict of
+    bytes by path.
+
+    Raises:
+        ValueError: both an abstract tree and a framework are requested.
     """
+    if abstract is not None:
+        _refuse_framework(request)
     target = _StoredValue() if abstract is None else _NewValue(abstract)
     return Load(source, target, context, recording, request).run()
 
@@ -62,9 +68,11 @@ def load_into_target(
 
     Raises:
         TargetUndefinedError: the load failed after it began to change the target.
-        ValueError: `matching` replaces missing leaves by placeholders, which a target cannot have.
+        ValueError: `matching` replaces missing leaves by placeholders, which a target cannot have; or a framework is
+            requested.
     """
     _refuse_placeholders(request)
+    _refuse_framework(request)
     load = Load(source, _FilledValue(target), context, recording, request)
     try:
         load.run()
@@ -106,8 +114,16 @@ def load_files_into(
         ) from error
 
 
+def _refuse_framework(request: LoadRequest) -> None:
+    if request.framework is not None:
+        raise ValueError(
+            f"framework={request.framework!r} is for a load without an abstract tree or target, whose leaves state "
+            "their own framework; pass only one of the two"
+        )
+
+
 class _StoredValue:
-    """The stored value with NumPy leaves, in the saved structure; for files, their bytes by path."""
+    """The stored value in the saved structure, with arrays of a framework; for files, their bytes by path."""
 
     def __init__(self) -> None:
         self._skeleton: Skeleton | None = None
@@ -120,10 +136,13 @@ class _StoredValue:
             return self._match_files(load, checkpoint)
         array, value = default_handlers(load.runtime.registry)
         handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
+        leaves: list[object] = [None] * len(handlers)
+        if load.request.framework is not None:
+            _choose_framework(load.request.framework, tree.leaves, load.runtime.registry, handlers, leaves)
         self._skeleton = tree.skeleton
         numbers: list[int | None] = list(range(len(handlers)))
         if load.request.select is None:
-            return Matched(numbers, handlers, skeleton=tree.skeleton, leaves=[None] * len(handlers))
+            return Matched(numbers, handlers, skeleton=tree.skeleton, leaves=leaves)
         chosen = chosen_leaves(checkpoint, load.request.select, load.context)
         self._skeleton, numbers = prune(tree.skeleton, chosen)
         return Matched(
@@ -131,7 +150,7 @@ class _StoredValue:
             [None if number is None else handlers[number] for number in numbers],
             ignored=[number for number in range(len(handlers)) if number not in chosen],
             skeleton=self._skeleton,
-            leaves=[None] * len(numbers),
+            leaves=[None if number is None else leaves[number] for number in numbers],
         )
 
     def _match_files(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
@@ -146,6 +165,23 @@ class _StoredValue:
     def build(self, load: Load[object], reading: TreeRead) -> object:
         """Put the leaves into standard Python containers."""
         return self._files if self._skeleton is None else rebuild(self._skeleton, reading.leaves)
+
+
+def _choose_framework(
+    name: str,
+    records: Sequence[LeafRecord],
+    registry: Plugins,
+    handlers: list[LeafHandler],
+    leaves: list[object],
+) -> None:
+    """Replace the handlers and abstract leaves of the arrays that a framework can have."""
+    arrays = {number: record for number, record in enumerate(records) if isinstance(record, ArrayRecord)}
+    abstract = registry.framework(name)(list(arrays.values()))
+    for number, leaf in zip(arrays, abstract, strict=True):
+        if leaf is not None:
+            handler = registry.dispatch(leaf).leaf
+            assert handler is not None  # the plugin of a framework handles its abstract leaves
+            leaves[number], handlers[number] = leaf, handler
 
 
 class _NewValue:

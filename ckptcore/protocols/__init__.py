@@ -66,6 +66,7 @@ from ckptcore.protocols.transforms import (
     TransformSource,
 )
 from ckptcore.protocols.values import (
+    AbstractLeaves,
     CheckpointableHandler,
     ContainerHandler,
     Continuation,
@@ -80,6 +81,7 @@ from ckptcore.protocols.values import (
 
 __all__ = [
     "IF_ABSENT",
+    "AbstractLeaves",
     "AtomicDirectories",
     "Buffer",
     "Channels",

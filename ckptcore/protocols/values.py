@@ -14,6 +14,7 @@ from ckptcore.model.transfer import Pending
 from ckptcore.model.tree import Key, NodeKind
 
 __all__ = [
+    "AbstractLeaves",
     "CheckpointableHandler",
     "ContainerHandler",
     "Continuation",
@@ -218,6 +219,14 @@ class HostBytes(NamedTuple):
 
     viewed: int
     copied: int
+
+
+AbstractLeaves: TypeAlias = Callable[[Sequence[ArrayRecord]], Sequence[object]]
+"""Returns the abstract leaf of a framework for each stored array, such as a tensor on the meta device.
+
+None for an array whose dtype or kind the framework does not have: a load without an abstract tree makes it a NumPy
+array.
+"""
 
 
 class LeafHandler(Protocol):

@@ -152,6 +152,7 @@ class StepReader(ExplainsAttributes):
         step: int | None = None,
         abstract: Any = None,
         *,
+        framework: str | None = None,
         select: Selection | None = None,
         transforms: Transforms = (),
         matching: Matching = EXACT,
@@ -161,14 +162,16 @@ class StepReader(ExplainsAttributes):
 
         Args:
             step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`.
-            abstract, select, transforms, matching, report: as for `ckptcore.load`.
+            abstract, framework, select, transforms, matching, report: as for `ckptcore.load`.
 
         Raises:
             CheckpointNotFoundError: there is no step, or the step does not exist.
             CorruptCheckpointError: it is damaged; with ``step=None``, all steps are damaged.
             The errors of `ckptcore.load`.
         """
-        request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
+        request = LoadRequest(
+            select=select, transforms=transforms, matching=matching, report=report, framework=framework
+        )
         return self._load(step, StepLoad(functools.partial(self._load_value, abstract, request)))
 
     def _load_value(self, abstract: object, request: LoadRequest, location: AnyLocation, recording: Recording) -> Any:

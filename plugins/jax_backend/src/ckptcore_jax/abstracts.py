@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import ckptcore
-from ckptcore.model import JSON, ArrayRecord, LeafRecord, Node, Skeleton
+from ckptcore.model import JSON, PLAIN_ARRAY, ArrayRecord, LeafRecord, Node, Skeleton
 from ckptcore_jax import random_keys
 from ckptcore_jax.leaves import UNSUPPORTED_DTYPES
 from ckptcore_jax.shardings import sharding_from_notes
 
-__all__ = ["abstract_arrays"]
+__all__ = ["abstract_arrays", "abstract_leaves"]
 
 
 def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
@@ -50,6 +50,18 @@ def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequ
     is_foreign = metadata.save_id is None  # only ckptcore stores the sharding of every JAX array in the notes
     records = [record if is_foreign or _was_saved_by_jax(record) else None for record in metadata.tree.leaves]
     return _replace_leaves(metadata.tree.skeleton, metadata.abstract, iter(records), _Shardings(devices))
+
+
+def abstract_leaves(stored: Sequence[ArrayRecord]) -> Sequence[object]:
+    """Return a `jax.ShapeDtypeStruct` for each stored array; None if JAX lacks its dtype or kind.
+
+    Shardings are those of `abstract_arrays`.
+    """
+    shardings = _Shardings(None)
+    return [
+        _abstract_array(record, None, shardings) if record.kind in (PLAIN_ARRAY, random_keys.KIND) else None
+        for record in stored
+    ]
 
 
 class _Shardings:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import Collectives, ContainerHandler, Coordinator, Executor, LeafHandler
+from ckptcore.model import ArrayRecord
+from ckptcore.protocols import AbstractLeaves, Collectives, ContainerHandler, Coordinator, Executor, LeafHandler
 
-__all__ = ["ckpt_collectives", "ckpt_container_handler", "ckpt_coordinator", "ckpt_executor", "ckpt_leaf_handler"]
+__all__ = [
+    "ckpt_collectives",
+    "ckpt_container_handler",
+    "ckpt_coordinator",
+    "ckpt_executor",
+    "ckpt_frameworks",
+    "ckpt_leaf_handler",
+]
 
 
 @hookimpl
@@ -29,6 +38,18 @@ def ckpt_container_handler(value_type: type, example: object) -> ContainerHandle
     from ckptcore_jax.containers import container_handler
 
     return container_handler(value_type, example)
+
+
+@hookimpl
+def ckpt_frameworks() -> Mapping[str, AbstractLeaves]:
+    """Return JAX, which is imported when it is used."""
+    return {"jax": _abstract_leaves}
+
+
+def _abstract_leaves(stored: Sequence[ArrayRecord]) -> Sequence[object]:
+    from ckptcore_jax.abstracts import abstract_leaves
+
+    return abstract_leaves(stored)
 
 
 @hookimpl

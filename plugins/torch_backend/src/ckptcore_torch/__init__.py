@@ -28,15 +28,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import CheckpointableHandler, Collectives, ContainerHandler, Coordinator, LeafHandler
+from ckptcore.model import ArrayRecord
+from ckptcore.protocols import (
+    AbstractLeaves,
+    CheckpointableHandler,
+    Collectives,
+    ContainerHandler,
+    Coordinator,
+    LeafHandler,
+)
 
 __all__ = [
     "ckpt_checkpointable_handler",
     "ckpt_collectives",
     "ckpt_container_handler",
     "ckpt_coordinator",
+    "ckpt_frameworks",
     "ckpt_leaf_handler",
 ]
 
@@ -74,6 +84,18 @@ def ckpt_checkpointable_handler(value_type: type) -> CheckpointableHandler | Non
     from ckptcore_torch.stateful import checkpointable_handler_of_type
 
     return checkpointable_handler_of_type(value_type)
+
+
+@hookimpl
+def ckpt_frameworks() -> Mapping[str, AbstractLeaves]:
+    """Return PyTorch, which is imported when it is used."""
+    return {"torch": _abstract_leaves}
+
+
+def _abstract_leaves(stored: Sequence[ArrayRecord]) -> Sequence[object]:
+    from ckptcore_torch.abstracts import abstract_leaves
+
+    return abstract_leaves(stored)
 
 
 @hookimpl

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import PLAIN_ARRAY, AbstractArray
+from ckptcore.model import PLAIN_ARRAY, AbstractArray, ArrayRecord
 from ckptcore_torch.dtypes import encoding_of_stored
 
 __all__ = [
+    "abstract_leaves",
     "abstract_like",
     "abstract_state_like",
     "abstract_subclass",
@@ -31,6 +33,18 @@ def abstract_tensor(stored: AbstractArray) -> object:
     """Return a tensor on the meta device, or `stored` itself if PyTorch lacks the dtype."""
     encoding = encoding_of_stored(stored.dtype.name, PLAIN_ARRAY)
     return stored if encoding is None else torch.empty(stored.shape, dtype=encoding.dtype, device="meta")
+
+
+def abstract_leaves(stored: Sequence[ArrayRecord]) -> Sequence[object]:
+    """Return a tensor on the meta device for each stored array; None if PyTorch lacks its dtype or kind."""
+    return list(map(_abstract_of_stored, stored))
+
+
+def _abstract_of_stored(stored: ArrayRecord) -> torch.Tensor | None:
+    if stored.kind != PLAIN_ARRAY and not stored.kind.startswith("torch."):
+        return None  # text, a NumPy scalar, or random keys of JAX
+    encoding = encoding_of_stored(stored.spec.dtype, stored.kind)
+    return None if encoding is None else torch.empty(stored.spec.shape, dtype=encoding.dtype, device="meta")
 
 
 def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> object:
