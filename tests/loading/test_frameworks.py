@@ -78,7 +78,8 @@ def test_random_keys_and_raw_dtypes_return_as_they_were_saved(tmp_path: Path) ->
 
 
 def test_saved_shardings_return(tmp_path: Path) -> None:
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((len(jax.devices()),), ("x",)), jax.sharding.PartitionSpec("x"))
+    spec: Any = jax.sharding.PartitionSpec  # the constructor is untyped in JAX
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((len(jax.devices()),), ("x",)), spec("x"))
     array = jax.device_put(np.arange(8 * len(jax.devices()), dtype=np.float32), sharding)
     ckptcore.save(tmp_path / "c", {"w": array})
     assert ckptcore.load(tmp_path / "c", framework="jax")["w"].sharding.is_equivalent_to(sharding, 1)
