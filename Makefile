@@ -17,13 +17,14 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRAINERS := .venv-trainers
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
 SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-all test-ceph test-wheels check lint types bench docs clean
+.PHONY: help setup demo test test-system test-all test-ceph test-wheels test-integrations check lint types bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,6 +56,18 @@ test-all: $(STAMP)  ## run every test, also the slow ones
 
 test-wheels: $(STAMP)  ## build all wheels, check them with twine, and use them in environments of their own
 	$(BIN)/python -m pytest -n 0 --slow tests/distributions $(PYTEST_ARGS)
+
+test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers, Keras and others; kill and resume
+	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers $(PYTEST_ARGS)
+
+# An environment of its own, because these libraries require many others.
+$(TRAINERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
+	$(PIP:$(BIN)%=$(TRAINERS)/bin%) pip
+	$(PIP:$(BIN)%=$(TRAINERS)/bin%) torch
+	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --editable . $(PLUGINS:%=--editable %) --group trainers
+	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --no-deps spmd_types torch_checkpointing torchtitan  # it requires an older datasets
+	touch $@
 
 test-ceph: $(STAMP)  ## run the tests of S3 against a Ceph gateway (apt packages: ceph-common ceph-mon ceph-osd radosgw)
 	CKPTCORE_S3_SERVER=ceph $(BIN)/python -m pytest -n 0 $(CEPH_TESTS) $(PYTEST_ARGS)

@@ -54,10 +54,14 @@ _SYSTEM: Final = frozenset(
 )
 """Directories of tests that start processes or servers, relative to the repository."""
 
+_TRAINERS: Final = Path(__file__).parent / "plugins/integrations/tests/trainers"
+"""Tests with libraries that only the environment of `make test-integrations` has."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--slow`."""
+    """Add `--slow` and `--trainers`."""
     parser.addoption("--slow", action="store_true", help="collect the tests marked slow, too")
+    parser.addoption("--trainers", action="store_true", help="collect the tests that make test-integrations runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,6 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip the directories of system tests if these are deselected: some import large libraries."""
+    if collection_path == _TRAINERS and not config.getoption("trainers"):
+        return True
     without = config.getoption("markexpr") == "not system" and collection_path.is_dir()
     return True if without and _in_system(collection_path) else None
 
