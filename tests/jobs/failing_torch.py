@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +49,7 @@ def serve(port: int) -> object:
 
 
 def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:
-    """Be that process, and end without waiting for anybody."""
+    """Be that process, and end without waiting for other ranks, unless this one serves the store of a healthy job."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
@@ -58,4 +59,10 @@ def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     take_part(cell, _TorchJob(), place)
+    if leader_serves and cell.operation == "resume":
+        # As in every job whose store is in one of its processes: that process ends last.
+        ended = store.add("ended", 1)
+        while rank == 0 and ended < size:
+            time.sleep(0.01)
+            ended = store.add("ended", 0)
     os._exit(0)
