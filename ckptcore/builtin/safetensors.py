@@ -25,7 +25,7 @@ from typing import Any, Final
 from ckptcore.builtin.safetensors_writing import (
     METADATA,
     SHARDING,
-    encode_header,
+    aligned_header,
     file_metadata,
     file_names,
     header_entry,
@@ -169,7 +169,7 @@ class SafetensorsLayout(Layout):
                     positions.append(position)
                     segments.extend(_segments(snapshot, items.pop(leaf, ())))
                     position += nbytes
-                head = encode_header(header, position)
+                head = aligned_header(header, position)
                 leaf_column.extend(files[number])
                 file_column.extend([number] * len(positions))
                 offsets.extend([len(head) + start for start in positions])
@@ -282,7 +282,7 @@ def _finish_sessions(
         store.put(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
     elif not slices:
         keys = [f"{stem}.safetensors"]
-        store.put(keys[0], encode_header({METADATA: file_metadata(tree, {}, (), metadata)}, 0))
+        store.put(keys[0], aligned_header({METADATA: file_metadata(tree, {}, (), metadata)}, 0))
     numbers = {key: number for number, key in enumerate(keys)}
     state = {
         "files": keys,

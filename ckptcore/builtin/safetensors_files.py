@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.builtin.safetensors_writing import BITS, METADATA, PAIRS, RAW, WHOLE_BYTES
+from ckptcore.builtin.safetensors_writing import DTYPE_BITS, DTYPES, MAX_HEADER_BYTES, METADATA, PAIRS, RAW
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -20,40 +21,63 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.protocols import Inspection, ReadStore
 
-__all__ = ["Constants", "inspect_files", "read_json_object"]
+__all__ = ["Constants", "FileHeader", "TensorEntry", "inspect_files", "read_header", "read_json_object"]
 
-_OURS: Final = {theirs: ours for ours, theirs in WHOLE_BYTES.items()}
+
+class TensorEntry(NamedTuple):
+    """A tensor in a safetensors file.
+
+    Attributes:
+        dtype: the name of its dtype in the format, such as ``"F32"``.
+        shape: elements along each axis.
+        start: the position of its first byte in the file.
+        stop: the position after its last byte.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class FileHeader(NamedTuple):
+    """The header of a safetensors file.
+
+    Attributes:
+        tensors: the tensors by name, in the order of their bytes.
+        metadata: the metadata, names and values as str; None if the header has none.
+        nbytes: the position of the first element in the file, in bytes.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str] | None
+    nbytes: int
+
+
+_OURS: Final = {theirs: ours for ours, theirs in DTYPES.items()}
 
 _NAME: Final = r"(?a)\w{1,40}"
 
 
-def _record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | None:
-    """Return the array that a header describes; None if the header is inconsistent.
+def _record_of(entry: TensorEntry) -> ArrayRecord | None:
+    """Return the array that a header describes; None if there is none.
 
     A tensor of F4 whose last axis has an even length is an array of bytes with two elements each, the first in the
     lower half. Any other tensor of a dtype that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes`
     have its dtype and its shape.
-
-    Args:
-        dtype: the name of the dtype in the format; newer versions have further names.
-        shape: elements along each axis.
-        nbytes: the bytes that the header states.
     """
+    dtype, shape = entry.dtype, entry.shape
     if (ours := _OURS.get(dtype)) is not None:
-        record = ArrayRecord(ArraySpec(tuple(shape), ours))
-        return record if record.spec.nbytes == nbytes and record.spec.is_possible else None
-    bits = BITS.get(dtype)
-    if not re.fullmatch(_NAME, dtype) or (bits is not None and math.prod(shape) * bits != 8 * nbytes):
+        record = ArrayRecord(ArraySpec(shape, ours))
+        return record if record.spec.is_possible else None
+    if not re.fullmatch(_NAME, dtype):
         return None
     if dtype == "F4" and shape and shape[-1] % 2 == 0:
         record = ArrayRecord(ArraySpec((*shape[:-1], shape[-1] // 2), "uint8"), PAIRS)
         return record if record.spec.is_possible else None
     notes: dict[str, JSON] = {"shape": list(shape)}
-    return ArrayRecord(ArraySpec((nbytes,), "uint8"), f"{RAW}{dtype}", notes=notes)
+    return ArrayRecord(ArraySpec((entry.stop - entry.start,), "uint8"), f"{RAW}{dtype}", notes=notes)
 
-
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of the safetensors library."""
 
 _FILE: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
@@ -230,72 +254,109 @@ def _has_header(store: ReadStore, key: str) -> bool:
     return _fits(int.from_bytes(begin[:8], "little"), file_bytes) and begin[8:] == b"{"
 
 
-def _fits(header_bytes: int, file_bytes: int) -> bool:
-    """Return True if a header of this length fits into a file of that length."""
-    return 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8)
-
-
 def _read_header(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
-    file_bytes = store.size(key)
-    if file_bytes < 8:
-        raise CorruptCheckpointError(f"{key} is not a safetensors file: it has {file_bytes} bytes", key=key)
-    header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
-    if not _fits(header_bytes, file_bytes):
-        raise CorruptCheckpointError(
-            f"{key} is not a safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
-            f"{header_bytes}",
-            key=key,
-        )
-    header = _parse_json_object(store.get(key, 8, 8 + header_bytes), key)
-    metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CorruptCheckpointError(f"the __metadata__ of {key} is not a map of strings", key=key)
-    start = 8 + header_bytes
-    entries = [_entry(name, described, key, start) for name, described in header.items()]
-    entries.sort(key=lambda entry: (entry.offset, entry.record.spec.nbytes))
-    position = start
-    for entry in entries:
-        if entry.offset != position:
+    header = read_header(partial(store.get, key), store.size(key), key)
+    entries = []
+    for name, entry in header.tensors.items():
+        record = _record_of(entry)
+        if record is None:
             raise CorruptCheckpointError(
-                f"the tensor {entry.name!r} of {key} starts at byte {entry.offset}, where byte {position} is expected",
+                f"the header of {key} is damaged: the tensor {name!r} has dtype {entry.dtype[:40]!r} and shape "
+                f"{list(entry.shape)}, which cannot be",
                 key=key,
             )
-        position += entry.record.spec.nbytes
+        entries.append(_TensorEntry(name, record, key, entry.start))
+    return entries, header.metadata or {}
+
+
+_MAX_AXES: Final = 64
+
+
+def _fits(header_bytes: int, file_bytes: int) -> bool:
+    """Return True if a header of this length fits into a file of that length."""
+    return 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8)
+
+
+def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -> FileHeader:
+    """Read and check the header of a file.
+
+    The tensors fill the rest of the file, without gaps and overlaps. For each dtype in `DTYPE_BITS`, the shape agrees
+    with the number of bytes. Files of a newer version of the format may have further dtypes.
+
+    Args:
+        read: returns the bytes of the file from a start to a stop.
+        file_bytes: the size of the file.
+        name: the name of the file, for errors.
+
+    Raises:
+        CorruptCheckpointError: the file is not a safetensors file, or is damaged.
+    """
+    if file_bytes < 8:
+        raise CorruptCheckpointError(f"{name} is not a safetensors file: it has {file_bytes} bytes", key=name)
+    header_bytes = int.from_bytes(read(0, 8), "little")
+    if not _fits(header_bytes, file_bytes):
+        raise CorruptCheckpointError(
+            f"{name} is not a safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
+            f"{header_bytes}",
+            key=name,
+        )
+    start = 8 + header_bytes
+    header = _parse_json_object(read(8, start), name)
+    metadata = header.pop(METADATA, None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+    ):
+        raise CorruptCheckpointError(f"the __metadata__ of {name} is not a map of strings", key=name)
+    found = [(_entry(tensor, described, name, start), tensor) for tensor, described in header.items()]
+    found.sort(key=_position)
+    position = start
+    for entry, tensor in found:
+        if entry.start != position:
+            raise CorruptCheckpointError(
+                f"the tensor {tensor!r} of {name} starts at byte {entry.start}, where byte {position} is expected",
+                key=name,
+            )
+        position = entry.stop
     if position != file_bytes:
         raise CorruptCheckpointError(
-            f"{key} has {file_bytes} bytes, and its header describes {position}; the file is cut off or damaged",
-            key=key,
+            f"{name} has {file_bytes} bytes, and its header describes {position}; the file is cut off or damaged",
+            key=name,
         )
-    return entries, metadata
+    return FileHeader({tensor: entry for entry, tensor in found}, metadata, start)
 
 
-def _entry(name: str, described: Any, key: str, start: int) -> _TensorEntry:
+def _position(found: tuple[TensorEntry, str]) -> tuple[int, int]:
+    return found[0].start, found[0].stop
+
+
+def _entry(tensor: str, described: Any, name: str, start: int) -> TensorEntry:
     try:
         dtype, shape, (first, last) = described["dtype"], described["shape"], described["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise CorruptCheckpointError(f"the header of {key} does not describe {name!r}: {error!r}", key=key) from error
-    whole = (
-        isinstance(shape, list) and len(shape) <= 64 and all(type(extent) is int and extent >= 0 for extent in shape)
-    )
-    if (
-        not whole
-        or not isinstance(dtype, str)
-        or type(first) is not int
-        or type(last) is not int
-        or not 0 <= first <= last
-    ):
         raise CorruptCheckpointError(
-            f"the header of {key} describes {name!r} with dtype {dtype}, shape {shape} and offsets {first} to {last}",
-            key=key,
+            f"the header of {name} does not describe {tensor!r}: {error!r}", key=name
+        ) from error
+    valid = type(dtype) is str and type(shape) is list and type(first) is int and type(last) is int
+    if valid:
+        valid = 0 <= first <= last and len(shape) <= _MAX_AXES
+    if valid:
+        for extent in shape:
+            if type(extent) is not int or extent < 0:
+                valid = False
+    if not valid:
+        raise CorruptCheckpointError(
+            f"the header of {name} describes {tensor!r} with dtype {dtype}, shape {shape} and offsets {first} to "
+            f"{last}",
+            key=name,
         )
-    record = _record_of(dtype, shape, last - first)
-    if record is None:
+    bits = DTYPE_BITS.get(dtype)
+    if bits is not None and math.prod(shape) * bits != 8 * (last - first):
         raise CorruptCheckpointError(
-            f"the header of {key} is damaged: the tensor {name!r} has dtype {dtype[:40]!r}, shape {shape} and "
+            f"the header of {name} is damaged: the tensor {tensor!r} has dtype {dtype!r}, shape {shape} and "
             f"{last - first} bytes, which do not agree",
-            key=key,
+            key=name,
         )
-    return _TensorEntry(name, record, key, start + first)
+    return TensorEntry(dtype, tuple(shape), start + first, start + last)
 
 
 _MAX_JSON_BYTES: Final = 1 << 24
@@ -341,21 +402,22 @@ def _parse_json_object(data: bytes, key: str, *, constants: Constants = "refused
         CorruptCheckpointError: the file contains anything else, or an object has a key twice.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        parsed_object = dict(pairs)
-        if len(parsed_object) != len(pairs):
-            raise ValueError("an object has a key twice")
-        return parsed_object
-
     def constant_of(constant: str) -> object:
         if constants == "kept":
             return float(constant)
         raise ValueError(f"it has {constant}, which is not JSON")
 
     try:
-        parsed = json.loads(data, object_pairs_hook=unique, parse_constant=constant_of)
+        parsed = json.loads(str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=constant_of)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
     if not isinstance(parsed, dict):
         raise CorruptCheckpointError(f"the JSON in {key} is not an object", key=key)
     return parsed
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed_object = dict(pairs)
+    if len(parsed_object) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return parsed_object

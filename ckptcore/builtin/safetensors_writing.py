@@ -16,7 +16,7 @@ import json
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
@@ -26,12 +26,14 @@ from ckptcore.planning import ChunkColumns
 from ckptcore.protocols import Snapshot, WriteStore
 
 __all__ = [
-    "BITS",
+    "DTYPES",
+    "DTYPE_BITS",
+    "MAX_HEADER_BYTES",
     "METADATA",
     "PAIRS",
     "RAW",
     "SHARDING",
-    "WHOLE_BYTES",
+    "aligned_header",
     "encode_header",
     "file_metadata",
     "file_names",
@@ -39,7 +41,7 @@ __all__ = [
     "write_slices",
 ]
 
-WHOLE_BYTES: Final[Mapping[str, str]] = {
+DTYPES: Final[Mapping[str, str]] = {
     "bool": "BOOL",
     "int8": "I8",
     "int16": "I16",
@@ -60,10 +62,40 @@ WHOLE_BYTES: Final[Mapping[str, str]] = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""The names of dtypes whose elements have whole bytes, by our names."""
+"""The names of dtypes in safetensors, by their names in NumPy and ml_dtypes."""
 
-BITS: Final[Mapping[str, int]] = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of dtypes smaller than a byte. ml_dtypes uses a byte per element, so its dtypes are different."""
+DTYPE_BITS: Final[Mapping[str, int]] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+"""Bits per element of each dtype of safetensors. The library writes the tensors of the last dtype first."""
+
+METADATA: Final = "__metadata__"
+"""The key of the metadata of a file in its header."""
+
+_ORDER: Final = {dtype: -position for position, dtype in enumerate(DTYPE_BITS)}
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the safetensors library."""
 
 PAIRS: Final = "torch.float4_e2m1fn_x2"
 """The kind of an array of bytes with two F4 elements each: the dtype that the safetensors library uses for F4."""
@@ -81,7 +113,7 @@ def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
         raw = _raw_entry(record)
         if raw is not None:
             return raw
-    if (known := WHOLE_BYTES.get(spec.dtype)) is not None:
+    if (known := DTYPES.get(spec.dtype)) is not None:
         return known, spec.shape
     dtype = spec.numpy_dtype
     if dtype.kind in "mM":
@@ -92,7 +124,7 @@ def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
 def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
     """Return the stored dtype and shape of an array that is loaded as bytes; None for other records."""
     name = record.kind.removeprefix(RAW)
-    bits, shape = BITS.get(name), record.notes.get("shape")
+    bits, shape = DTYPE_BITS.get(name), record.notes.get("shape")
     if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):
         return None
     extents = [extent for extent in shape if isinstance(extent, int)]
@@ -100,15 +132,12 @@ def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
     return (name, extents) if fits and len(record.spec.shape) == 1 else None
 
 
-METADATA: Final = "__metadata__"
-"""The key of the metadata of a file in its header."""
-
 _ALIGNMENT: Final = 64
 _LARGE_ALIGNMENT: Final = 4096
 """Alignment of the first element in a large file, in bytes: a page, so that direct I/O needs no copy."""
 
 
-def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
+def aligned_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
     """Return the bytes of a file before its elements.
 
     Args:
@@ -119,6 +148,51 @@ def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
     alignment = _LARGE_ALIGNMENT if data_bytes > 1 << 20 else _ALIGNMENT
     padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
     return padded.to_bytes(8, "little") + encoded.ljust(padded)
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, Sequence[str]]:
+    """Encode the header of a file, equal to the header of the safetensors library 0.8.
+
+    Args:
+        tensors: by name, the dtype (a key of `DTYPE_BITS`) and the shape in elements.
+        metadata: names and values, in the order in which they are written. None: write no metadata.
+
+    Returns:
+        The bytes before the first element, and the names in the order of their elements: wide dtypes first.
+
+    Raises:
+        ValueError: a dtype is unknown, the elements of a tensor do not fill whole bytes, a name is reserved, or the
+            header exceeds 100 MB, the limit of readers.
+        TypeError: a name, or a name or value of the metadata, is not a str.
+    """
+    header: dict[str, Any] = {}
+    if metadata is not None:
+        if not all(isinstance(text, str) for entry in metadata.items() for text in entry):
+            raise TypeError("names and values of safetensors metadata must be str; use json.dumps(...) of other values")
+        header[METADATA] = dict(metadata)
+    if METADATA in tensors:
+        raise ValueError(f"a tensor cannot be named {METADATA!r}: safetensors stores metadata under this name")
+    for name, (dtype, _) in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names of tensors must be str; found {name!r}")
+        if dtype not in DTYPE_BITS:
+            raise ValueError(f"tensor {name!r}: safetensors has no dtype {dtype!r}; expected one of {list(DTYPE_BITS)}")
+    names = sorted(tensors, key=lambda name: (_ORDER[tensors[name][0]], name))
+    position = 0
+    for name in names:
+        dtype, shape = tensors[name]
+        nbytes, rest = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
+        if rest:
+            raise ValueError(f"tensor {name!r}: {dtype} elements of shape {list(shape)} do not fill whole bytes")
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-len(encoded) // 8) * 8
+    if padded > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {padded} bytes; safetensors allows {MAX_HEADER_BYTES}. Save several files")
+    return padded.to_bytes(8, "little") + encoded.ljust(padded), names
 
 
 def file_names(stem: str, count: int) -> list[str]:
@@ -214,7 +288,7 @@ def write_slices(
                 position += spec.nbytes
             about = file_metadata(plan.tree, names, [plan.items[part.item].leaf for part in slices], metadata)
             about[SHARDING] = json.dumps(begins, separators=(",", ":"))
-            head = encode_header({METADATA: about, **header}, position)
+            head = aligned_header({METADATA: about, **header}, position)
             for part, start in zip(slices, positions, strict=True):
                 columns.add(plan.items[part.item].leaf, key, len(head) + start, part.box)
             yield key, [BytesSegment(head), *segments]

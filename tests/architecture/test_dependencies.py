@@ -25,6 +25,7 @@ PUBLIC = {
     "ckptcore.handlers",
     "ckptcore.hookspecs",
     "ckptcore.model",
+    "ckptcore.plain_safetensors",
     "ckptcore.planning",
     "ckptcore.policies",
     "ckptcore.protocols",

@@ -22,6 +22,7 @@ PUBLIC_MODULES = {
     "ckptcore.events",
     "ckptcore.handlers",
     "ckptcore.hookspecs",
+    "ckptcore.plain_safetensors",
     "ckptcore.planning",
     "ckptcore.policies",
     "ckptcore.protocols",
@@ -32,7 +33,7 @@ PUBLIC_MODULES = {
 }
 """Modules whose every name is for users or authors of plugins; the modules of `ckptcore.model` are too."""
 
-COLLECTIONS = {"ckptcore.context"}
+COLLECTIONS = {"ckptcore.context", "ckptcore.plain_safetensors"}
 """Modules that also offer names of other modules, as packages do."""
 
 PUBLIC_SOURCES = [source for source in (*core_sources(), *plugin_sources()) if source.public]

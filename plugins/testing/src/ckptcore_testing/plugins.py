@@ -32,6 +32,7 @@ PUBLIC_MODULES: Final = (
     "ckptcore.handlers",
     "ckptcore.hookspecs",
     "ckptcore.model",
+    "ckptcore.plain_safetensors",
     "ckptcore.planning",
     "ckptcore.policies",
     "ckptcore.protocols",
