@@ -1,1 +1,0 @@
-"""Replacement for `safetensors` that saves and loads with ckptcore."""

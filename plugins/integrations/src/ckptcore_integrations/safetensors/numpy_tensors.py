@@ -1,0 +1,100 @@
+"""NumPy arrays as tensors of safetensors files, and those of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError
+
+from ckptcore.plain_safetensors import DTYPES, TensorEntry
+from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
+from ckptcore_integrations.safetensors.writing import TensorBytes
+
+__all__ = ["FlaxReader", "NumpyReader", "array_bytes", "array_of"]
+
+_DTYPES: Final = {
+    stored: np.dtype(getattr(ml_dtypes, name, None) or getattr(np, name, None) or name)
+    for name, stored in DTYPES.items()
+}
+
+
+def array_bytes(name: str, array: np.ndarray[Any, Any]) -> TensorBytes:
+    """Return the bytes of an array. Copies an array that is not contiguous or not little endian.
+
+    Raises:
+        SafetensorError: the format has no such dtype.
+    """
+    dtype = DTYPES.get(array.dtype.name)
+    if dtype is None:
+        raise SafetensorError(f"Unknown dtype {array.dtype.name!r} of {name!r}. Supported dtypes: {', '.join(DTYPES)}")
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return TensorBytes(dtype, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def array_of(entry: TensorEntry, data: memoryview, start: int) -> np.ndarray[Any, Any]:
+    """Return an array that views bytes from a position.
+
+    Raises:
+        SafetensorError: NumPy has no such dtype.
+    """
+    count = -1 if entry.stop > entry.start else 0
+    stop = start + entry.stop - entry.start
+    return np.frombuffer(data[start:stop], _dtype_of(entry), count).reshape(entry.shape)
+
+
+def _dtype_of(entry: TensorEntry) -> np.dtype[Any]:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise SafetensorError(f"Dtype not understood: {entry.dtype}. NumPy has no such dtype")
+    return dtype
+
+
+class NumpyReader:
+    """Reads arrays. They are copies."""
+
+    def __init__(self, file: OpenFile, backend: Backend) -> None:
+        """Read from an open file."""
+        self._file = file
+        self._mapping = file.map() if backend == "mmap" else None
+
+    def whole(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
+        """Return an array. Read with a system call, which is faster than copying from mapped memory."""
+        array = np.empty(entry.shape, _dtype_of(entry))
+        self._file.read_into(entry.start, array.reshape(-1).view(np.uint8).data)
+        return array
+
+    def view(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
+        """Return an array for one further copy: a view of mapped memory if there is any."""
+        return self.whole(entry) if self._mapping is None else array_of(entry, self._mapping, entry.start)
+
+    def part(self, entry: TensorEntry, index: Any) -> np.ndarray[Any, Any]:
+        """Return a slice."""
+        return np.array(self.view(entry)[checked_index(index, entry.shape)], order="C")
+
+
+class FlaxReader:
+    """Reads arrays of JAX."""
+
+    def __init__(self, file: OpenFile, backend: Backend) -> None:
+        """Read from an open file."""
+        import jax.numpy as jnp  # only programs that use JAX have it
+
+        self._arrays = NumpyReader(file, backend)
+        self._array = jnp.array
+
+    def whole(self, entry: TensorEntry) -> Any:
+        """Return an array."""
+        return self._array(self._arrays.view(entry))
+
+    def part(self, entry: TensorEntry, index: Any) -> Any:
+        """Return a slice."""
+        return self._array(self._arrays.part(entry, index))
+
+
+def arrays_bytes(tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorBytes]:
+    """Return the bytes of arrays by name."""
+    return {name: array_bytes(name, array) for name, array in tensors.items()}

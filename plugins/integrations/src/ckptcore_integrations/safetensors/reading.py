@@ -1,0 +1,196 @@
+"""Reading of safetensors files: an open file with a checked header, and checked indexes of slices."""
+
+from __future__ import annotations
+
+import mmap
+import operator
+import os
+import stat
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+from safetensors import SafetensorError
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.plain_safetensors import DTYPE_BITS, FileHeader, TensorEntry, read_header
+
+__all__ = ["Backend", "OpenFile", "TensorReader", "checked_header", "checked_index", "slicing_error"]
+
+Backend: TypeAlias = Literal["mmap", "pread"]
+"""How the bytes of tensors are read: through mapped memory, or with system calls."""
+
+_MAX_READ_BYTES = 1 << 30
+
+
+class TensorReader(Protocol):
+    """Reads tensors of a file for one framework."""
+
+    def whole(self, entry: TensorEntry) -> Any:
+        """Return a tensor."""
+        ...
+
+    def part(self, entry: TensorEntry, index: Any) -> Any:
+        """Return a slice of a tensor."""
+        ...
+
+
+def checked_header(data: bytes) -> FileHeader:
+    """Return the header of a file in memory.
+
+    Raises:
+        SafetensorError: the file is damaged, or has a dtype that the library does not know.
+    """
+    return _with_known_dtypes(lambda start, stop: data[start:stop], len(data), "the file")
+
+
+def _with_known_dtypes(read: Any, file_bytes: int, name: str) -> FileHeader:
+    try:
+        header = read_header(read, file_bytes, name)
+    except CorruptCheckpointError as error:
+        raise SafetensorError(f"Error while deserializing header: {error}") from error
+    for tensor, entry in header.tensors.items():
+        if entry.dtype not in DTYPE_BITS:
+            raise SafetensorError(
+                f"Error while deserializing header: the tensor {tensor!r} of {name} has the unknown dtype "
+                f"{entry.dtype[:40]!r}; expected one of {list(DTYPE_BITS)}"
+            )
+    return header
+
+
+class OpenFile:
+    """A file that is open for reading, with its header. It is closed with the last reference. Thread-safe.
+
+    Attributes:
+        name: the file name, for errors.
+        nbytes: the size of the file.
+        descriptor: the descriptor of the file.
+        header: the checked header.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str]) -> None:
+        """Open a file and check its header.
+
+        Raises:
+            FileNotFoundError: the file does not exist or cannot be opened.
+            SafetensorError: the file is damaged, or not a regular file.
+        """
+        self.descriptor = -1
+        self.name = os.fspath(filename)
+        if not isinstance(self.name, str):
+            raise TypeError(f"expected a path as str or os.PathLike[str]; found {self.name!r}")
+        try:
+            # Without O_NONBLOCK, opening a named pipe waits for a writer.
+            self.descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise FileNotFoundError(f"No such file or directory: {self.name}") from error
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise SafetensorError(f"{self.name} is not a regular file")
+        self.nbytes = status.st_size
+        self.header = _with_known_dtypes(self._read, self.nbytes, self.name)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        return os.pread(self.descriptor, stop - start, start)
+
+    def map(self) -> memoryview:
+        """Map the whole file, read-only. The mapping outlives this object."""
+        return memoryview(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes from a position.
+
+        Raises:
+            SafetensorError: the file ends too early.
+        """
+        while buffer:
+            count = os.preadv(self.descriptor, (buffer[:_MAX_READ_BYTES],), start)
+            if count == 0:
+                raise SafetensorError(
+                    f"{self.name} is cut off: byte {start} is missing; it changed after it was opened"
+                )
+            start += count
+            buffer = buffer[count:]
+
+
+def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
+    """Return an index as the library accepts it: integers, slices with bounds inside the shape, and one ellipsis.
+
+    Raises:
+        SafetensorError: the index has anything else, or is out of bounds.
+        OverflowError: a bound of a slice is negative.
+    """
+    items = _expanded(index, len(shape))
+    found: list[int | slice] = []
+    for axis, item in enumerate(items):
+        extent = shape[axis] if axis < len(shape) else 0
+        if isinstance(item, slice):
+            found.append(_checked_slice(item))
+            continue
+        try:
+            position = operator.index(item)
+        except TypeError:
+            raise SafetensorError(
+                f"Unsupported slice index at position {axis}: expected slice, int, or ellipsis"
+            ) from None
+        if position < -extent:
+            raise SafetensorError(f"Invalid index {position} for dimension {axis} of size {extent}")
+        found.append(position % extent if position < 0 else position)
+    if len(found) > len(shape):
+        raise slicing_error(found, shape, "more slicing indexes than dimensions in tensor")
+    for axis in reversed(range(len(found))):
+        _check_bounds(found, shape, axis)
+    return tuple(found)
+
+
+def _expanded(index: Any, axes: int) -> list[Any]:
+    """Return the items of an index, with slices instead of the ellipsis."""
+    if isinstance(index, list):
+        if index:
+            raise SafetensorError("Non empty lists are not implemented")
+        return [slice(0, 0)]
+    items = list(index) if isinstance(index, tuple) else [index]
+    positions = [position for position, item in enumerate(items) if item is Ellipsis]
+    if len(positions) > 1:
+        raise SafetensorError("Only one ellipsis (...) is allowed in slice index")
+    for position in positions:
+        items[position : position + 1] = [slice(None)] * max(0, axes - len(items) + 1)
+    return items
+
+
+def _checked_slice(item: slice) -> slice:
+    bounds = [bound if bound is None else operator.index(bound) for bound in (item.start, item.stop, item.step)]
+    if any(bound is not None and bound < 0 for bound in bounds[:2]):
+        raise OverflowError(f"the bounds of {item} must not be negative; use positions from the start of the axis")
+    if bounds[2] is not None and bounds[2] < 1:
+        raise SafetensorError(f"Slice step must be a positive integer, got {bounds[2]}")
+    return slice(*bounds)
+
+
+def _check_bounds(index: Sequence[int | slice], shape: Sequence[int], axis: int) -> None:
+    item, extent = index[axis], shape[axis]
+    if isinstance(item, slice):
+        start, stop = item.start or 0, extent if item.stop is None else item.stop
+    else:
+        start, stop = item, item + 1
+    if start >= extent or stop > extent:
+        position = start if start >= extent else stop - 1
+        raise slicing_error(
+            index, shape, f"index {position} out of bounds for tensor dimension #{axis} of size {extent}"
+        )
+    if stop < start:
+        raise slicing_error(index, shape, f"the slice of dimension #{axis} ends before it starts")
+
+
+def slicing_error(index: Sequence[int | slice], shape: Sequence[int], reason: str) -> SafetensorError:
+    """Return the error for an index that does not fit."""
+    written = ", ".join([_written(item) if isinstance(item, slice) else str(item) for item in index])
+    return SafetensorError(f"Error during slicing [{written}] with shape {list(shape)}: {reason}")
+
+
+def _written(item: slice) -> str:
+    parts = ["" if bound is None else str(bound) for bound in (item.start, item.stop)]
+    return ":".join(parts if item.step in (None, 1) else [*parts, str(item.step)])
