@@ -12,6 +12,7 @@ __all__ = ["BENCHMARKS"]
 
 BENCHMARKS: Final = (
     "peers",
+    "replaced_safetensors",
     "local",
     "saved_bytes",
     "processes",
