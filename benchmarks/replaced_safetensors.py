@@ -1,4 +1,4 @@
-"""The replacement for safetensors beside safetensors: saves, loads, openings and slices, in one process.
+"""The replacement for safetensors and safetensors itself: saves, loads, openings and slices, in one process.
 
 Both write the same bytes. Saves are durable: the file of safetensors is synced after its save, as in `peers`. Rows
 without durability compare what both do without a sync. safetensors maps PyTorch tensors into memory, and so does the

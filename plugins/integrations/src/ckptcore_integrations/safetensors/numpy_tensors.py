@@ -13,7 +13,7 @@ from ckptcore.plain_safetensors import DTYPES, TensorEntry
 from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
 from ckptcore_integrations.safetensors.writing import TensorBytes
 
-__all__ = ["FlaxReader", "NumpyReader", "array_bytes", "array_of"]
+__all__ = ["FlaxReader", "NumpyReader", "array_of", "arrays_bytes"]
 
 _DTYPES: Final = {
     stored: np.dtype(getattr(ml_dtypes, name, None) or getattr(np, name, None) or name)
@@ -21,7 +21,7 @@ _DTYPES: Final = {
 }
 
 
-def array_bytes(name: str, array: np.ndarray[Any, Any]) -> TensorBytes:
+def _array_bytes(name: str, array: np.ndarray[Any, Any]) -> TensorBytes:
     """Return the bytes of an array. Copies an array that is not contiguous or not little endian.
 
     Raises:
@@ -97,4 +97,4 @@ class FlaxReader:
 
 def arrays_bytes(tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorBytes]:
     """Return the bytes of arrays by name."""
-    return {name: array_bytes(name, array) for name, array in tensors.items()}
+    return {name: _array_bytes(name, array) for name, array in tensors.items()}

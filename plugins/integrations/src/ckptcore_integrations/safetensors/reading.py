@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.plain_safetensors import DTYPE_BITS, FileHeader, TensorEntry, read_header
 
-__all__ = ["Backend", "OpenFile", "TensorReader", "checked_header", "checked_index", "slicing_error"]
+__all__ = ["Backend", "OpenFile", "TensorReader", "checked_header", "checked_index"]
 
 Backend: TypeAlias = Literal["mmap", "pread"]
 """How the bytes of tensors are read: through mapped memory, or with system calls."""
@@ -140,7 +140,7 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
             raise SafetensorError(f"Invalid index {position} for dimension {axis} of size {extent}")
         found.append(position % extent if position < 0 else position)
     if len(found) > len(shape):
-        raise slicing_error(found, shape, "more slicing indexes than dimensions in tensor")
+        raise _slicing_error(found, shape, "more slicing indexes than dimensions in tensor")
     for axis in reversed(range(len(found))):
         _check_bounds(found, shape, axis)
     return tuple(found)
@@ -178,14 +178,14 @@ def _check_bounds(index: Sequence[int | slice], shape: Sequence[int], axis: int)
         start, stop = item, item + 1
     if start >= extent or stop > extent:
         position = start if start >= extent else stop - 1
-        raise slicing_error(
+        raise _slicing_error(
             index, shape, f"index {position} out of bounds for tensor dimension #{axis} of size {extent}"
         )
     if stop < start:
-        raise slicing_error(index, shape, f"the slice of dimension #{axis} ends before it starts")
+        raise _slicing_error(index, shape, f"the slice of dimension #{axis} ends before it starts")
 
 
-def slicing_error(index: Sequence[int | slice], shape: Sequence[int], reason: str) -> SafetensorError:
+def _slicing_error(index: Sequence[int | slice], shape: Sequence[int], reason: str) -> SafetensorError:
     """Return the error for an index that does not fit."""
     written = ", ".join([_written(item) if isinstance(item, slice) else str(item) for item in index])
     return SafetensorError(f"Error during slicing [{written}] with shape {list(shape)}: {reason}")

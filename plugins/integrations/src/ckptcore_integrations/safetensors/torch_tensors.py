@@ -12,7 +12,7 @@ from ckptcore.plain_safetensors import DTYPES, TensorEntry
 from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
 from ckptcore_integrations.safetensors.writing import TensorBytes
 
-__all__ = ["TorchReader", "storage_shape", "tensor_bytes", "tensor_of"]
+__all__ = ["TorchReader", "tensor_of", "tensors_bytes"]
 
 _PAIRS: Final = torch.float4_e2m1fn_x2  # two elements of F4 in a byte
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -22,7 +22,7 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
 _STORED: Final = {dtype: stored for stored, dtype in _DTYPES.items()}
 
 
-def tensor_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
+def _tensor_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
     """Return the bytes of a tensor.
 
     Raises:
@@ -53,7 +53,7 @@ def tensor_of(entry: TensorEntry, data: Any, start: int) -> torch.Tensor:
     Raises:
         SafetensorError: PyTorch has no such dtype.
     """
-    dtype, shape = _dtype_of(entry), storage_shape(entry)
+    dtype, shape = _dtype_of(entry), _storage_shape(entry)
     if entry.start == entry.stop:
         return torch.empty(shape, dtype=dtype)
     count = (entry.stop - entry.start) // dtype.itemsize
@@ -67,7 +67,7 @@ def _dtype_of(entry: TensorEntry) -> torch.dtype:
     return dtype
 
 
-def storage_shape(entry: TensorEntry) -> tuple[int, ...]:
+def _storage_shape(entry: TensorEntry) -> tuple[int, ...]:
     """Return the shape of the tensor of an entry.
 
     Raises:
@@ -92,13 +92,13 @@ class TorchReader:
 
     def whole(self, entry: TensorEntry) -> torch.Tensor:
         """Return a tensor."""
-        return self._placed(self._on_host(entry))
+        return self._on_device(self._on_host(entry))
 
     def part(self, entry: TensorEntry, index: Any) -> torch.Tensor:
         """Return a slice. Mapped tensors accept every index of PyTorch, as in the library."""
         if self._mapping is not None:
-            return self._placed(self._on_host(entry)[index])
-        return self._placed(self._on_host(entry)[checked_index(index, storage_shape(entry))].clone())
+            return self._on_device(self._on_host(entry)[index])
+        return self._on_device(self._on_host(entry)[checked_index(index, _storage_shape(entry))].clone())
 
     def _on_host(self, entry: TensorEntry) -> torch.Tensor:
         if self._mapping is not None:
@@ -107,7 +107,7 @@ class TorchReader:
         self._file.read_into(entry.start, data.data)
         return tensor_of(entry, data, 0)
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._device == "cpu":
             return tensor
         if isinstance(self._device, str) and self._device.startswith("cuda"):
@@ -126,4 +126,4 @@ def _map(file: OpenFile) -> Any:
 
 def tensors_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
     """Return the bytes of tensors by name."""
-    return {name: tensor_bytes(name, tensor) for name, tensor in tensors.items()}
+    return {name: _tensor_bytes(name, tensor) for name, tensor in tensors.items()}
