@@ -17,6 +17,7 @@ CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -33,9 +34,9 @@ from ckptcore_dcp.names import tree_of_names
 from ckptcore_dcp.pickled_trees import leaf_record
 from ckptcore_dcp.storages import LocationColumns, storage_of_tensor
 from ckptcore_dcp.stored_tensors import StoredTensor
-from ckptcore_dcp.values import DecodedValue, read_values
+from ckptcore_dcp.values import DecodedValue, read_value_items, read_values
 
-__all__ = ["InspectedChunks", "inspect_dcp"]
+__all__ = ["InspectedChunks", "inspect_dcp", "inspect_entries"]
 
 _METADATA: Final = ".metadata"
 _PICKLE: Final = b"\x80"
@@ -44,6 +45,32 @@ _PICKLE: Final = b"\x80"
 
 def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     """Inspect a directory with ``.metadata``, with one metadata file per rank, or with safetensors shards.
+
+    See `_find_metadata`.
+    """
+    found = _find_metadata(store, entry)
+    if isinstance(found, DcpMetadata):
+        return _inspection(found, read_values(found.values, store))
+    return found
+
+
+def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
+    """Inspect a directory with ``.metadata``, or with one metadata file per rank, as a flat dict of its entries.
+
+    Each value is the bytes of its item. ``custom["paths"]`` has the keys that lead to each entry,
+    if the metadata has them. See `_find_metadata`.
+    """
+    found = _find_metadata(store, entry)
+    if not isinstance(found, DcpMetadata):
+        return None
+    items = read_value_items(found.values, store)
+    values = {name: DecodedValue(LEAF, (item,), found.values[name].relative_path, None) for name, item in items.items()}
+    paths: dict[str, JSON] = {name: list(path) for name, path in (found.paths or {}).items()}
+    return _inspection(replace(found, paths=None), values)._replace(custom={"paths": paths})
+
+
+def _find_metadata(store: ReadStore, entry: str | None) -> DcpMetadata | Inspection | None:
+    """Read the metadata of a directory, or inspect its safetensors shards.
 
     `entry` may also name ``.metadata`` itself. If ranks saved without communicating, a value that
     several ranks have is taken from the lowest of them, and the chunks of a tensor are merged.
@@ -70,8 +97,7 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
         if data[:1] != _PICKLE and not files:
             return None  # other software uses this file name too
         parts.append(read_metadata(data, key=key))
-    metadata = parts[0] if len(parts) == 1 else _merge_ranks(parts, found)
-    return _inspection(metadata, read_values(metadata.values, store))
+    return parts[0] if len(parts) == 1 else _merge_ranks(parts, found)
 
 
 def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ckptcore.errors import PluginError
@@ -21,12 +21,12 @@ from ckptcore.protocols import (
 from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.directories import inspect_step_directory
 from ckptcore_dcp.dtypes import physical_spec, torch_dtype
-from ckptcore_dcp.inspecting import inspect_dcp
+from ckptcore_dcp.inspecting import inspect_dcp, inspect_entries
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import EntryCache, TreeEntries
 from ckptcore_dcp.writing import MergedItems, data_file_name, write_items, write_values
 
-__all__ = ["DcpLayout"]
+__all__ = ["DcpEntries", "DcpLayout"]
 
 _METADATA = ".metadata"
 _MANY_PROCESSES: Final = 1024
@@ -46,16 +46,23 @@ class DcpLayout(Layout):
         spread_from: number of processes from which the files are spread over directories named by a
             hash. Object stores limit the request rate per key prefix; spreading avoids that limit.
             1: always; None: never.
+        checkpoint_id, save_id: ids in ``.metadata``, where ``torch.distributed.checkpoint.save``
+            stores the location and a random id. None: no id.
+        items: names of values whose bytes are a file of ``torch.save``. The file is stored as it
+            is, so that torch loads the object in it. ``ckptcore.load`` returns the bytes.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
 
     spread_from: int | None = _MANY_PROCESSES
+    checkpoint_id: str | None = None
+    save_id: str | None = None
+    items: frozenset[str] = frozenset()
     _names: EntryCache = field(default_factory=EntryCache, init=False, repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None]]:
+    def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None, str | None, str | None, frozenset[str]]]:
         """Pickle the options only. The cache of names is not copied."""
-        return DcpLayout, (self.spread_from,)
+        return DcpLayout, (self.spread_from, self.checkpoint_id, self.save_id, self.items)
 
     @property
     def name(self) -> str:
@@ -67,8 +74,12 @@ class DcpLayout(Layout):
 
         Raises:
             NameCollisionError: if two entries would have one name. See `tree_entries`.
+            ValueError: if a value in `items` is missing, or is not bytes.
         """
-        self._names.of(tree)
+        names = self._names.of(tree)
+        missing = self.items - {entry.name for entry in names.values if isinstance(entry.value, bytes)}
+        if missing:
+            raise ValueError(f"DcpLayout(items=...): the state has no bytes named {sorted(missing)[:20]}")
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the file of this process. Values are written by the leader."""
@@ -79,7 +90,10 @@ class DcpLayout(Layout):
         state: dict[str, JSON] = (
             {"spread": spread} if plan.session is None else {"spread": spread, "session": plan.session}
         )
-        return {**state, **write_items(snapshot, values, store, data_file_name(plan.rank, spread=spread)).to_json()}
+        return {
+            **state,
+            **write_items(snapshot, values, store, data_file_name(plan.rank, spread=spread), self.items).to_json(),
+        }
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write ``.metadata`` and return the table of elements.
@@ -90,12 +104,14 @@ class DcpLayout(Layout):
         parts = [(_receipt_file(receipt), receipt.state) for receipt in receipts]
         if names.values and any("session" in state for _, state in parts):  # type: ignore[operator]  # see `write`
             file = data_file_name(max(receipt.rank for receipt in receipts) + 1, spread=False)
-            parts.append((file, write_values(names.values, store, file).to_json()))
+            parts.append((file, write_values(names.values, store, file, self.items).to_json()))
         written = MergedItems(tree, parts)
         if len(written.values) != len(names.values):
             raise PluginError(f"the leader reported {len(written.values)} stored values; expected {len(names.values)}")
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
-        store.put(_METADATA, write_metadata(_build_metadata(tree, names, written.chunks(), values)))
+        metadata = _build_metadata(tree, names, written.chunks(), values)
+        ids = replace(metadata, save_id=self.save_id, checkpoint_id=self.checkpoint_id)
+        store.put(_METADATA, write_metadata(ids))
         return written.to_json()
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
@@ -114,6 +130,38 @@ class DcpLayout(Layout):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Recognise a directory of a training program that contains torch.distributed.checkpoint directories."""
         return inspect_step_directory(store)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpEntries(DcpLayout):
+    """Reads checkpoints of ``torch.distributed.checkpoint`` as their ``.metadata`` lists them. Writes nothing.
+
+    The tree is a flat dict of entries by name. A value is the bytes of its item, which is a file of
+    ``torch.save``. ``custom["paths"]`` has the keys that lead to each entry. It is for software that
+    decodes the values itself: register it with ``PluginOptions(extra=[...])`` as a layout. Its name
+    precedes ``dcp`` in the alphabet, so that it inspects a directory first.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name "0-dcp-entries"."""
+        return "0-dcp-entries"
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Refuse to write.
+
+        Raises:
+            PluginError: always.
+        """
+        raise PluginError('the layout "0-dcp-entries" only reads; save with layout="dcp"')
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """Recognise a directory with ``.metadata``."""
+        return inspect_entries(store, entry)
+
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        """Return None: the layout `dcp` recognises directories of a training program."""
+        return None
 
 
 def _receipt_file(receipt: Receipt) -> str:

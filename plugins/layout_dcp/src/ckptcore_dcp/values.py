@@ -19,7 +19,7 @@ from ckptcore_dcp.transforms import undo_transforms
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["DecodedValue", "read_values"]
+__all__ = ["DecodedValue", "read_value_items", "read_values"]
 
 _Templates: TypeAlias = TemplateCache[None, None]
 
@@ -58,8 +58,22 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
         CorruptCheckpointError: an item is not in the format of ``torch.save``, or two items overlap.
         UnsupportedLeafError: an unknown transform was applied to an item.
     """
-    found: dict[str, DecodedValue] = {}
     templates: _Templates = TemplateCache()
+    return {name: _decode_item(name, values[name], item, templates) for name, item in _stored_items(values, store)}
+
+
+def read_value_items(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, bytes]:
+    """Read the items of values without transforms: each should be a file of ``torch.save``, which is not checked.
+
+    Raises:
+        CorruptCheckpointError: an item is cut off or missing, or two items overlap.
+        UnsupportedLeafError: an unknown transform was applied to an item.
+    """
+    return {name: _without_transforms(name, values[name], item) for name, item in _stored_items(values, store)}
+
+
+def _stored_items(values: Mapping[str, DcpValue], store: ReadStore) -> Iterator[tuple[str, bytes]]:
+    """Yield names and items as they are stored. Neighbouring items share a request."""
     for group in _read_groups(values):
         path = values[group[0]].relative_path
         start = values[group[0]].offset
@@ -86,8 +100,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
                     start=value.offset,
                     stop=value.offset + value.length,
                 )
-            found[name] = _decode_item(name, value, item, templates)
-    return found
+            yield name, item
 
 
 def _read_groups(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
@@ -117,8 +130,7 @@ def _read_groups(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
 def _decode_item(name: str, value: DcpValue, item: bytes, templates: _Templates) -> DecodedValue:
     key, start = value.relative_path, value.offset
     if value.transforms:
-        limit = max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * len(item))
-        item = undo_transforms(item, value.transforms, what=f"the value {name!r}", key=key, limit=limit)
+        item = _without_transforms(name, value, item)
         start = 0
 
     limit = max_pickle_bytes(value.length)
@@ -134,6 +146,12 @@ def _decode_item(name: str, value: DcpValue, item: bytes, templates: _Templates)
         fetch = _item_fetch(item, start)
         storages = zip_storages(torch_members(read_zip(fetch, start, start + len(item), key=key)), fetch, key=key)
     return DecodedValue(skeleton, leaves, key, storages)
+
+
+def _without_transforms(name: str, value: DcpValue, item: bytes) -> bytes:
+    limit = max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * len(item))
+    key = value.relative_path
+    return undo_transforms(item, value.transforms, what=f"the value {name!r}", key=key, limit=limit)
 
 
 def _item_fetch(item: bytes, start: int) -> Fetch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -82,23 +82,32 @@ def data_file_name(rank: int, *, spread: bool) -> str:
     return f"{hashlib.blake2b(name.encode(), digest_size=1).hexdigest()}/{name}" if spread else name
 
 
-def write_items(snapshot: Snapshot, values: Sequence[ValueEntry], store: WriteStore, file: str) -> WrittenItems:
-    """Write the boxes of this process, and `values`, to its file. Writes no file if there are none."""
+def write_items(
+    snapshot: Snapshot, values: Sequence[ValueEntry], store: WriteStore, file: str, encoded: Collection[str] = ()
+) -> WrittenItems:
+    """Write the boxes of this process, and `values`, to its file. Writes no file if there are none.
+
+    The values with names in `encoded` are the bytes of their items.
+    """
     written = WrittenItems()
-    segments = list(_segments(snapshot, values, written))
+    segments = list(_segments(snapshot, values, encoded, written))
     if segments:
         store.write(file, segments)
     return written
 
 
-def write_values(values: Sequence[ValueEntry], store: WriteStore, file: str) -> WrittenItems:
-    """Write values to a separate file."""
+def write_values(
+    values: Sequence[ValueEntry], store: WriteStore, file: str, encoded: Collection[str] = ()
+) -> WrittenItems:
+    """Write values to a separate file. See `write_items`."""
     written = WrittenItems()
-    store.write(file, list(_segments(None, values, written)))
+    store.write(file, list(_segments(None, values, encoded, written)))
     return written
 
 
-def _segments(snapshot: Snapshot | None, values: Sequence[ValueEntry], written: WrittenItems) -> Iterator[Segment]:
+def _segments(
+    snapshot: Snapshot | None, values: Sequence[ValueEntry], encoded: Collection[str], written: WrittenItems
+) -> Iterator[Segment]:
     """Yield the segments of the file.
 
     After the elements of an item come its tail with the checksum as one segment, and the padding
@@ -108,7 +117,8 @@ def _segments(snapshot: Snapshot | None, values: Sequence[ValueEntry], written: 
     between: list[bytes] = []
     begin = 0
     for value in values:
-        data = value_item(value.value)
+        plain = value.value
+        data = plain if value.name in encoded and isinstance(plain, bytes) else value_item(plain)
         room = -len(data) % _ALIGNMENT
         written.value_offset.append(position)
         written.value_nbytes.append(len(data))

@@ -1,1 +1,0 @@
-"""Replacement for `torch.distributed.checkpoint` that saves and loads with ckptcore."""
