@@ -31,8 +31,8 @@ DIRECTIVES = re.compile(r"^\{[a-z:-]+\}$")
 NOT_RUN = ("git ", "make", "pip ", "pytest", "python -m venv", "source ", "ls", "cat ")
 """Commands of console blocks that set up an environment or look at files. They are not run."""
 
-PEERS = {"lightning"}
-"""Libraries that the development group does not install. Blocks that import one run only if it is installed."""
+PEERS = {"accelerate": "accelerate", "ckptcore_integrations.transformers": "accelerate", "lightning": "lightning"}
+"""By imported module, a library that the development group does not install. Such blocks run only if it is."""
 
 PAGES = [page for page in documentation_pages() if code_blocks(page.read_text(encoding="utf-8"))]
 
@@ -43,8 +43,8 @@ def page_name(page: Path) -> str:
 
 def lacks_peer(block: CodeBlock) -> bool:
     """Return whether a block imports a peer that is not installed."""
-    imported = set(re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE))
-    return any(find_spec(peer) is None for peer in imported & PEERS)
+    imported = re.findall(r"^(?:import|from) ([\w.]+)", block.code, re.MULTILINE)
+    return any(find_spec(PEERS[module]) is None for module in imported if module in PEERS)
 
 
 def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:

@@ -4,5 +4,9 @@ torch_dcp    torch.distributed.checkpoint
 orbax_v1     orbax.checkpoint.v1
 safetensors  safetensors, with its modules for PyTorch, NumPy and Flax
 
-Each module imports the library that it replaces, so none is imported here.
+Adapters for libraries that train:
+
+transformers  the Trainer of Hugging Face Transformers
+
+Each module imports the library that it is for, so none is imported here.
 """

