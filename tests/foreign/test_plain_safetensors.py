@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ckptcore
+from ckptcore.builtin import safetensors_files
 from ckptcore.errors import CorruptCheckpointError, StorageError, StorageFullError
 from ckptcore.plain_safetensors import DTYPE_BITS, DTYPES, FileHeader, encode_header, read_header, replace_file
 
@@ -76,6 +78,32 @@ def test_headers_equal_those_of_the_library(
     for name in names:
         assert header.tensors[name].start == position
         position = header.tensors[name].stop
+
+
+HEADERS = [
+    encode_header({"a": ("F32", (2, 3)), "b": ("F32", ()), "c": ("I8", (3,))})[0][8:],
+    encode_header({"a": ("F32", (0, 3)), "b": ("F4", (2,))}, {"a": "b", "c": "}"})[0][8:],
+    b'{"__metadata__":{"a":"b"}}',
+]
+
+
+@given(
+    st.sampled_from(HEADERS),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 2), st.sampled_from('0123"{}[],:\\ bc_FA\n')), max_size=3),
+)
+def test_a_changed_header_is_read_as_json(header: bytes, changes: list[tuple[int, int, str]]) -> None:
+    text = header.decode()
+    for position, dropped, inserted in changes:
+        text = text[:position] + inserted + text[position + dropped :]
+    nbytes = {0: 31, 1: 1, 2: 0}[HEADERS.index(header)]
+    data = with_header(text.encode(), nbytes)
+    scanned = safetensors_files._scan_header(text.encode(), len(data))
+    with mock.patch.object(safetensors_files, "_scan_header", return_value=None):
+        if scanned is not None:
+            assert parse(data) == scanned
+            assert list(parse(data).tensors) == list(scanned.tensors)
+        elif not changes:
+            pytest.fail("the header of the library was not scanned")
 
 
 def test_the_order_of_dtypes_is_that_of_the_library() -> None:

@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, get_args
 
@@ -38,6 +38,7 @@ class SafeSlice:
     def __init__(self, entry: TensorEntry, reader: TensorReader) -> None:
         self._entry = entry
         self._reader = reader
+        self._part: Callable[[Any], Any] | None = None
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor, in elements."""
@@ -48,7 +49,9 @@ class SafeSlice:
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        return self._reader.part(self._entry, index)
+        if self._part is None:
+            self._part = self._reader.slicer(self._entry)
+        return self._part(index)
 
 
 class safe_open:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import ml_dtypes
@@ -63,17 +63,24 @@ class NumpyReader:
 
     def whole(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
         """Return an array. Read with a system call, which is faster than copying from mapped memory."""
-        array = np.empty(entry.shape, _dtype_of(entry))
-        self._file.read_into(entry.start, array.reshape(-1).view(np.uint8).data)
-        return array
+        dtype = _dtype_of(entry)
+        data = np.empty(entry.stop - entry.start, np.uint8)
+        self._file.read_into(entry.start, data.data)
+        return data.view(dtype).reshape(entry.shape)
 
     def view(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
         """Return an array for one further copy: a view of mapped memory if there is any."""
         return self.whole(entry) if self._mapping is None else array_of(entry, self._mapping, entry.start)
 
-    def part(self, entry: TensorEntry, index: Any) -> np.ndarray[Any, Any]:
-        """Return a slice."""
-        return np.array(self.view(entry)[checked_index(index, entry.shape)], order="C")
+    def slicer(self, entry: TensorEntry) -> Callable[[Any], np.ndarray[Any, Any]]:
+        """Return a function from an index to that slice."""
+        mapped = None if self._mapping is None else array_of(entry, self._mapping, entry.start)
+
+        def part(index: Any) -> np.ndarray[Any, Any]:
+            checked = checked_index(index, entry.shape)
+            return np.array((self.whole(entry) if mapped is None else mapped)[checked], order="C")
+
+        return part
 
 
 class FlaxReader:
@@ -90,9 +97,10 @@ class FlaxReader:
         """Return an array."""
         return self._array(self._arrays.view(entry))
 
-    def part(self, entry: TensorEntry, index: Any) -> Any:
-        """Return a slice."""
-        return self._array(self._arrays.part(entry, index))
+    def slicer(self, entry: TensorEntry) -> Callable[[Any], Any]:
+        """Return a function from an index to that slice."""
+        part = self._arrays.slicer(entry)
+        return lambda index: self._array(part(index))
 
 
 def arrays_bytes(tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorBytes]:

@@ -6,7 +6,7 @@ import mmap
 import operator
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from safetensors import SafetensorError
@@ -29,8 +29,8 @@ class TensorReader(Protocol):
         """Return a tensor."""
         ...
 
-    def part(self, entry: TensorEntry, index: Any) -> Any:
-        """Return a slice of a tensor."""
+    def slicer(self, entry: TensorEntry) -> Callable[[Any], Any]:
+        """Return a function from an index to that slice of a tensor."""
         ...
 
 
@@ -43,7 +43,7 @@ def checked_header(data: bytes) -> FileHeader:
     return _with_known_dtypes(lambda start, stop: data[start:stop], len(data), "the file")
 
 
-def _with_known_dtypes(read: Any, file_bytes: int, name: str) -> FileHeader:
+def _with_known_dtypes(read: Callable[[int, int], bytes], file_bytes: int, name: str) -> FileHeader:
     try:
         header = read_header(read, file_bytes, name)
     except CorruptCheckpointError as error:
@@ -106,6 +106,8 @@ class OpenFile:
         Raises:
             SafetensorError: the file ends too early.
         """
+        if len(buffer) <= _MAX_READ_BYTES and os.preadv(self.descriptor, (buffer,), start) == len(buffer):
+            return
         while buffer:
             count = os.preadv(self.descriptor, (buffer[:_MAX_READ_BYTES],), start)
             if count == 0:
@@ -123,6 +125,9 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
         SafetensorError: the index has anything else, or is out of bounds.
         OverflowError: a bound of a slice is negative.
     """
+    items: Sequence[Any] = index if type(index) is tuple else (index,)
+    if len(items) <= len(shape) and all(map(_fits, items, shape)):
+        return tuple(items)
     items = _expanded(index, len(shape))
     found: list[int | slice] = []
     for axis, item in enumerate(items):
@@ -144,6 +149,17 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     for axis in reversed(range(len(found))):
         _check_bounds(found, shape, axis)
     return tuple(found)
+
+
+def _fits(item: Any, extent: int) -> bool:
+    """Return True for a non-negative integer, or a slice without step, in the bounds. Covers the common cases."""
+    if type(item) is int:
+        return 0 <= item < extent
+    if type(item) is not slice or item.step is not None:
+        return False
+    start = 0 if item.start is None else item.start
+    stop = extent if item.stop is None else item.stop
+    return type(start) is int and type(stop) is int and 0 <= start <= stop <= extent and start < extent
 
 
 def _expanded(index: Any, axes: int) -> list[Any]:

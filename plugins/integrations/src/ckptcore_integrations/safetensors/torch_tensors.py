@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -94,11 +94,13 @@ class TorchReader:
         """Return a tensor."""
         return self._on_device(self._on_host(entry))
 
-    def part(self, entry: TensorEntry, index: Any) -> torch.Tensor:
-        """Return a slice. Mapped tensors accept every index of PyTorch, as in the library."""
+    def slicer(self, entry: TensorEntry) -> Callable[[Any], torch.Tensor]:
+        """Return a function from an index to that slice. Mapped tensors accept every index of PyTorch."""
         if self._mapping is not None:
-            return self._on_device(self._on_host(entry)[index])
-        return self._on_device(self._on_host(entry)[checked_index(index, _storage_shape(entry))].clone())
+            mapped = self._on_host(entry)
+            return lambda index: self._on_device(mapped[index])
+        shape = _storage_shape(entry)
+        return lambda index: self._on_device(self._on_host(entry)[checked_index(index, shape)].clone())
 
     def _on_host(self, entry: TensorEntry) -> torch.Tensor:
         if self._mapping is not None:
