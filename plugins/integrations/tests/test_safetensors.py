@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from ckptcore_integrations import safetensors as ours
 from ckptcore_integrations.safetensors import flax as our_flax
 from ckptcore_integrations.safetensors import numpy as our_numpy
+from ckptcore_integrations.safetensors import reading
 from ckptcore_integrations.safetensors import torch as our_torch
 from ckptcore_integrations.safetensors.reading import checked_index
 from hypothesis import given
@@ -352,8 +354,17 @@ def test_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
     our_numpy.save_file({"a": np.zeros(1 << 12)}, path)
     with ours.safe_open(path, "np", backend="pread") as file:
         os.truncate(path, 1 << 12)
-        with pytest.raises(SafetensorError, match="cut off"):
-            file.get_tensor("a")
+        for call in (partial(file.get_tensor, "a"), file.get_tensors):
+            with pytest.raises(SafetensorError, match="cut off"):
+                call()
+
+
+def test_many_and_large_arrays_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {str(number): np.full(number % 7, number, np.int16) for number in range(2500)}
+    our_numpy.save_file(state, tmp_path / "x")
+    assert same(our_numpy.load_file(tmp_path / "x"), state)
+    monkeypatch.setattr(reading, "_MAX_READ_BYTES", 5)
+    assert same(our_numpy.load_file(tmp_path / "x"), state)
 
 
 class Tied(torch.nn.Module):

@@ -68,6 +68,17 @@ class NumpyReader:
         self._file.read_into(entry.start, data.data)
         return data.view(dtype).reshape(entry.shape)
 
+    def every(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return all arrays by name."""
+        tensors = self._file.header.tensors
+        dtypes = [_dtype_of(entry) for entry in tensors.values()]
+        data = [np.empty(entry.stop - entry.start, np.uint8) for entry in tensors.values()]
+        self._file.read_elements([array.data for array in data])
+        return {
+            name: array.view(dtype).reshape(entry.shape)
+            for (name, entry), array, dtype in zip(tensors.items(), data, dtypes, strict=True)
+        }
+
     def view(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
         """Return an array for one further copy: a view of mapped memory if there is any."""
         return self.whole(entry) if self._mapping is None else array_of(entry, self._mapping, entry.start)
@@ -90,12 +101,17 @@ class FlaxReader:
         """Read from an open file."""
         import jax.numpy as jnp  # only programs that use JAX have it
 
+        self._tensors = file.header.tensors
         self._arrays = NumpyReader(file, backend)
         self._array = jnp.array
 
     def whole(self, entry: TensorEntry) -> Any:
         """Return an array."""
         return self._array(self._arrays.view(entry))
+
+    def every(self) -> dict[str, Any]:
+        """Return all arrays by name."""
+        return {name: self.whole(entry) for name, entry in self._tensors.items()}
 
     def slicer(self, entry: TensorEntry) -> Callable[[Any], Any]:
         """Return a function from an index to that slice."""

@@ -20,6 +20,7 @@ Backend: TypeAlias = Literal["mmap", "pread"]
 """How the bytes of tensors are read: through mapped memory, or with system calls."""
 
 _MAX_READ_BYTES = 1 << 30
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
 
 class TensorReader(Protocol):
@@ -27,6 +28,10 @@ class TensorReader(Protocol):
 
     def whole(self, entry: TensorEntry) -> Any:
         """Return a tensor."""
+        ...
+
+    def every(self) -> dict[str, Any]:
+        """Return all tensors by name, in the order of their bytes."""
         ...
 
     def slicer(self, entry: TensorEntry) -> Callable[[Any], Any]:
@@ -116,6 +121,22 @@ class OpenFile:
                 )
             start += count
             buffer = buffer[count:]
+
+    def read_elements(self, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers with all elements of the file, in order. Small buffers are filled together.
+
+        Raises:
+            SafetensorError: the file ends too early.
+        """
+        start = self.header.nbytes
+        for first in range(0, len(buffers), _MAX_BUFFERS):
+            group = buffers[first : first + _MAX_BUFFERS]
+            stop = start + sum(map(len, group))
+            if stop - start > _MAX_READ_BYTES or os.preadv(self.descriptor, group, start) < stop - start:
+                for buffer in group:
+                    self.read_into(start, buffer)
+                    start += len(buffer)
+            start = stop
 
 
 def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:

@@ -94,6 +94,10 @@ class TorchReader:
         """Return a tensor."""
         return self._on_device(self._on_host(entry))
 
+    def every(self) -> dict[str, torch.Tensor]:
+        """Return all tensors by name."""
+        return {name: self.whole(entry) for name, entry in self._file.header.tensors.items()}
+
     def slicer(self, entry: TensorEntry) -> Callable[[Any], torch.Tensor]:
         """Return a function from an index to that slice. Mapped tensors accept every index of PyTorch."""
         if self._mapping is not None:
