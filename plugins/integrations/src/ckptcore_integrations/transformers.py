@@ -5,15 +5,15 @@ checkpoint to resume from. `export_pretrained` makes a directory for ``from_pret
 
 A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a whole:
 
-==============================  ====================================================================
-``model``                       the weights, ``model/model.safetensors``
-``optimizer``, ``scheduler``    their states
-``scaler``                      the gradient scaler, if there is one
-``random``                      the random generators of each process, as the Trainer writes them
-``trainer_state.json``          the Trainer's state, which includes the position in the data
-``config.json`` and others      further files that the Trainer writes
+================================  ====================================================================
+``model``                         the weights, ``model/model.safetensors``
+``optimizer``, ``scheduler``      their states
+``scaler``                        the gradient scaler, if there is one
+``random``                        the random generators of each process, as the Trainer writes them
+``trainer_state.json``            the Trainer's state, which includes the position in the data
+``config.json`` and others        further files that the Trainer writes
 ``model.safetensors.index.json``  refers to ``model``, so that ``from_pretrained`` opens the directory
-==============================  ====================================================================
+================================  ====================================================================
 """
 
 from __future__ import annotations
