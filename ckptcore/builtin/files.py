@@ -46,9 +46,17 @@ _MAX_DEPTH: Final = 200
 
 
 class FilesLayout(Layout):
-    """Stores no tree. The core uses it for objects that write their own files. It has no public name."""
+    """Stores no tree. The core uses it for objects that write their own files. It has no public name.
+
+    Attributes:
+        requested: the layout of the trees of the save, which writes the metadata files of the checkpoint; None if
+            nothing is saved.
+    """
 
     name = "files"
+
+    def __init__(self, requested: Layout | None = None) -> None:
+        self.requested = requested
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Refuse every leaf."""

@@ -20,6 +20,7 @@ __all__ = [
     "FloatValues",
     "PieceIndex",
     "RoundedArray",
+    "TruncatedArray",
     "accepts_kind_of",
     "cast",
     "copy_rounded",
@@ -29,8 +30,10 @@ __all__ = [
     "is_complex",
     "is_int_or_bool",
     "is_narrowing",
+    "is_truncating",
     "narrow",
     "pieces",
+    "truncate",
 ]
 
 PieceIndex: TypeAlias = tuple[slice | EllipsisType, ...]
@@ -110,6 +113,11 @@ def is_narrowing(dtype: str, other: str) -> bool:
     False for a cast without loss, and for casts of floats to ints and of complex numbers to real ones, which lose more.
     """
     return dtype != other and accepts_kind_of(dtype, other) and not has_all_values_of(dtype, other)
+
+
+def is_truncating(dtype: str, other: str) -> bool:
+    """Return True if a cast of the dtype `other` to `dtype` is one of floats to ints, which drops fractions."""
+    return _sort(dtype) == "int" and _sort(other) == "float"
 
 
 def accepts_kind_of(dtype: str, other: str) -> bool:
@@ -226,6 +234,27 @@ class RoundedArray(_Converted):
         copy_rounded(out, parts[0], self.between)
 
 
+@dataclass(frozen=True, slots=True)
+class TruncatedArray(_Converted):
+    """An array of floats with each element rounded towards zero, to an int of another dtype.
+
+    Numbers outside of its range, infinities and NaN are errors.
+    """
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Cast the elements.
+
+        Raises:
+            ValueError: if an element is outside of the range of the dtype.
+        """
+        wide = np.uint64 if self.dtype == "uint64" else np.int64
+        for piece in pieces(parts[0].shape):
+            whole: HostArray = np.trunc(parts[0][piece].astype(np.float64))
+            if whole.size:
+                _expect_within(whole, self.dtype)
+            out[piece] = whole.astype(wide).astype(out.dtype)
+
+
 def cast(of: DerivedArray, dtype: str) -> DerivedArray:
     """Cast an array to another dtype.
 
@@ -268,6 +297,21 @@ def narrow(of: DerivedArray, dtype: str) -> DerivedArray:
         return of
     between = made.of.dtype if made.of is not of and isinstance(made.of, CastArray) else None
     return RoundedArray(of, dtype, between)
+
+
+def truncate(of: DerivedArray, dtype: str) -> DerivedArray:
+    """Cast an array of floats to a dtype of ints. Reading fails for numbers outside of its range.
+
+    Args:
+        of: the array.
+        dtype: a name that `ckptcore.model.dtype_from_name` knows.
+
+    Raises:
+        ValueError: if the array has no floats, or the dtype no ints.
+    """
+    if not is_truncating(dtype, of.spec.dtype):
+        raise ValueError(f"{of.spec} cannot be truncated to {dtype}: expected floats, and a dtype of ints")
+    return TruncatedArray(of, dtype)
 
 
 def copy_rounded(out: HostArray, source: HostArray, between: str | None = None) -> None:

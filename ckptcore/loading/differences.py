@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 
 from ckptcore.context import Context
-from ckptcore.derivations import Stored, accepts_kind_of, cast, cut, narrow, pad, reshape
-from ckptcore.derivations.dtypes import float_values, has_all_values_of, is_narrowing
+from ckptcore.derivations import Stored, accepts_kind_of, cast, cut, narrow, pad, reshape, truncate
+from ckptcore.derivations.dtypes import float_values, has_all_values_of, is_narrowing, is_truncating
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import derive
@@ -42,8 +42,11 @@ _LONGEST: Final = 600
 
 _SEQUENCES: Final = ("list", "tuple")
 
-_ALLOW_MORE: Final = ("narrowing", "placeholder")
+_ALLOW_MORE: Final = ("truncating", "narrowing", "placeholder")
 """Choices that also allow everything that the other choices of the same option allow."""
+
+_CASTS: Final = get_args(Casting)
+"""The choices for casts: each also allows the casts of the earlier ones."""
 
 _PROPOSED_SHAPES: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
 """Changes that may turn one shape into another, in the order in which they are proposed."""
@@ -232,9 +235,11 @@ def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matchin
     casting = _casting(requested.dtype, stored.dtype)
     if casting is None:
         refused.append(Difference("dtype", f"{path}: dtype: {both}; no cast from {stored.dtype} to {requested.dtype}"))
-    elif casting != "error" and matching.cast not in ("narrowing", casting):
+    elif _CASTS.index(casting) > _CASTS.index(matching.cast):
         why = "casts are not allowed by default"
-        if matching.cast == "safe":
+        if casting == "truncating" and matching.cast != "error":
+            why = f"{requested.dtype} has no fractions"
+        elif matching.cast == "safe":
             why = f"{requested.dtype} cannot represent every value of {stored.dtype}"
         refused.append(Difference("dtype", f"{path}: dtype: {both}; {why}", Remedy("cast", casting)))
     if refused or shapes is None or casting is None:
@@ -279,6 +284,8 @@ def _casting(requested: str, stored: str) -> Casting | None:
         return "error"
     if has_all_values_of(requested, stored):
         return "safe"
+    if is_truncating(requested, stored):
+        return "truncating"
     return "narrowing" if is_narrowing(requested, stored) else None
 
 
@@ -294,7 +301,7 @@ def _make(stored: DerivedArray, change: LeafChange) -> DerivedArray:
     if "truncate" in change.shapes:
         made = cut(made, Box.whole(tuple(map(min, requested.shape, made.spec.shape))))
     if change.cast != "error":
-        made = cast(made, requested.dtype) if change.cast == "safe" else narrow(made, requested.dtype)
+        made = {"safe": cast, "narrowing": narrow, "truncating": truncate}[change.cast](made, requested.dtype)
     if change.pad_value is not None:
         before = (0,) * len(requested.shape)
         after = [new - old for new, old in zip(requested.shape, made.spec.shape, strict=True)]

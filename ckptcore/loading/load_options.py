@@ -11,6 +11,7 @@ from ckptcore.model.arrays import ArraySpec
 __all__ = [
     "EXACT",
     "Casting",
+    "Keys",
     "LeafChange",
     "LoadReport",
     "Matching",
@@ -26,11 +27,14 @@ Unexpected = Literal["error", "ignore"]
 Missing = Literal["error", "placeholder", "keep"]
 """Treatment of requested leaves that are not stored."""
 
-Casting = Literal["error", "safe", "narrowing"]
+Casting = Literal["error", "safe", "narrowing", "truncating"]
 """Treatment of arrays whose requested dtype is not the stored one: refuse them, or cast them."""
 
 ShapeChange = Literal["reshape", "truncate", "pad"]
 """Changes of arrays whose requested shape is not the stored one."""
+
+Keys = Literal["exact", "text"]
+"""Comparison of keys and containers: exactly, or by the text of keys alone."""
 
 Sequences = Literal["exact", "either"]
 """Exchange of lists and tuples: a stored tuple may match a requested list, and vice versa."""
@@ -50,8 +54,9 @@ class Matching:
             no value to keep, and is an error.
         cast: arrays of another dtype: ``"error"``; ``"safe"``: cast if the requested dtype can represent every value of
             the stored one, including infinities, NaN and negative zero; ``"narrowing"``: also round to the nearest
-            value. A number outside of the range of the dtype raises an error when it is read. Floats are never cast to
-            ints, complex numbers never to real ones, and numbers never to bool.
+            value; ``"truncating"``: also cast floats to ints, and drop their fractions. A number outside of the range
+            of the dtype raises an error when it is read. Complex numbers are never cast to real ones, and numbers
+            never to bool.
         shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if the number of
             elements is equal; ``"truncate"``: keep the first elements along an axis; ``"pad"``: append elements along
             an axis. If ``"reshape"`` is allowed and the number of elements is equal, the array is reshaped, and neither
@@ -60,6 +65,10 @@ class Matching:
             round it.
         sequences: ``"exact"``: lists match stored lists, and tuples stored tuples; ``"either"``: each also matches the
             other, and the requested type is built. Does not apply to formats of other software that store both alike.
+        keys: ``"exact"``: keys and containers must be equal; ``"text"``: keys match if their texts are equal, whatever
+            containers have them: the dict ``{"1": ...}`` matches ``{1: ...}``, a list and a tuple. A container without
+            leaves matches None, and a number an array without axes, if nothing is lost. Formats of other software are
+            always matched in this way.
     """
 
     unexpected: Unexpected = "error"
@@ -68,6 +77,7 @@ class Matching:
     shapes: Collection[ShapeChange] = ()
     pad_value: bool | int | float | complex = 0
     sequences: Sequences = "exact"
+    keys: Keys = "exact"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -94,6 +104,7 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "missing": get_args(Missing),
     "cast": get_args(Casting),
     "sequences": get_args(Sequences),
+    "keys": get_args(Keys),
 }
 
 EXACT: Final = Matching()
@@ -111,7 +122,7 @@ class LeafChange:
     Attributes:
         stored: the stored shape and dtype.
         loaded: the shape and dtype after the change.
-        cast: ``"safe"`` or ``"narrowing"``; ``"error"`` if it was not cast.
+        cast: ``"safe"``, ``"narrowing"`` or ``"truncating"``; ``"error"`` if it was not cast.
         shapes: the changes of its shape.
         pad_value: the value that it was padded with; None if it was not padded.
     """

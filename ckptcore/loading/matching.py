@@ -67,7 +67,8 @@ def match_leaves(
     Equal keys match. Otherwise an attribute also matches a str key with its name, because an object that is loaded
     without its type is a dict. Stored leaves that only some of the saving processes had need not be requested.
 
-    Other software may not store exact keys and types, so its checkpoints have additional rules:
+    Other software may not store exact keys and types, so its checkpoints have additional rules, as has
+    ``Matching(keys="text")``:
 
     - Keys with the same text match, if there is no better match and no two leaves have the same text: Orbax stores keys
       of dicts and names of attributes as text, ``{1: ...}`` as ``{"1": ...}``.
@@ -82,7 +83,7 @@ def match_leaves(
         flat: the abstract tree.
         tree: the stored tree.
         display: the location, for errors.
-        by_name: True if other software wrote the checkpoint.
+        by_name: True if other software wrote the checkpoint, or keys are matched by their text.
         matching: the allowed differences.
         rank_and_size: the rank of this process and the size of the job. Handlers use them to check if a leaf has a
             value to keep.

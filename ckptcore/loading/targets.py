@@ -329,7 +329,7 @@ def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRe
         flat,
         checkpoint.tree,
         checkpoint.location.display,
-        by_name=checkpoint.root is None,
+        by_name=checkpoint.root is None or request.matching.keys == "text",
         matching=request.matching,
         rank_and_size=(job.rank, job.size),
         chosen=None if request.select is None else chosen_leaves(checkpoint, request.select, context),

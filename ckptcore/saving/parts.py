@@ -239,7 +239,7 @@ def describe_part(
         if name:
             handled = plugins.dispatch_named(value)
             if handled.files is not None:
-                return FilesDescription(name, FilesLayout(), value, handled.files)
+                return FilesDescription(name, FilesLayout(layout), value, handled.files)
             own = own or (handled.checkpointable is not None and handled.checkpointable.per_process)
         return describe_tree(
             name, value, layout, plugins, rank, size, replicas, executor, own=own, placeholders=placeholders

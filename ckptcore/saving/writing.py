@@ -329,7 +329,8 @@ def _write_composite_files(
 
     The root does not list them, because ckptcore does not need them.
     """
-    by_name = {layout.name: layout for layout in layouts if layout.name != FilesLayout.name}
+    of_trees = [layout.requested if isinstance(layout, FilesLayout) else layout for layout in layouts]
+    by_name = {layout.name: layout for layout in of_trees if layout is not None}
     taken: dict[str, object] = dict(info.members)
     for name, layout in by_name.items():
         recorder = recorder_of(store, context)

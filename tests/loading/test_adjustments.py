@@ -24,7 +24,7 @@ SAFE, NARROWING = Matching(cast="safe"), Matching(cast="narrowing")
 
 @pytest.mark.parametrize(
     ("asked", "stored"),
-    [("int32", "float32"), ("float64", "complex64"), ("bool", "int8"), ("bool", "float32"),
+    [("int32", "complex64"), ("float64", "complex64"), ("bool", "int8"), ("bool", "float32"),
     ("int64", "datetime64[s]"), ("U4", "U3")],
 )  # fmt: skip
 def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str) -> None:
@@ -32,6 +32,29 @@ def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str
     ckptcore.save(tmp_path / "c", {"w": np.zeros(2, dtype_from_name(stored))})
     with pytest.raises(TreeMismatchError, match="no cast from"):
         ckptcore.load(tmp_path / "c", {"w": AbstractArray((2,), asked)}, matching=NARROWING)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float64", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("asked", ["int8", "int64", "uint64", "int4"])
+def test_floats_become_ints_only_by_name_and_without_their_fractions(tmp_path: Path, asked: str, stored: str) -> None:
+    values = np.array([-0.9, 0.0, 0.4, 1.5, 3.9, 7.25]).astype(dtype_from_name(stored))
+    ckptcore.save(tmp_path / "c", {"w": values})
+    wanted = {"w": AbstractArray((6,), asked)}
+    for matching in (SAFE, NARROWING):
+        with pytest.raises(TreeMismatchError, match=f'(?s){asked} has no fractions.*Matching\\(cast="truncating"\\)'):
+            ckptcore.load(tmp_path / "c", wanted, matching=matching)
+    report = LoadReport()
+    loaded = ckptcore.load(tmp_path / "c", wanted, matching=Matching(cast="truncating"), report=report)
+    assert loaded["w"].dtype == dtype_from_name(asked)
+    assert loaded["w"].astype(np.int64).tolist() == np.trunc(values.astype(np.float64)).astype(np.int64).tolist()
+    assert report.changed["w"].cast == "truncating"
+
+
+@pytest.mark.parametrize("value", [128.0, -129.0, np.nan, np.inf])
+def test_a_float_outside_of_the_range_of_an_int_is_an_error(tmp_path: Path, value: float) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.array([1.0, value])})
+    with pytest.raises(ValueError, match="is out of range for int8"):
+        ckptcore.load(tmp_path / "c", {"w": AbstractArray((2,), "int8")}, matching=Matching(cast="truncating"))
 
 
 def by_load(location: Path, abstract: Any, **options: Any) -> Any:

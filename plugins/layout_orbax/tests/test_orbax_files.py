@@ -7,6 +7,7 @@ import msgpack
 import numpy as np
 import pytest
 import tensorstore as ts
+from ckptcore_orbax import OcdbtLayout
 from ckptcore_orbax.orbax.aggregate import parse_aggregate
 from ckptcore_orbax.orbax.composites import find_composite
 from ckptcore_orbax.orbax.item_files import Strings, encode_strings, item_files
@@ -19,6 +20,7 @@ from ckptcore_testing.layout_stores import DirectoryReadStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Attribute, Node, TreeMetadata, ValueRecord
 
@@ -463,3 +465,21 @@ def test_a_list_with_gaps_is_a_dict_of_ints():
     assert skeleton((1,), (0,)).kind == "list"
     with pytest.raises(CorruptCheckpointError, match="one leaf"):
         skeleton((0,), (0, "a"))
+
+
+def test_the_root_names_handlers_of_checkpointables_that_are_files(tmp_path):
+    class Files:
+        def save(self, directory):
+            (directory / "data.json").write_text("[1]")
+
+        def load(self, directory):
+            raise AssertionError
+
+    layout = OcdbtLayout(handlers={"config": "a.b.Handler"})
+    ckptcore.save_checkpointables(tmp_path / "c", {"config": Files()}, layout=layout)
+    said = json.loads((tmp_path / "c/_CHECKPOINT_METADATA").read_text())
+    assert said["item_handlers"] == {"config": "a.b.Handler"}
+    assert (tmp_path / "c/orbax.checkpoint").exists()
+    ckptcore.save_checkpointables(tmp_path / "d", {"config": Files(), "state": {"x": 1}}, layout=layout)
+    said = json.loads((tmp_path / "d/_CHECKPOINT_METADATA").read_text())
+    assert said["item_handlers"] == {"config": "a.b.Handler", "state": PYTREE_HANDLER}

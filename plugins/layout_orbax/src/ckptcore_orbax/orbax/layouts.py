@@ -54,6 +54,9 @@ class _OrbaxLayout(Layout):
             and its `training.Checkpointer` look for ``state``, `CheckpointManager` of version 0 looks
             for ``default``. Empty: no directory, as in the `StandardCheckpointer` and the
             `PyTreeCheckpointer` of version 0.
+        handlers: class names of Orbax's handlers, by name of a checkpointable, for checkpointables that
+            Orbax loads with another handler than that of trees. They are written as text and never
+            imported.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
@@ -62,6 +65,7 @@ class _OrbaxLayout(Layout):
     compression: str | None = None
     rules: Sequence[ArrayRule] = ()
     item: str = "state"
+    handlers: Mapping[str, str] = field(default_factory=dict)
     _databases: DatabaseCache = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +155,7 @@ class _OrbaxLayout(Layout):
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Write the files by which Orbax and zarr readers recognise a checkpoint."""
-        write_marker_files(info, self._layout_options(), store)
+        write_marker_files(info, self._layout_options(), self.handlers, store)
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of the read chunks of each array."""

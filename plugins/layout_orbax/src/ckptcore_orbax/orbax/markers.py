@@ -145,17 +145,20 @@ _METRICS: Final = "metrics"
 """Item in which Orbax's step managers look for metrics. A checkpointable of this name has priority."""
 
 
-def write_marker_files(info: CheckpointInfo, options: LayoutOptions, store: WriteStore) -> None:
+def write_marker_files(
+    info: CheckpointInfo, options: LayoutOptions, other_handlers: Mapping[str, str], store: WriteStore
+) -> None:
     """Write the files by which Orbax and zarr readers recognise a checkpoint directory.
 
     Args:
         info: the checkpoint.
         options: how its arrays are stored.
+        other_handlers: class names of Orbax's handlers, by member, for members that are not trees.
         store: the directory.
     """
     item = options.item
     trees = [name for name, kind in info.members.items() if kind == "tree"] if info.members else [item]
-    handlers = PYTREE_HANDLER if trees == [""] else dict.fromkeys(trees, PYTREE_HANDLER)
+    handlers = PYTREE_HANDLER if trees == [""] else {**dict.fromkeys(trees, PYTREE_HANDLER), **other_handlers}
     if info.metrics and isinstance(handlers, dict) and _METRICS not in (*info.members, item):
         store.put(f"{_METRICS}/{_METRICS}", encode_metrics(info.metrics))
     for key, data in marker_files(handlers, info.created, time.time_ns(), info.custom, info.metrics).items():

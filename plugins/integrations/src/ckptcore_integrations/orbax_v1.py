@@ -1,1 +1,0 @@
-"""Replacement for `orbax.checkpoint.v1` that saves and loads with ckptcore."""

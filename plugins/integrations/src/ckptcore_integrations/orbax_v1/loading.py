@@ -1,0 +1,50 @@
+"""Loads: Orbax finds the checkpoint, its layout and the handlers, and ckptcore loads the trees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from ckptcore_integrations.orbax_v1.library import get_context, v1
+from ckptcore_integrations.orbax_v1.trees import with_tree_handler
+
+__all__ = [
+    "PLACEHOLDER",
+    "checkpointables_metadata",
+    "load",
+    "load_async",
+    "load_checkpointables",
+    "load_checkpointables_async",
+    "load_pytree",
+    "load_pytree_async",
+    "metadata",
+    "pytree_metadata",
+]
+
+PLACEHOLDER = v1.PLACEHOLDER
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _with_ckptcore(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function of Orbax that loads trees with ckptcore."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with with_tree_handler(get_context()):
+            return function(*args, **kwargs)
+
+    return call
+
+
+load = _with_ckptcore(v1.load)
+load_async = _with_ckptcore(v1.load_async)
+load_checkpointables = _with_ckptcore(v1.load_checkpointables)
+load_checkpointables_async = _with_ckptcore(v1.load_checkpointables_async)
+load_pytree = _with_ckptcore(v1.load_pytree)
+load_pytree_async = _with_ckptcore(v1.load_pytree_async)
+metadata = _with_ckptcore(v1.metadata)
+checkpointables_metadata = _with_ckptcore(v1.checkpointables_metadata)
+pytree_metadata = _with_ckptcore(v1.pytree_metadata)

@@ -1,0 +1,128 @@
+"""Partial saves: each is a session of ckptcore, and `finalize` commits all of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+
+import ckptcore
+from ckptcore.errors import CheckpointNotFoundError, TreeMismatchError, UncommittedCheckpointError
+from ckptcore_integrations.orbax_v1.library import (
+    STATE_CHECKPOINTABLE_KEY,
+    PartialSaveReplacementError,
+    add_partial_save_suffix,
+    get_context,
+    is_partial_save_path,
+    remove_partial_save_suffix,
+    v1,
+)
+from ckptcore_integrations.orbax_v1.responses import Response
+from ckptcore_integrations.orbax_v1.saving import prepare
+from ckptcore_integrations.orbax_v1.settings import context_of, layout_of
+from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER
+
+__all__ = ["finalize", "save", "save_async"]
+
+
+def save(path: Any, state: Any, *, custom_metadata: Any = None) -> None:
+    """Save a part of a tree. See `orbax.checkpoint.v1.partial.save`."""
+    save_async(path, state, custom_metadata=custom_metadata).result()
+
+
+def save_async(path: Any, state: Any, *, custom_metadata: Any = None) -> v1.AsyncResponse[None]:
+    """Begin to save a part of a tree. See `orbax.checkpoint.v1.partial.save_async`.
+
+    Raises:
+        FileExistsError: the checkpoint is final.
+        PartialSaveReplacementError: an earlier part has one of the leaves.
+        NotImplementedError: an option of the Context cannot be honoured.
+    """
+    final = get_context().file.path_class(path)
+    if final.exists():
+        raise FileExistsError(f"Finalized checkpoint already exists at {final}.")
+    arguments = prepare(final, {STATE_CHECKPOINTABLE_KEY: state}, False, custom_metadata)
+    if arguments["layout"].rules:
+        raise NotImplementedError("chunk sizes by key in partial saves: all parts share one size. Set one")
+    added = [jax.tree_util.keystr(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    record = _Record(final)
+    if known := sorted({*added}.intersection(record.leaves)):
+        raise _replacement(f"An earlier part has {', '.join(known)}")
+    try:
+        handle = _session(final).save_async(arguments["checkpointables"][STATE_CHECKPOINTABLE_KEY])
+    except TreeMismatchError as error:
+        raise _replacement(str(error)) from error
+
+    def finish() -> None:
+        handle.result()
+        if jax.process_index() == 0:
+            record.add(added, custom_metadata)
+
+    return Response(finish)
+
+
+def finalize(path: Any) -> None:
+    """Commit all parts as one checkpoint. See `orbax.checkpoint.v1.partial.finalize`.
+
+    Raises:
+        FileExistsError: the checkpoint is final.
+        FileNotFoundError: there are no parts.
+    """
+    final = get_context().file.path_class(path)
+    if is_partial_save_path(final):
+        final = remove_partial_save_suffix(final)
+    if final.exists():
+        raise FileExistsError(f"Finalized checkpoint already exists at {final}.")
+    record = _Record(final)
+    _session(final).finalize(metadata=record.custom_metadata)
+    if jax.process_index() == 0:
+        record.remove()
+
+
+def _session(location: Any) -> Any:
+    context = get_context()
+    layout = layout_of(context, {}, {STATE_CHECKPOINTABLE_KEY: TREE_HANDLER}, item=STATE_CHECKPOINTABLE_KEY)
+    return ckptcore.partial(str(location), layout=layout, context=context_of(context))
+
+
+def _replacement(reason: str) -> PartialSaveReplacementError:
+    return PartialSaveReplacementError(f"Partial saving currently does not support REPLACEMENT. {reason}")
+
+
+class _Record:
+    """Facts that ckptcore does not store with sessions, in a file next to the checkpoint, at the path of Orbax's parts.
+
+    Attributes:
+        leaves: key paths of the leaves of all parts.
+        custom_metadata: the metadata of all parts; a later part overrides an earlier one.
+    """
+
+    def __init__(self, final: Any) -> None:
+        """Read the file. Without parts, it is left from an earlier checkpoint, and ignored."""
+        self._file = add_partial_save_suffix(final)
+        document = json.loads(self._file.read_text()) if _has_parts(final) and self._file.exists() else {}
+        self.leaves: list[str] = document.get("leaves", [])
+        self.custom_metadata: dict[str, Any] = document.get("custom_metadata", {})
+
+    def add(self, leaves: list[str], custom_metadata: Any) -> None:
+        """Add a part, atomically."""
+        self.leaves = [*self.leaves, *leaves]
+        self.custom_metadata = {**self.custom_metadata, **(custom_metadata or {})}
+        temporary = self._file.parent / f".{self._file.name}.tmp"
+        temporary.write_text(json.dumps({"leaves": self.leaves, "custom_metadata": self.custom_metadata}))
+        temporary.replace(self._file)
+
+    def remove(self) -> None:
+        """Remove the file."""
+        self._file.unlink(missing_ok=True)
+
+
+def _has_parts(location: Any) -> bool:
+    try:
+        ckptcore.metadata(str(location))
+    except UncommittedCheckpointError:
+        return True
+    except CheckpointNotFoundError:
+        return False
+    return False

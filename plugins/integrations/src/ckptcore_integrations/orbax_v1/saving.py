@@ -1,0 +1,170 @@
+"""Saves: one commit of ckptcore for the trees, and for the files that Orbax's handlers write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from typing_extensions import deprecated
+
+import ckptcore
+from ckptcore_integrations.orbax_v1.items import Item
+from ckptcore_integrations.orbax_v1.library import (
+    STATE_CHECKPOINTABLE_KEY,
+    ensure_available,
+    get_context,
+    resolve_handler_for_save,
+    run_sync,
+    typestr,
+    v1,
+    validate_save_checkpointables,
+    validate_state,
+)
+from ckptcore_integrations.orbax_v1.responses import SaveResponse
+from ckptcore_integrations.orbax_v1.settings import array_rules, context_of, layout_of, storage_options
+from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER, TreeHandler, with_tree_handler
+
+__all__ = [
+    "prepare",
+    "save",
+    "save_async",
+    "save_checkpointables",
+    "save_checkpointables_async",
+    "save_pytree",
+    "save_pytree_async",
+]
+
+
+def save(
+    path: Any,
+    state: Any,
+    *,
+    checkpointable_name: str = STATE_CHECKPOINTABLE_KEY,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> None:
+    """Save a tree, and return once it is committed. Arguments and errors are those of `orbax.checkpoint.v1.save`."""
+    validate_state(state)
+    save_checkpointables(path, {checkpointable_name: state}, overwrite=overwrite, custom_metadata=custom_metadata)
+
+
+def save_async(
+    path: Any,
+    state: Any,
+    *,
+    checkpointable_name: str = STATE_CHECKPOINTABLE_KEY,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> v1.AsyncResponse[None]:
+    """Begin to save a tree, and return once it may change. See `orbax.checkpoint.v1.save_async`."""
+    validate_state(state)
+    return save_checkpointables_async(
+        path, {checkpointable_name: state}, overwrite=overwrite, custom_metadata=custom_metadata
+    )
+
+
+def save_checkpointables(
+    path: Any, checkpointables: dict[str, Any], *, overwrite: bool = False, custom_metadata: Any = None
+) -> None:
+    """Save several objects in one checkpoint. See `orbax.checkpoint.v1.save_checkpointables`."""
+    validate_save_checkpointables(checkpointables)
+    arguments = prepare(path, checkpointables, overwrite, custom_metadata)
+    ckptcore.save_checkpointables(**arguments)
+
+
+def save_checkpointables_async(
+    path: Any, checkpointables: dict[str, Any], *, overwrite: bool = False, custom_metadata: Any = None
+) -> v1.AsyncResponse[None]:
+    """Begin to save several objects. See `orbax.checkpoint.v1.save_checkpointables_async`."""
+    validate_save_checkpointables(checkpointables)
+    arguments = prepare(path, checkpointables, overwrite, custom_metadata)
+    return SaveResponse(ckptcore.save_checkpointables_async(**arguments), get_context().asynchronous.timeout_secs)
+
+
+@deprecated("Use `save` instead.")
+def save_pytree(*args: Any, **kwargs: Any) -> None:
+    """Call `save`, its present name."""
+    save(*args, **kwargs)
+
+
+@deprecated("Use `save_async` instead.")
+def save_pytree_async(*args: Any, **kwargs: Any) -> v1.AsyncResponse[None]:
+    """Call `save_async`, its present name."""
+    return save_async(*args, **kwargs)
+
+
+def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_metadata: Any) -> dict[str, Any]:
+    """Return the arguments of `ckptcore.save_checkpointables` for a save of Orbax.
+
+    Raises:
+        ValueError: the destination exists, or a tree is empty.
+        NotImplementedError: an option of the Context cannot be honoured.
+        The errors of Orbax for checkpointables without a handler.
+    """
+    context = get_context()
+    path = context.file.path_class(path)
+    run_sync(ensure_available(path))
+    if not overwrite and not context.file.skip_sync_file_validations and path.exists():
+        raise ValueError(f"Destination {path} already exists.")
+    values: dict[str, Any] = {}
+    handlers: dict[str, str] = {}
+    rules: dict[str, Any] = {}
+    child = with_tree_handler(context)
+    with child:
+        for name, value in checkpointables.items():
+            handler = resolve_handler_for_save(child.checkpointables.registry, value, name=name)
+            if isinstance(handler, TreeHandler):
+                handler.validate_leaves_handleable(value)
+                _validate(value)
+                options = storage_options(context, value)
+                values[name] = _stored(value, options)
+                handlers[name] = TREE_HANDLER
+                rules.update(array_rules(context, name, options))
+            else:
+                if jax.process_count() > 1:
+                    raise NotImplementedError(
+                        f"{name}: {type(handler).__name__} writes files of all processes into one directory, and "
+                        "ckptcore has a directory for each process. Save it from one process, in its own checkpoint"
+                    )
+                values[name] = Item(handler, value)
+                handlers[name] = typestr(type(handler))
+    return {
+        "location": str(path),
+        "checkpointables": values,
+        "layout": layout_of(context, rules, handlers),
+        "overwrite": overwrite,
+        "metadata": custom_metadata,
+        "context": context_of(context),
+    }
+
+
+def _validate(tree: Any) -> None:
+    """Refuse trees that Orbax refuses.
+
+    Raises:
+        ValueError: the tree is empty, or has an empty array.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves and not tree:
+        raise ValueError("Found empty item.")
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.Array | np.ndarray) and leaf.size == 0:
+            raise ValueError(f"Cannot save arrays with zero size: {jax.tree_util.keystr(path)}")
+
+
+def _stored(tree: Any, options: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return a tree with its leaves cast to the dtypes of their storage options."""
+    if all(chosen.dtype is None for chosen in options.values()):
+        return tree
+
+    def cast(path: tuple[Any, ...], leaf: Any) -> Any:
+        dtype = options[path].dtype
+        if dtype is None or isinstance(leaf, str):
+            return leaf
+        if isinstance(leaf, jax.Array | np.ndarray):
+            return leaf.astype(dtype)
+        return np.asarray(leaf).astype(dtype).item()
+
+    return jax.tree_util.tree_map_with_path(cast, tree)

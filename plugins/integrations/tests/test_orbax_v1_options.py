@@ -1,0 +1,109 @@
+"""Options of Orbax's Context: honoured, or refused with the reason."""
+
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ckptcore_integrations import orbax_v1 as ours
+from orbax.checkpoint import v1 as theirs
+
+import ckptcore
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+
+
+def context_with(option, value):
+    context = ours.Context()
+    *groups, name = option.split(".")
+    holder = context
+    for group in groups:
+        holder = getattr(holder, group)
+    setattr(holder, name, value)
+    return context
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "layout"),
+    [
+        ("array.saving.use_ocdbt", False, "zarr3"),
+        ("array.saving.use_zarr3", False, "ocdbt"),
+        ("array.saving.use_compression", False, "ocdbt"),
+        ("array.saving.ocdbt_target_data_file_size", 0, "ocdbt"),
+        ("memory.write_concurrent_bytes", 1 << 20, "ocdbt"),
+        ("array.saving.storage_options.chunk_byte_size", 1024, "ocdbt"),
+    ],
+)
+def test_options_of_formats_are_honoured(tmp_path, option, value, layout):
+    array = jnp.arange(1024.0).reshape(32, 32)
+    with context_with(option, value):
+        ours.save(tmp_path / "c", {"w": array})
+        for loader in (theirs, ours):
+            np.testing.assert_array_equal(loader.load(tmp_path / "c")["w"], array)
+    assert ckptcore.metadata(tmp_path / "c/state").layout == layout
+    if option.endswith("chunk_byte_size"):
+        assert np.prod(theirs.metadata(tmp_path / "c").metadata["w"].storage_metadata.chunk_shape) * 4 == value
+
+
+def test_dtypes_and_chunks_are_chosen_by_key(tmp_path):
+    def choose(key, value):
+        if "small" in jax.tree_util.keystr(key):
+            return ours.options.ArrayOptions.Saving.StorageOptions(dtype=jnp.bfloat16, chunk_byte_size=64)
+        return None
+
+    context = context_with("array.saving.scoped_storage_options_creator", choose)
+    context.array.saving.storage_options.dtype = jnp.float16
+    with context:
+        ours.save(tmp_path / "c", {"small": jnp.ones(64), "large": jnp.ones(64)})
+    found = theirs.metadata(tmp_path / "c").metadata
+    assert found["small"].dtype == jnp.bfloat16 and found["small"].storage_metadata.chunk_shape == (32,)
+    assert found["large"].dtype == jnp.float16 and found["large"].storage_metadata.chunk_shape == (64,)
+
+
+def test_padding_and_partial_loads_are_allowed_by_options(tmp_path):
+    ours.save(tmp_path / "c", {"w": jnp.arange(4.0), "b": jnp.ones(2)})
+    wider = {"w": jax.ShapeDtypeStruct((6,), jnp.float32)}
+    context = context_with("array.loading.enable_padding_and_truncation", True)
+    context.pytree.loading.partial_load = True
+    with pytest.raises(ValueError, match="User-provided restore item"):
+        ours.load(tmp_path / "c", wider)
+    with context:
+        for loader in (theirs, ours):
+            assert loader.load(tmp_path / "c", wider)["w"].tolist() == [0, 1, 2, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("multiprocessing.primary_host", None),
+        ("multiprocessing.active_processes", {7}),
+        ("file.path_permission_mode", 0o750),
+        ("atomicity.mode", ours.options.AtomicityMode.COMMIT_FILE),
+        ("memory.is_prioritized_key_fn", lambda key: True),
+        ("memory.serialization_status_callback", object()),
+        ("array.saving.enable_write_sharding_file", False),
+        ("array.saving.array_metadata_store", None),
+        ("array.saving.storage_options.shard_axes", (0,)),
+        ("checkpoint_layout", "safetensors"),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path, option, value):
+    name = option.rpartition(".")[2]
+    with context_with(option, value), pytest.raises(NotImplementedError, match=rf"{name}.*[:=].*\. |{name}"):
+        ours.save(tmp_path / "c", {"w": jnp.ones(2)})
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_context_belongs_to_its_thread(tmp_path):
+    def save(name):
+        ours.save(tmp_path / name, {"w": jnp.ones(2)})
+
+    with context_with("array.saving.use_ocdbt", False):
+        thread = threading.Thread(target=save, args=("there",))
+        thread.start()
+        thread.join()
+        save("here")
+    assert not json.loads((tmp_path / "here/state/_METADATA").read_text())["use_ocdbt"]
+    assert json.loads((tmp_path / "there/state/_METADATA").read_text())["use_ocdbt"]
