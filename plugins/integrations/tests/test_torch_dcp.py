@@ -128,12 +128,16 @@ def test_the_metadata_is_that_of_the_original(tmp_path: Path) -> None:
         if isinstance(expected, original.TensorStorageMetadata):
             assert found.properties.dtype == expected.properties.dtype
             assert (found.size, found.chunks) == (expected.size, expected.chunks) or not all(expected.size)
-    assert ours.storage_meta.checkpoint_id == os.fspath(theirs.storage_meta.checkpoint_id.parent / "ours")
+    assert ours.storage_meta.checkpoint_id == str(tmp_path / "ours")
     assert returned.storage_meta is not None
     assert ours.storage_meta.save_id == returned.storage_meta.save_id
-    read = dcp.Reader(tmp_path / "theirs").read_metadata()
-    assert read.planner_data == theirs.planner_data
-    assert read.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    for name, expected_ids in (("ours", ours.storage_meta), ("theirs", theirs.storage_meta)):
+        read = dcp.Reader(tmp_path / name).read_metadata()
+        assert read.planner_data == theirs.planner_data
+        assert read.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+        assert read.storage_meta is not None
+        assert read.storage_meta.save_id == expected_ids.save_id
+        assert read.storage_meta.checkpoint_id == os.fspath(expected_ids.checkpoint_id)
 
 
 def test_ckptcore_loads_the_nested_structure(tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
 def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
     """Inspect a directory with ``.metadata``, or with one metadata file per rank, as a flat dict of its entries.
 
-    Each value is the bytes of its item. ``custom["paths"]`` has the keys that lead to each entry,
-    if the metadata has them. See `_find_metadata`.
+    Each value is the bytes of its item. ``custom`` has the keys that lead to each entry, if the
+    metadata has them (``paths``), and the ids of the save (``checkpoint_id``, ``save_id``). See `_find_metadata`.
     """
     found = _find_metadata(store, entry)
     if not isinstance(found, DcpMetadata):
@@ -66,7 +66,8 @@ def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
     items = read_value_items(found.values, store)
     values = {name: DecodedValue(LEAF, (item,), found.values[name].relative_path, None) for name, item in items.items()}
     paths: dict[str, JSON] = {name: list(path) for name, path in (found.paths or {}).items()}
-    return _inspection(replace(found, paths=None), values)._replace(custom={"paths": paths})
+    custom: dict[str, JSON] = {"paths": paths, "checkpoint_id": found.checkpoint_id, "save_id": found.save_id}
+    return _inspection(replace(found, paths=None), values)._replace(custom=custom)
 
 
 def _find_metadata(store: ReadStore, entry: str | None) -> DcpMetadata | Inspection | None:

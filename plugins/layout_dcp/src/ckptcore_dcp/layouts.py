@@ -137,8 +137,9 @@ class DcpEntries(DcpLayout):
     """Reads checkpoints of ``torch.distributed.checkpoint`` as their ``.metadata`` lists them. Writes nothing.
 
     The tree is a flat dict of entries by name. A value is the bytes of its item, which is a file of
-    ``torch.save``. ``custom["paths"]`` has the keys that lead to each entry. It is for software that
-    decodes the values itself: register it with ``PluginOptions(extra=[...])`` as a layout. Its name
+    ``torch.save``. ``custom`` has the keys that lead to each entry (``paths``), and the ids of the
+    save (``checkpoint_id``, ``save_id``). It is for software that decodes the values itself:
+    register it with ``PluginOptions(extra=[...])`` as a layout. Its name
     precedes ``dcp`` in the alphabet, so that it inspects a directory first.
     """
 

@@ -47,7 +47,7 @@ from ckptcore.protocols import LayoutFactory
 from ckptcore.results import CheckpointMetadata
 from ckptcore_integrations.torch_dcp.memory import fits_in_place, host_array, torch_dtype
 from ckptcore_integrations.torch_dcp.names import Entry, Steps, entries_of
-from ckptcore_integrations.torch_dcp.writer import ITEMS
+from ckptcore_integrations.torch_dcp.writer import CUSTOM
 
 __all__ = ["Reader"]
 
@@ -74,7 +74,7 @@ class Reader(StorageReader):
 
         Args:
             path: a path or URL of a checkpoint.
-            context: options of ckptcore.
+            context: options of ckptcore. Each rank reads alone.
         """
         self.path = path
         self.load_id = str(uuid.uuid4())
@@ -109,7 +109,7 @@ class Reader(StorageReader):
         return Metadata(
             {name: opened.storage_metadata(entry) for name, entry in opened.entries.items()},
             planner_data=opened.paths,
-            storage_meta=StorageMeta(checkpoint_id=os.fspath(self.path), load_id=self.load_id),
+            storage_meta=StorageMeta(opened.checkpoint_id, opened.save_id, self.load_id),
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -220,6 +220,7 @@ class _Entries:
         entries: its entries by name.
         paths: the keys that lead to each entry in the state dict that was saved; None if unknown.
         items: the names of values that are files of torch.save.
+        checkpoint_id, save_id: ids of the save that torch knows; None if unknown.
     """
 
     tree: TreeMetadata
@@ -227,20 +228,25 @@ class _Entries:
     entries: Mapping[str, Entry]
     paths: Mapping[str, Steps] | None
     items: frozenset[str]
+    checkpoint_id: str | None
+    save_id: str | None
 
     @classmethod
     def of(cls, metadata: CheckpointMetadata) -> _Entries:
         """Find the entries."""
         entries = {entry.name: entry for entry in entries_of(metadata.tree)}
+        tree, abstract = metadata.tree, metadata.abstract
         custom: Mapping[str, Any] = metadata.custom
         if metadata.layout != DcpEntries().name:
-            items = frozenset(custom.get(ITEMS, ())) & entries.keys()
-            return cls(
-                metadata.tree, metadata.abstract, entries, {name: entries[name].steps for name in entries}, items
-            )
-        paths = {name: tuple(path) for name, path in custom["paths"].items()}
-        arrays = {name for name, entry in entries.items() if isinstance(_record(metadata.tree, entry), ArrayRecord)}
-        return cls(metadata.tree, metadata.abstract, entries, paths or None, frozenset(entries.keys() - arrays))
+            custom = custom.get(CUSTOM, {})
+            paths: Mapping[str, Steps] = {name: entry.steps for name, entry in entries.items()}
+            items = frozenset(custom.get("items", ())) & entries.keys()
+        else:
+            paths = {name: tuple(path) for name, path in custom["paths"].items()}
+            arrays = [name for name, entry in entries.items() if isinstance(_record(tree, entry), ArrayRecord)]
+            items = frozenset(entries.keys() - arrays)
+        ids = custom.get("checkpoint_id"), custom.get("save_id")
+        return cls(tree, abstract, entries, paths or None, items, *ids)
 
     def storage_metadata(self, entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
         """Describe an entry. Arrays of dtypes that PyTorch lacks are values, which load as NumPy arrays."""
@@ -309,9 +315,12 @@ class _EntriesPlugin:
 
 
 def _reading_entries(context: ckptcore.Context) -> ckptcore.Context:
-    """Return a Context with the layout that reads checkpoints of torch as they are listed."""
+    """Return a Context that reads checkpoints of torch as they are listed, without the other ranks of the job.
+
+    Ranks can load different parts, and torch gathers their errors.
+    """
     plugins = dataclasses.replace(context.plugins, extra=[*context.plugins.extra, _EntriesPlugin()])
-    return dataclasses.replace(context, plugins=plugins)
+    return dataclasses.replace(context, plugins=plugins, job=dataclasses.replace(context.job, reads="alone"))
 
 
 @functools.cache

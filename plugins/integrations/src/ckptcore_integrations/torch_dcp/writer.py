@@ -11,7 +11,6 @@ import pickle
 import threading
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -31,10 +30,14 @@ from ckptcore.protocols import Coordinator
 from ckptcore_integrations.torch_dcp.memory import dtype_name, host_array
 from ckptcore_integrations.torch_dcp.names import Steps, tree_of
 
-__all__ = ["ITEMS", "Writer"]
+__all__ = ["CUSTOM", "Writer"]
 
-ITEMS: Final = "torch_dcp.items"
-"""Key of the custom metadata of a checkpoint: the names of values that are files of torch.save."""
+CUSTOM: Final = "torch_dcp"
+"""Key of the custom metadata of a checkpoint.
+
+It has the ids of the save (``checkpoint_id``, ``save_id``), and in ``items`` the names of values that are files of
+torch.save.
+"""
 
 _VERSION: Final = "1.0.0"
 _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -140,14 +143,15 @@ class Writer(StorageWriter):
                 shards.setdefault(part.name, []).append(part.shard)
         leaves = {name: part.leaf(shards.get(name, ())) for name, part in merged.items()}
         items = sorted([name for name, part in merged.items() if part.is_item])
-        layout = DcpLayout(checkpoint_id=os.fspath(self.path), save_id=self.save_id, items=frozenset(items))
+        location = os.fspath(self.path)
+        layout = DcpLayout(checkpoint_id=location, save_id=self.save_id, items=frozenset(items))
         try:
             ckptcore.save(
                 self.path,
                 tree_of(leaves, {name: part.steps for name, part in merged.items()}),
                 layout=layout,
                 overwrite=self.overwrite,
-                metadata={ITEMS: items} if items else None,
+                metadata={CUSTOM: {"checkpoint_id": location, "save_id": self.save_id, "items": items}},
                 context=context,
             )
         except CheckpointExistsError as error:
@@ -289,31 +293,49 @@ def _join(ranks: tuple[int, ...], context: ckptcore.Context) -> tuple[ckptcore.C
     if len(ranks) == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]  # exported only at run time
         coordinator: Coordinator = StoreCoordinator(store, 0, 1)
-    elif everyone:
-        coordinator = context.job.coordinator or StoreCoordinator.of_job()
+        key = ""
     else:
-        coordinator = StoreCoordinator.of_job().within(ranks)
-    if not everyone:
+        coordinator, key = _groups().join(ranks, everyone=everyone)
+    if everyone:
+        coordinator = context.job.coordinator or coordinator
+    else:
         context = dataclasses.replace(context, job=dataclasses.replace(context.job, coordinator=coordinator))
-    return context, _Exchange(coordinator, _counts().key(ranks) if len(ranks) > 1 else "")
+    return context, _Exchange(coordinator, key)
 
 
-class _Counts:
-    """Counts the saves of each group of ranks, so that their exchanges have unique keys. Thread-safe."""
+class _Group:
+    """Some ranks of a job that save together, and the number of their saves."""
+
+    def __init__(self, ranks: tuple[int, ...], *, everyone: bool) -> None:
+        self.saves = 0
+        if everyone:
+            self.coordinator = StoreCoordinator.of_job()
+            return
+        # A store of their own, because the other ranks of the job may never take part in an exchange.
+        name = f"torch_dcp/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+        world: Any = dist.group.WORLD
+        store = dist.PrefixStore(name, world.get_group_store())  # type: ignore[attr-defined]  # exported at run time
+        self.coordinator = StoreCoordinator(store, ranks.index(dist.get_rank()), len(ranks))
+
+
+class _Groups:
+    """The groups of ranks with which this process has saved. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_job: MutableMapping[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+        self._by_job: MutableMapping[Any, dict[tuple[int, ...], _Group]] = weakref.WeakKeyDictionary()
 
-    def key(self, ranks: tuple[int, ...]) -> str:
-        """Return the key of the next save of some ranks of the current job. It is equal on all of them."""
+    def join(self, ranks: tuple[int, ...], *, everyone: bool) -> tuple[StoreCoordinator, str]:
+        """Return the coordinator of some ranks, and the key of their next save, which is equal on all of them."""
         with self._lock:
-            counts = self._by_job.setdefault(dist.group.WORLD, Counter())
-            counts[ranks] += 1
-            group = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-            return f"torch_dcp/{group}/{counts[ranks]}"
+            groups = self._by_job.setdefault(dist.group.WORLD, {})
+            if ranks not in groups:
+                groups[ranks] = _Group(ranks, everyone=everyone)
+            group = groups[ranks]
+            group.saves += 1
+            return group.coordinator, f"torch_dcp/{group.saves}"
 
 
 @functools.cache
-def _counts() -> _Counts:
-    return _Counts()
+def _groups() -> _Groups:
+    return _Groups()

@@ -1,0 +1,72 @@
+"""The replacement for torch.distributed.checkpoint in jobs of several processes, and killed in the middle of a save."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptcore
+
+pytestmark = pytest.mark.system
+
+HERE = Path(__file__).parent
+
+
+def launch(size: int, task: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a task in several processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return subprocess.run(
+        [*command, str(HERE / "torch_dcp_job.py"), task, str(directory), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+def run(size: int, task: str, directory: Path) -> None:
+    """Run a task that must succeed on every rank."""
+    done = launch(size, task, directory)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert len(list(directory.glob(f"{task}.*"))) == size
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_library_loads_what_the_other_saved(tmp_path: Path, size: int) -> None:
+    run(size, "both_ways", tmp_path)
+
+
+def test_groups_of_a_job(tmp_path: Path) -> None:
+    run(4, "groups", tmp_path)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_rank_raises_the_error_of_one(tmp_path: Path, size: int) -> None:
+    run(size, "failing", tmp_path)
+
+
+@pytest.mark.parametrize(("victim", "event"), [(0, 1), (1, 1), (0, 4), (1, 2)])
+def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, event: int) -> None:
+    done = launch(2, "killed", tmp_path, str(victim), str(event))
+    assert "SIGKILL" in done.stderr
+    assert ckptcore.verify(tmp_path / "saved").ok
+    assert ckptcore.load(tmp_path / "saved")["step"] == 1
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "Writer"])
+def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, way: str) -> None:
+    """A process forks for each moment: it takes long to import torch."""
+    program = [sys.executable, str(HERE / "torch_dcp_kills.py"), way, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    kills, *found = done.stdout.split()
+    assert int(kills) > 5
+    assert set(found) <= {"none", "1", "2"}
+    assert found[0] == "1"
+    assert found[-1] == "2"
+    assert "none" not in found  # a file system that exchanges directories
