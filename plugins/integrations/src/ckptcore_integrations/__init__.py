@@ -7,6 +7,7 @@ safetensors  safetensors, with its modules for PyTorch, NumPy and Flax
 Adapters for libraries that train:
 
 transformers  the Trainer of Hugging Face Transformers
+accelerate    Hugging Face Accelerate
 
 Each module imports the library that it is for, so none is imported here.
 """

