@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from ckptcore.builtin import SingleProcess
 from ckptcore.events import Observer
 from ckptcore.model.tree import JSON
 from ckptcore.planning.replicas import READS, ReadGroups, Reads, ReplicaOptions
@@ -21,6 +22,7 @@ __all__ = [
     "PluginOptions",
     "ReadGroups",
     "ReplicaOptions",
+    "SingleProcess",
     "WithoutConditions",
     "default_context",
 ]
@@ -93,7 +95,8 @@ class JobOptions:
     """The job that saves and loads together, and how its processes share the work.
 
     Attributes:
-        coordinator: the job; None: the job that this process belongs to.
+        coordinator: the job; None: the job that this process belongs to. `SingleProcess()`: this process saves and
+            loads without the other processes of its job.
         executor: the workers that hold the elements of leaves, if this process is their single controller; None: the
             workers that a plugin finds, or this process itself. Not for a job of several processes.
         collectives: sends data that one process has read to other processes; None: the collectives of the framework.

@@ -30,7 +30,11 @@ __all__ = ["BuiltinPlugin", "SingleProcess"]
 
 
 class SingleProcess:
-    """The coordinator of a job with one process."""
+    """The coordinator of a job with one process.
+
+    With ``JobOptions(coordinator=SingleProcess())``, a process of a larger job saves and loads alone: the others need
+    not call anything.
+    """
 
     @property
     def rank(self) -> int:

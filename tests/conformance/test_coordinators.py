@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from ckptcore_testing import CoordinatorTests, ThreadJob
 
-from ckptcore.builtin import SingleProcess
-from ckptcore.errors import PluginError
+import ckptcore
+from ckptcore import Context
+from ckptcore.context import JobOptions, PluginOptions, SingleProcess
+from ckptcore.errors import CoordinationTimeoutError, PluginError
+from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Coordinator
 
 T = TypeVar("T")
@@ -22,6 +26,19 @@ class TestSingleProcess(CoordinatorTests):
 
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
         return [job(SingleProcess())]
+
+    def test_one_process_of_a_job_saves_and_loads_alone(self, tmp_path: Path) -> None:
+        class RankOfTwo:
+            @hookimpl
+            def ckpt_coordinator(self) -> Coordinator:
+                return ThreadJob(2, timeout_seconds=0.05).coordinator(0)
+
+        together = Context(plugins=PluginOptions(extra=[RankOfTwo()]))
+        with pytest.raises(CoordinationTimeoutError):
+            ckptcore.save(tmp_path / "checkpoint", {"w": 1}, context=together)
+        alone = replace(together, job=JobOptions(coordinator=SingleProcess()))
+        ckptcore.save(tmp_path / "checkpoint", {"w": 1}, overwrite=True, context=alone)
+        assert ckptcore.load(tmp_path / "checkpoint", context=alone) == {"w": 1}
 
 
 class TestThreadCoordinator(CoordinatorTests):

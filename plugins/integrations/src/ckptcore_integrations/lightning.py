@@ -1,0 +1,265 @@
+"""PyTorch Lightning: checkpoints of a Trainer that are saved and loaded with ckptcore.
+
+`CkptcoreIO` is a `CheckpointIO` for `Trainer(plugins=[...])`. `FSDPStrategy` and `ModelParallelStrategy` do not use a
+`CheckpointIO` for sharded state: use the strategies of this module in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import ckptcore
+from ckptcore import Context, Matching
+from ckptcore.context import JobOptions, SingleProcess
+from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.protocols import Layout
+from ckptcore.results import SaveHandle
+
+__all__ = ["CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
+
+_Path: TypeAlias = str | Path
+
+_SHARDED: Final = ("state_dict", "optimizer_states")
+"""Entries of a Lightning checkpoint that every rank saves. The leader saves the others."""
+
+_ALONE: Final = JobOptions(coordinator=SingleProcess())
+
+_ONLY_SHARDED: Final = (
+    "checkpoints are saved by all ranks; use the sharded state. Any number of ranks, also one, can load it"
+)
+
+_VERSIONS: Final = "state_dict_versions"
+"""Entry for the versions of modules, which a state dict has as the attribute ``_metadata``."""
+
+
+class CkptcoreIO(CheckpointIO):
+    """Saves and loads the checkpoints of a Lightning Trainer. Each is a directory.
+
+    Lightning saves on rank 0 and loads on every rank, so each process works alone. A save replaces an existing
+    checkpoint atomically. Checkpoints of `torch.save` can be loaded, too. Loading runs no code from a checkpoint, with
+    any value of `weights_only`.
+    """
+
+    def __init__(
+        self, *, layout: str | Layout = "safetensors", context: Context | None = None, asynchronous: bool = False
+    ) -> None:
+        """Choose how to save.
+
+        Args:
+            layout: the on-disk format of arrays.
+            context: options, such as those of storages. Its job must not be set.
+            asynchronous: True to write in the background, from a copy. Errors are raised by the next save or load, or
+                at the end of the run. Checkpoints are removed once the running save has been committed.
+
+        Raises:
+            ValueError: the Context has options of a job.
+        """
+        self._layout = layout
+        self._context = _alone(context)
+        self._asynchronous = asynchronous
+        self._running: SaveHandle | None = None
+        self._to_remove: list[_Path] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+        """Save a checkpoint to a path or URL. See `ckptcore.save`.
+
+        Raises:
+            TypeError: there are `storage_options`; give them to the Context.
+        """
+        _refuse_storage_options(storage_options)
+        self._finish()
+        save = ckptcore.save_async if self._asynchronous else ckptcore.save
+        self._running = save(
+            path, _with_versions(checkpoint), layout=self._layout, overwrite=True, context=self._context
+        )
+
+    def load_checkpoint(
+        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint, with tensors on the CPU or on the device `map_location`. See `ckptcore.load`.
+
+        Raises:
+            TypeError: `map_location` is a function or a mapping of devices.
+        """
+        device = _device(map_location)
+        self._finish()
+        checkpoint: dict[str, Any] = ckptcore.load(path, framework="torch", context=self._context)
+        versions = checkpoint.pop(_VERSIONS, None)
+        if versions is not None:
+            checkpoint["state_dict"]._metadata = versions
+        if device is None:
+            return checkpoint
+        moved: dict[str, Any] = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.to(device))
+        return moved
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Delete a checkpoint, if it exists; after the running save, if there is one."""
+        if self._running is None:
+            _delete(path, self._context)
+        else:
+            self._to_remove.append(path)
+
+    def teardown(self) -> None:
+        """Wait for the running save."""
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the running save, then delete what was to be removed. A failed save removes nothing."""
+        running, self._running = self._running, None
+        paths, self._to_remove = self._to_remove, []
+        if running is not None:
+            running.result()
+        for path in paths:
+            _delete(path, self._context)
+
+
+class ShardedCheckpoints(Strategy):
+    """Mixin for strategies with sharded state: all ranks save and load one checkpoint together.
+
+    Each rank saves its shards of the state dicts of the model and of the optimizers. Rank 0 saves the other entries.
+    Any number of ranks can load the checkpoint.
+    """
+
+    def __init__(self, *, layout: str | Layout = "dcp", context: Context | None = None, **options: Any) -> None:
+        """Choose how to save.
+
+        Args:
+            layout: the on-disk format of arrays.
+            context: options of saves and loads.
+            options: the arguments of the strategy.
+        """
+        super().__init__(**options)
+        self._checkpoint_layout = layout
+        self._checkpoint_context = context or Context()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
+        """Save a checkpoint to a path or URL. All ranks call this. See `ckptcore.save`.
+
+        Raises:
+            TypeError: there are `storage_options`; give them to the Context.
+        """
+        _refuse_storage_options(storage_options)
+        own = {name: value for name, value in checkpoint.items() if self.is_global_zero or name in _SHARDED}
+        ckptcore.save(
+            self.broadcast(filepath),
+            own,
+            layout=self._checkpoint_layout,
+            overwrite=True,
+            context=self._checkpoint_context,
+        )
+
+    def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the state of the model, and of the optimizers when fitting. Return the other entries.
+
+        All ranks call this. No code from the checkpoint runs, with any value of `weights_only`.
+
+        Raises:
+            TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
+        """
+        path, model, module = self.broadcast(checkpoint_path), self.model, self.lightning_module
+        assert model is not None and module is not None
+        optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
+        if optimizers:
+            state["optimizer_states"] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+        ckptcore.load_into(
+            path,
+            state,
+            select=ckptcore.select.names(*state),
+            matching=Matching() if module.strict_loading else Matching(unexpected="ignore", missing="keep"),
+            context=self._checkpoint_context,
+        )
+        set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=module.strict_loading))
+        for optimizer, optimizer_state in zip(optimizers, state.get("optimizer_states", ()), strict=True):
+            set_optimizer_state_dict(model, optimizer, optimizer_state)
+        others: dict[str, Any] = ckptcore.load(
+            path, framework="torch", select=~ckptcore.select.glob(*_SHARDED), context=self._checkpoint_context
+        )
+        return {name: value for name, value in others.items() if name not in _SHARDED}
+
+    def remove_checkpoint(self, filepath: _Path) -> None:
+        """Delete a checkpoint, if it exists. Only rank 0 deletes."""
+        if self.is_global_zero:
+            _delete(filepath, replace(self._checkpoint_context, job=_ALONE))
+
+
+class CkptcoreFSDPStrategy(ShardedCheckpoints, FSDPStrategy):
+    """`FSDPStrategy` that saves sharded state with ckptcore. Arguments by keyword."""
+
+    def __init__(self, *, state_dict_type: str = "sharded", **options: Any) -> None:
+        """Create the strategy.
+
+        Raises:
+            ValueError: `state_dict_type` is not ``"sharded"``.
+        """
+        if state_dict_type != "sharded":
+            raise ValueError(f"state_dict_type={state_dict_type!r}: {_ONLY_SHARDED}")
+        super().__init__(state_dict_type=state_dict_type, **options)
+
+
+class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
+    """`ModelParallelStrategy` that saves sharded state with ckptcore. Arguments by keyword."""
+
+    def __init__(self, *, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+        """Create the strategy.
+
+        Raises:
+            ValueError: `save_distributed_checkpoint` is False.
+        """
+        if not save_distributed_checkpoint:
+            raise ValueError(f"save_distributed_checkpoint=False: {_ONLY_SHARDED}")
+        super().__init__(save_distributed_checkpoint=True, **options)
+
+
+def _alone(context: Context | None) -> Context:
+    """Return a Context with which this process saves and loads without the other ranks."""
+    context = context or Context()
+    if context.job != JobOptions():
+        raise ValueError(
+            "CkptcoreIO(context=...): a job is not supported, because rank 0 saves alone; remove Context(job)"
+        )
+    return replace(context, job=_ALONE)
+
+
+def _refuse_storage_options(storage_options: object) -> None:
+    if storage_options is not None:
+        raise TypeError("storage_options are not supported: pass Context(storage={scheme: options}) as context instead")
+
+
+def _device(map_location: object) -> torch.device | None:
+    """Return the device to load to; None for the CPU."""
+    if map_location is None or isinstance(map_location, torch.device):
+        return map_location
+    if isinstance(map_location, str):
+        return torch.device(map_location)
+    raise TypeError(
+        f"map_location={map_location!r}: pass a device or its name. Checkpoints do not record devices, so functions "
+        "and mappings of devices cannot be applied"
+    )
+
+
+def _with_versions(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint with the versions of its modules as an entry."""
+    versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
+    return checkpoint if versions is None else {**checkpoint, _VERSIONS: dict(versions)}
+
+
+def _delete(path: _Path, context: Context) -> None:
+    with contextlib.suppress(CheckpointNotFoundError):
+        ckptcore.delete(path, context=context)

@@ -1,0 +1,391 @@
+"""Lightning with `CkptcoreIO` and the sharded strategies: kill and resume, ModelCheckpoint, jobs of several ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from ckptcore_integrations.lightning import CkptcoreFSDPStrategy, CkptcoreIO, CkptcoreModelParallelStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
+from sklearn.datasets import load_digits
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import ckptcore
+from ckptcore import Context
+from ckptcore.context import JobOptions, SingleProcess
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.events import Event
+from tests.docs.pages import code_blocks
+from tests.docs.running import page_module, run_python
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", module="lightning|torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of CPUs, workers, loggers and its own calls
+
+DIGITS = load_digits()
+
+
+class Digits(lightning.LightningModule):  # type: ignore[misc]  # without types here
+    """A classifier with dropout and batch normalization. Records the loss and the labels of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(64, 32),
+            torch.nn.BatchNorm1d(32),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(),
+            torch.nn.Linear(32, 10),
+        )
+        self.seen: list[tuple[float, list[int]]] = []
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        """Return the loss."""
+        images, labels = batch
+        loss = torch.nn.functional.cross_entropy(self.net(images), labels)
+        self.seen.append((float(loss), labels.tolist()))
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, with a schedule."""
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+class Sharded(Digits):
+    """The classifier, sharded by FSDP2."""
+
+    def configure_model(self) -> None:
+        """Shard the layers."""
+        for layer in (self.net[0], self.net[4]):
+            if not isinstance(layer.weight, DTensor):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+class RandomState(lightning.Callback):  # type: ignore[misc]  # without types here
+    """Saves the state of PyTorch's random generator, which Lightning does not save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the generator."""
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state until training starts, because Lightning draws random numbers in between."""
+        self.loaded = state["torch"]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Restore the state once."""
+        if (loaded := self.__dict__.pop("loaded", None)) is not None:
+            torch.set_rng_state(loaded)
+
+
+def loader() -> StatefulDataLoader:
+    """6 shuffled batches in an epoch; it can resume within one."""
+    rows = TensorDataset(torch.tensor(DIGITS.data[:96], dtype=torch.float32) / 16, torch.tensor(DIGITS.target[:96]))
+    return StatefulDataLoader(rows, batch_size=16, shuffle=True, num_workers=0)
+
+
+def trainer(directory: Path, *, max_steps: int = 12, keep: int = 2, last: Any = True, **options: Any) -> Any:
+    """Return a Trainer that saves every 4th step."""
+    checkpoints = ModelCheckpoint(
+        directory, every_n_train_steps=4, save_top_k=keep, monitor="step", mode="max", save_last=last, filename="{step}"
+    )
+    return lightning.Trainer(
+        max_steps=max_steps,
+        callbacks=[checkpoints, RandomState()],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # Lightning does not restore its position
+        **options,
+    )
+
+
+def fit(run: Any, module: Any = None, **options: Any) -> Any:
+    """Train, and return the module."""
+    lightning.seed_everything(1, verbose=False)
+    module = module or Digits()
+    run.fit(module, loader(), **options)
+    return module
+
+
+def same(left: Any, right: Any) -> bool:
+    """Compare nested values, tensors bit for bit."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The module, the Trainer and the last checkpoint of a finished run with Lightning's own files."""
+    directory = tmp_path_factory.mktemp("plain")
+    run = trainer(directory)
+    module = fit(run)
+    return module, torch.load(directory / "last.ckpt", weights_only=True), directory / "last.ckpt"
+
+
+def kill_in_save(directory: Path, number: int, *, asynchronous: bool) -> None:
+    """Train, and kill this process when the files of a save are written, before its commit."""
+    writes = []
+
+    def kill(event: Event) -> None:
+        if event.phase == "write" and writes.append(event.location) is None and len(writes) == number:
+            (directory.parent / "writes").write_text("\n".join(writes))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fit(trainer(directory, plugins=[CkptcoreIO(asynchronous=asynchronous, context=Context(observers=[kill]))]))
+
+
+def start(call: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a process that calls a function of this module."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import test_lightning as t; from pathlib import Path; t.{call}"],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", **environment},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def run_job(call: str, size: int) -> None:
+    """Call a function of this module in a job of Lightning."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = str(chosen.getsockname()[1])
+    ranks = [start(call, LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(size)]
+    errors = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, *, asynchronous: bool) -> None:
+    module, expected, _ = uninterrupted
+    directory = tmp_path / "run"
+    ended = start(f"kill_in_save(Path({str(directory)!r}), 4, asynchronous={asynchronous})")
+    assert ended.wait(240) == -signal.SIGKILL, ended.communicate()[1].decode()
+    assert (tmp_path / "writes").read_text().endswith("last.ckpt")  # killed while it replaced this checkpoint
+
+    run = trainer(directory, plugins=[CkptcoreIO(asynchronous=asynchronous)])
+    resumed = fit(run, ckpt_path="last")
+    assert resumed.seen == module.seen[4:]
+    actual = ckptcore.load(directory / "last.ckpt", framework="torch")
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"):
+        assert same(actual[name], expected[name]), name
+    assert ckptcore.verify(directory / "last.ckpt").ok
+
+
+@pytest.mark.parametrize("last", [True, "link"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+def test_model_checkpoint_keeps_links_and_finds_directories(tmp_path: Path, *, asynchronous: bool, last: Any) -> None:
+    run = trainer(tmp_path, last=last, plugins=[CkptcoreIO(asynchronous=asynchronous)])
+    module = fit(run)
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=12.ckpt", "step=8.ckpt"]
+    assert ckptcore.verify(tmp_path / "step=8.ckpt").ok
+    assert run.checkpoint_callback.best_model_path == str(tmp_path / "step=12.ckpt")
+
+    for path in ("best", "last", str(tmp_path / "last.ckpt")):
+        other = trainer(tmp_path, max_steps=12, last=last, plugins=[CkptcoreIO(asynchronous=asynchronous)])
+        other.checkpoint_callback.best_model_path = run.checkpoint_callback.best_model_path
+        resumed = fit(other, ckpt_path=path)
+        assert other.global_step == 12
+        assert same(dict(resumed.state_dict()), dict(module.state_dict()))
+
+
+def test_files_of_lightning_are_loaded(uninterrupted: Any, tmp_path: Path) -> None:
+    _, expected, path = uninterrupted
+    assert same(CkptcoreIO().load_checkpoint(path), expected)
+    run = trainer(tmp_path, max_steps=16, plugins=[CkptcoreIO()])
+    ours = fit(run, ckpt_path=str(path))
+    theirs = fit(trainer(tmp_path / "theirs", max_steps=16), ckpt_path=str(path))
+    assert ours.seen == theirs.seen != []
+
+
+def test_a_checkpoint_returns_as_it_was_saved(uninterrupted: Any, tmp_path: Path) -> None:
+    module, expected, _ = uninterrupted
+    io = CkptcoreIO(layout="dcp")
+    io.save_checkpoint({**expected, "state_dict": module.state_dict()}, tmp_path / "checkpoint")
+    actual = io.load_checkpoint(tmp_path / "checkpoint", weights_only=False)
+    assert same(actual, expected)
+    assert actual["state_dict"]._metadata == module.state_dict()._metadata
+
+
+def test_storage_urls() -> None:
+    io = CkptcoreIO()
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, "memory://lightning/a.ckpt")
+    assert same(io.load_checkpoint("memory://lightning/a.ckpt"), {"state_dict": {"w": torch.ones(2)}})
+    io.remove_checkpoint("memory://lightning/a.ckpt")
+    io.remove_checkpoint("memory://lightning/a.ckpt")  # as Lightning's
+    with pytest.raises(CheckpointNotFoundError):
+        io.load_checkpoint("memory://lightning/a.ckpt")
+
+
+def test_tensors_go_to_the_device_of_map_location(tmp_path: Path) -> None:
+    io = CkptcoreIO()
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a")
+    for device in ("meta", torch.device("meta")):
+        loaded = io.load_checkpoint(tmp_path / "a", map_location=device)
+        assert loaded["state_dict"]["w"].device.type == "meta"
+        assert loaded["epoch"] == 3
+    for location in (lambda storage, _: storage, {"cuda:1": "cuda:0"}):
+        with pytest.raises(TypeError, match="do not record devices"):
+            io.load_checkpoint(tmp_path / "a", map_location=location)
+
+
+def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="Context"):
+        CkptcoreIO().save_checkpoint({}, tmp_path / "a", storage_options={})
+    with pytest.raises(ValueError, match="rank 0 saves alone"):
+        CkptcoreIO(context=Context(job=JobOptions(coordinator=SingleProcess())))
+    with pytest.raises(ValueError, match="use the sharded state"):
+        CkptcoreFSDPStrategy(state_dict_type="full")
+    with pytest.raises(ValueError, match="use the sharded state"):
+        CkptcoreModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(TypeError, match="Context"):
+        CkptcoreFSDPStrategy().save_checkpoint({}, tmp_path / "a", storage_options={})
+
+
+def test_old_checkpoints_are_removed_after_the_running_save(tmp_path: Path) -> None:
+    blocked, proceed = threading.Event(), threading.Event()
+    proceed.set()
+
+    def block(event: Event) -> None:
+        if event.phase == "write":
+            blocked.set()
+            proceed.wait()
+
+    io = CkptcoreIO(asynchronous=True, context=Context(observers=[block]))
+    weights = torch.zeros(2)
+    io.save_checkpoint({"w": weights}, tmp_path / "old")
+    io.teardown()
+    blocked.clear()
+    proceed.clear()
+    io.save_checkpoint({"w": weights}, tmp_path / "new")
+    weights += 1  # not in the checkpoint
+    io.remove_checkpoint(tmp_path / "old")
+    blocked.wait()
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["old"]
+    proceed.set()
+    assert same(io.load_checkpoint(tmp_path / "new"), {"w": torch.zeros(2)})  # waits for the save
+    assert sorted(os.listdir(tmp_path)) == ["new"]
+
+
+def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
+    io = CkptcoreIO(asynchronous=True)
+    io.save_checkpoint({"w": 1}, tmp_path / "old")
+    io.teardown()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError):
+        for path in (tmp_path / "file" / "new", tmp_path / "newer"):
+            io.save_checkpoint({"w": 2}, path)
+            io.remove_checkpoint(tmp_path / "old")
+    io.teardown()
+    assert io.load_checkpoint(tmp_path / "old") == {"w": 1}
+
+
+def ddp(directory: Path) -> None:
+    """Train in a job, resume in the same job, and compare."""
+    whole = fit(trainer(directory, devices=2, strategy="ddp", plugins=[CkptcoreIO()]))
+    half = trainer(directory / "half", max_steps=8, devices=2, strategy="ddp", plugins=[CkptcoreIO()])
+    fit(half)
+    rest = fit(
+        trainer(directory / "half", devices=2, strategy="ddp", plugins=[CkptcoreIO()]),
+        ckpt_path=str(directory / "half" / "last.ckpt"),
+    )
+    assert same(dict(whole.state_dict()), dict(rest.state_dict()))
+
+
+@pytest.mark.system
+def test_rank_0_saves_and_all_ranks_load(tmp_path: Path) -> None:
+    run_job(f"ddp(Path({str(tmp_path)!r}))", 2)
+    assert ckptcore.verify(tmp_path / "last.ckpt").ok
+
+
+class FSDPOnCPU(CkptcoreFSDPStrategy):
+    """Lightning passes the index of a GPU as the device; without one, FSDP needs the CPU."""
+
+    def _setup_model(self, model: Any) -> Any:
+        wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        self._reset_optimizers_and_schedulers()
+        return wrapped
+
+
+def sharded(kind: str, directory: Path, size: int) -> Any:
+    """Return a Trainer with a sharded strategy, and its module."""
+    if kind == "fsdp":
+        return trainer(directory, devices=size, strategy=FSDPOnCPU()), Digits()
+    strategy = CkptcoreModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+    return trainer(directory, devices=size, strategy=strategy), Sharded()
+
+
+def train_sharded(kind: str, directory: Path) -> None:
+    """Train in a job of two ranks, resume from the middle, and compare the losses."""
+    run, module = sharded(kind, directory, 2)
+    fit(run, module)
+    again, resumed = sharded(kind, directory / "again", 2)
+    fit(again, resumed, ckpt_path=str(directory / "step=8.ckpt"))
+    assert resumed.seen == module.seen[8:]
+
+
+class SaveAtStart(lightning.Callback):  # type: ignore[misc]  # without types here
+    """Saves what was loaded."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Save once all state is restored."""
+        trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath) / "loaded")
+
+
+def load_sharded(kind: str, directory: Path) -> None:
+    """Load a checkpoint of two ranks in a job of one, save it again, and train on."""
+    run, module = sharded(kind, directory / "alone", 1)
+    run.callbacks.append(SaveAtStart())
+    fit(run, module, ckpt_path=str(directory / "step=8.ckpt"))
+    assert run.global_step == 12
+
+
+def assert_same_state(left: Path, right: Path) -> None:
+    """Compare the model and the optimizers of two checkpoints."""
+    one, other = (ckptcore.load(path, framework="torch") for path in (left, right))
+    for name in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert same(one[name], other[name]), name
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["fsdp", "model parallel"])
+def test_sharded_checkpoints_are_loaded_by_any_number_of_ranks(tmp_path: Path, kind: str) -> None:
+    run_job(f"train_sharded({kind!r}, Path({str(tmp_path)!r}))", 2)
+    assert sorted(os.listdir(tmp_path)) == ["again", "last.ckpt", "step=12.ckpt", "step=8.ckpt"]
+    assert len(list((tmp_path / "last.ckpt").glob("*.distcp"))) == 2  # each rank wrote its shards
+    assert_same_state(tmp_path / "last.ckpt", tmp_path / "again" / "last.ckpt")
+    run_job(f"load_sharded({kind!r}, Path({str(tmp_path)!r}))", 1)
+    assert_same_state(tmp_path / "step=8.ckpt", tmp_path / "alone" / "loaded")
+
+
+def test_the_programs_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[4] / "docs/how-to/with-lightning.md"
+    module = page_module(page, "trainers")
+    for block in code_blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            run_python(block, page, module)
