@@ -14,7 +14,7 @@ from types import ModuleType
 import ckptcore_gcs.settings
 import ckptcore_s3.settings
 from ckptcore_testing.plugins import PUBLIC_MODULES
-from sphinx.ext.autodoc.mock import mock
+from sphinx.ext.autodoc.mock import mock  # type: ignore[attr-defined]  # documented there, defined elsewhere
 from sphinx.util.inspect import TypeAliasForwardRef
 from sphinx.util.typing import stringify_annotation
 

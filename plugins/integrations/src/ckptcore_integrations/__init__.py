@@ -8,6 +8,7 @@ Adapters for libraries that train:
 
 transformers  the Trainer of Hugging Face Transformers
 accelerate    Hugging Face Accelerate
+keras         Keras 3
 lightning     PyTorch Lightning
 
 Each module imports the library that it is for, so none is imported here.

@@ -1,0 +1,71 @@
+"""Keras with `CkptcoreCheckpoint`, on both backends: kill and resume, Keras' own loads, what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptcore
+
+pytestmark = pytest.mark.system
+
+
+def start(backend: str, call: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a function of `keras_program` with a backend: it is fixed when Keras is imported."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "KERAS_BACKEND": backend}
+    program = f"import keras_program as k; from pathlib import Path; d = Path({str(directory)!r}); k.{call}"
+    return subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True, text=True)
+
+
+def run(backend: str, call: str, directory: Path) -> Any:
+    """Run a function, and return the JSON in its last line."""
+    ended = start(backend, call, directory)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
+    whole = run(backend, "train(d)", tmp_path / "whole")
+    ended = start(backend, "kill_in_third_save(d)", tmp_path / "killed")
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    resumed = run(backend, "train(d)", tmp_path / "killed")
+    assert resumed["began"] == 2  # epochs 0 and 1 were saved, epoch 2 was not
+    assert resumed["losses"] == whole["losses"][2:]
+    assert resumed["order"] == whole["order"][2:]
+    assert resumed["variables"] == whole["variables"]
+    assert ckptcore.verify(tmp_path / "killed" / "3").ok
+
+
+def test_keras_loads_what_was_saved(tmp_path: Path) -> None:
+    assert run("jax", "keras_loads(d)", tmp_path) == {"same": True, "config": 1274}
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_arguments(tmp_path: Path, backend: str) -> None:
+    assert run(backend, "arguments(d)", tmp_path) == {
+        "latest": ["3"],
+        "all": ["0", "1", "2", "3"],
+        "best": ["0"],
+        "batches": ["3", "6", "9", "12", "15"],
+        "policy": ["1", "3"],
+        "weights": ["non_trainable_variables", "trainable_variables"],
+        "printed": 4,
+        "hosts": [False, True],
+        "refused": 2,
+        "nothing": None,
+    }
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_the_programs_of_the_guide_run(tmp_path: Path, backend: str) -> None:
+    page = Path(__file__).parents[4] / "docs/how-to/with-keras.md"
+    assert run(backend, f"guide(d, Path({str(page)!r}))", tmp_path) == "done"
