@@ -114,7 +114,11 @@ def test_later_changes_are_not_in_an_asynchronous_save(tmp_path):
     assert not ours.load(tmp_path / "c")["w"].any()
 
 
-@pytest.mark.parametrize("tree", [{}, {"w": np.zeros(0)}, {"w": 1j}, {"w": object()}, None], ids=repr)
+@pytest.mark.parametrize(
+    "tree",
+    [{}, {"w": np.zeros(0)}, {"w": 1j}, {"w": object()}, None],
+    ids=["empty", "no elements", "complex", "object", "none"],
+)
 def test_what_orbax_refuses_to_save_is_refused_alike(tmp_path, tree):
     with pytest.raises(Exception) as expected:  # its type is compared
         theirs.save(tmp_path / "theirs", tree)

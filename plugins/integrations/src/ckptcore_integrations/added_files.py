@@ -64,9 +64,11 @@ class ObjectWithFiles:
     load_from: Callable[[str], None]
 
     def save(self, directory: Path) -> None:
+        """Write the files."""
         self.save_to(os.fspath(directory))
 
     def load(self, directory: Path) -> None:
+        """Read the files."""
         self.load_from(os.fspath(directory))
 
 

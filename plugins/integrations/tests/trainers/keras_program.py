@@ -81,6 +81,7 @@ def train(directory: Path, **options: Any) -> None:
         batches,
         epochs=4,
         initial_epoch=began,
+        shuffle=False,
         verbose=0,
         callbacks=[CkptcoreCheckpoint(str(directory), **options)],
     )

@@ -46,7 +46,7 @@ class TreeHandler:
         async def read() -> Any:
             if not (directory / PYTREE_METADATA_FILE).exists():
                 raise FileNotFoundError(f"No structure could be identified: {directory} has no {PYTREE_METADATA_FILE}")
-            return load_tree(str(directory), abstract_checkpointable, self._context)
+            return _load_tree(str(directory), abstract_checkpointable, self._context)
 
         return read()
 
@@ -81,7 +81,7 @@ def with_tree_handler(context: v1.Context) -> v1.Context:
     return child
 
 
-def load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
+def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
     """Load a tree as Orbax does: with the types of the abstract leaves, or as the leaves were saved.
 
     Args:
