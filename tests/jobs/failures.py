@@ -26,13 +26,16 @@ _MAY_COMMIT: Final = {
     "export",
     "rename",
     "finish",
+    "after exchange 4",
     "after exchange 5",
-    "after exchange 6",
     "after commit 1",
     "written",
     "write",
 }
-"""Points at which a save may commit without the victim, or by the leader after it paused."""
+"""Points at which a save may commit without the victim, or by the leader after it paused.
+
+Exchange 4 of a save ends the stage "claim", exchange 5 the stage "write".
+"""
 
 
 class _Processes:

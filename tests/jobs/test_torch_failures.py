@@ -26,14 +26,8 @@ _OF_LEADER: Final = [
     ("delete", "rename"),
 ]  # fmt: skip
 
-_CANNOT_RAISE: Final = [
-    "after exchange 1",
-    "after exchange 2",
-    "after exchange 4",
-    "after exchange 5",
-    "after exchange 6",
-]
-"""Ends of exchanges: of describing, of telling the trees, of planning with their union, of the claim, of writing."""
+_CANNOT_RAISE: Final = [f"after exchange {number}" for number in range(1, 6)]
+"""Ends of the stages "describe", "trees", "united", "claim" and "write"."""
 
 TABLE: Final = [
     *[Cell(*point, action, victim) for point in _OF_ALL for action in ("raise", "kill", "hang") for victim in (0, 2)],

@@ -223,7 +223,7 @@ def test_every_layout_is_saved_and_loaded_where_tensorstore_cannot_write(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 _MIB: Final = 1 << 20
-_ARRAYS: Final = 24
+_ARRAYS: Final = 48
 _ARRAY_BYTES: Final = 32 * _MIB
 
 _PROGRAM: Final = """
@@ -273,8 +273,8 @@ def test_a_part_of_a_compressed_checkpoint_is_in_memory_at_a_time(writer: str, t
         [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert found.returncode == 0, found.stderr
-    # The 128 MiB being encoded or decoded at a time, as stored bytes and as elements, and memory
-    # cached by malloc.
-    assert int(found.stdout) < 512 * _MIB < _ARRAYS * _ARRAY_BYTES * 0.7
+    # Up to 128 MiB are decoded at a time, and up to 128 MiB encoded. Encoded chunks that are not written yet take up to
+    # 288 MiB, and malloc caches memory.
+    assert int(found.stdout) < _ARRAYS * _ARRAY_BYTES * 0.55
     loaded = ckptcore.load(tmp_path / target)
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())

@@ -56,16 +56,16 @@ class BriefAfterMessages:
 
 def vanish_at_third_message(which: int) -> None:
     """Send this process a signal when it has received two messages and others are in flight."""
-    land, taken = Broadcasts._land, 0
+    finish, taken = Broadcasts._finish_message, 0
 
     def vanishing(self: Broadcasts, *message: Any) -> None:
         nonlocal taken
         taken += 1
         if taken == 3:
             os.kill(os.getpid(), which)
-        land(self, *message)
+        finish(self, *message)
 
-    Broadcasts._land = vanishing  # type: ignore[method-assign]  # there is no other way between two messages
+    Broadcasts._finish_message = vanishing  # type: ignore[method-assign]  # there is no other way between two messages
 
 
 def main(rank: int, size: int, port: int, which: int, directory: Path) -> None:
