@@ -13,6 +13,7 @@ __all__ = ["BENCHMARKS"]
 BENCHMARKS: Final = (
     "peers",
     "replaced_safetensors",
+    "replaced_jobs",
     "local",
     "saved_bytes",
     "processes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from benchmarks.alternating import Case, Contender, Times, measure, timed_rows
 from benchmarks.report import PageCache, Row
 
-__all__ = ["end", "joined_rows", "joined_times", "measure_rank", "start", "torchrun"]
+__all__ = ["end", "jax_job", "joined_rows", "joined_times", "measure_rank", "start", "torchrun"]
 
 
 def torchrun(processes: int, module: str, *arguments: object) -> None:
@@ -24,6 +25,19 @@ def torchrun(processes: int, module: str, *arguments: object) -> None:
     """
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", module]
     end([start(*command, *map(str, arguments))])
+
+
+def jax_job(processes: int, module: str, *arguments: object) -> None:
+    """Run a module in processes of a job of JAX, and wait for them. Its last arguments are the port, size and rank.
+
+    Raises:
+        RuntimeError: if a process failed.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = ["-m", module, *map(str, arguments), str(port), str(processes)]
+    end([start(*command, str(rank)) for rank in range(processes)])
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:

@@ -8,7 +8,6 @@ process.
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import numpy as np
 
 import ckptcore
 from benchmarks.alternating import Contender
-from benchmarks.in_jobs import end, joined_rows, measure_rank, start, torchrun
+from benchmarks.in_jobs import jax_job, joined_rows, measure_rank, torchrun
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import HostArray
@@ -53,11 +52,7 @@ def _torchrun(directory: Path, side: int, processes: int, rounds: int) -> None:
 
 
 def _jax_processes(directory: Path, side: int, processes: int, rounds: int) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    command = ["-m", "benchmarks.jobs", "jax", str(directory), str(side), str(rounds), port, str(processes)]
-    end([start(*command, str(rank)) for rank in range(processes)])
+    jax_job(processes, "benchmarks.jobs", "jax", directory, side, rounds)
 
 
 def _measure(

@@ -61,7 +61,7 @@ def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, ev
 @pytest.mark.parametrize("way", ["save", "async_save", "Writer"])
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, way: str) -> None:
     """A process forks for each moment: it takes long to import torch."""
-    program = [sys.executable, str(HERE / "torch_dcp_kills.py"), way, str(tmp_path)]
+    program = [sys.executable, str(HERE / "kills.py"), "torch_dcp", way, str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     kills, *found = done.stdout.split()

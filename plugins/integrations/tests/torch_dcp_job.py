@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -16,12 +14,11 @@ import ckptcore_integrations.torch_dcp as dcp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as original
+from kills import kill_at
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptcore
-
-_ACCESSES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.link")
 
 
 def state_of(value: int) -> dict[str, Any]:
@@ -155,19 +152,6 @@ def killed(directory: Path, victim: str, event: str) -> None:
     if dist.get_rank() == int(victim):
         kill_at(int(event), directory)
     dcp.save(state_of(2), checkpoint_id=directory / "saved")
-
-
-def kill_at(number: int, directory: Path) -> None:
-    """Kill this process at the n-th access to a file in a directory."""
-    left = [number]
-
-    def hook(name: str, arguments: tuple[Any, ...]) -> None:
-        if name in _ACCESSES and any(str(directory) in str(argument) for argument in arguments):
-            left[0] -= 1
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
 
 
 def main() -> None:

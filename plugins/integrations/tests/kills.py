@@ -1,0 +1,137 @@
+"""Overwrites a checkpoint again and again, and is killed at the first, second, ... access to a file of the save.
+
+``kills.py LIBRARY WAY DIRECTORY [EVERY]`` kills at each access, or at every n-th one. It prints the number of kills,
+and what was found after each: the step, or "none".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+_ACCESSES: Final = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.link")
+
+
+def kill_at(number: int, directory: Path) -> None:
+    """Kill this process at the n-th access to a file in a directory."""
+    left = [number]
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in _ACCESSES and any(str(directory) in str(argument) for argument in arguments):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def torch_dcp(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], int]]:
+    """Return functions that save a step, and load it with both libraries."""
+    import ckptcore_integrations.torch_dcp as dcp
+    import torch
+    import torch.distributed.checkpoint as original
+
+    def save(location: Path, step: int) -> None:
+        state = {"w": torch.full((1000,), float(step)), "step": step}
+        if way == "save":
+            dcp.save(state, checkpoint_id=location)
+        elif way == "async_save":
+            dcp.async_save(state, checkpoint_id=location).result()
+        else:
+            original.save(state, storage_writer=dcp.Writer(location))
+
+    def load(location: Path) -> int:
+        for library in (dcp, original):
+            found = {"w": torch.zeros(1000), "step": 0}
+            library.load(found, checkpoint_id=location)
+            assert (found["w"] == found["step"]).all()
+        return int(found["step"])
+
+    return save, load
+
+
+def orbax_v1(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], int]]:
+    """Return functions that save a step, and load it with both libraries."""
+    import numpy as np
+    from ckptcore_integrations import orbax_v1 as ours
+    from orbax.checkpoint import v1 as original
+
+    def save(location: Path, step: int) -> None:
+        state = {"w": np.full(1000, step), "step": step}
+        if way == "save":
+            ours.save(location, state, overwrite=True)
+        elif way == "save_async":
+            ours.save_async(location, state, overwrite=True).result()
+        else:
+            with ours.training.Checkpointer(location) as checkpointer:
+                checkpointer.save(step, state, overwrite=True)
+
+    def load(location: Path) -> int:
+        if way == "Checkpointer":
+            with original.training.Checkpointer(location) as checkpointer:
+                location = location / str(checkpointer.latest.step)
+        for library in (ours, original):
+            found = library.load(location)
+            assert (found["w"] == found["step"]).all()
+        return int(found["step"])
+
+    return save, load
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Run work in a forked process, and return its signal or exit status, as `os.waitpid` does."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001  # ends the forked process
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def found_at(location: Path, load: Callable[[Path], int]) -> str:
+    """Return the step at a location, or "none". A forked process loads it."""
+    reading, writing = os.pipe()
+
+    def report() -> None:
+        os.write(writing, (str(load(location)) if location.exists() else "none").encode())
+
+    assert forked(report) == 0
+    os.close(writing)
+    with open(reading, encoding="utf-8") as output:
+        return output.read()
+
+
+def main() -> None:
+    """Kill a save at every moment, until one is not reached."""
+    warnings.simplefilter("ignore")
+    library, way, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    every = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    save, load = {"torch_dcp": torch_dcp, "orbax_v1": orbax_v1}[library](way)
+    location = directory / "saved"
+    found = []
+    for moment in range(1, 1000, every):
+        assert forked(lambda: save(location, 1)) == 0
+
+        def doomed(moment: int = moment) -> None:
+            kill_at(moment, directory)
+            save(location, 2)
+
+        status = forked(doomed)
+        found.append(found_at(location, load))
+        if status == 0:
+            break
+        assert status == signal.SIGKILL
+    print(len(found) - 1, *found)
+
+
+if __name__ == "__main__":
+    main()
