@@ -269,3 +269,12 @@ def test_the_names_are_those_of_orbax():
     for name in ("partial", "training"):
         ours_here, theirs_here = getattr(ours, name), getattr(theirs, name)
         assert {one for one in dir(theirs_here) if not one.startswith("_")} <= set(dir(ours_here))
+
+
+def test_parts_that_orbax_began_are_continued_and_finalized(tmp_path):
+    theirs.partial.save(tmp_path / "saved", {"a": np.ones(3)})
+    ours.partial.save(tmp_path / "saved", {"b": np.zeros(2)})
+    ours.partial.finalize(tmp_path / "saved")
+    loaded = ours.load(tmp_path / "saved")
+    assert sorted(loaded) == ["a", "b"]
+    assert (loaded["a"] == 1).all()

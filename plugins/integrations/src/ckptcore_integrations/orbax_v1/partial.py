@@ -1,4 +1,7 @@
-"""Partial saves: each is a session of ckptcore, and `finalize` commits all of them."""
+"""Partial saves: each is a session of ckptcore, and `finalize` commits all of them.
+
+Orbax continues and finalizes the partial saves that it began.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,8 @@ def save_async(path: Any, state: Any, *, custom_metadata: Any = None) -> v1.Asyn
     final = get_context().file.path_class(path)
     if final.exists():
         raise FileExistsError(f"Finalized checkpoint already exists at {final}.")
+    if add_partial_save_suffix(final).is_dir():
+        return v1.partial.save_async(path, state, custom_metadata=custom_metadata)
     arguments = prepare(final, {STATE_CHECKPOINTABLE_KEY: state}, False, custom_metadata)
     if arguments["layout"].rules:
         raise NotImplementedError("chunk sizes by key in partial saves: all parts share one size. Set one")
@@ -74,6 +79,9 @@ def finalize(path: Any) -> None:
         final = remove_partial_save_suffix(final)
     if final.exists():
         raise FileExistsError(f"Finalized checkpoint already exists at {final}.")
+    if add_partial_save_suffix(final).is_dir():
+        v1.partial.finalize(path)
+        return
     record = _Record(final)
     _session(final).finalize(metadata=record.custom_metadata)
     if jax.process_index() == 0:
