@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,9 @@ class CheckpointMetadata:
         timeline: events of the save until its commit; empty for checkpoints of other software.
         contents: the tree; None if there are several objects.
         checkpointables: by name, the metadata of each object; empty for one tree.
+        digest: ``sha256:`` and the SHA-256 of the root, `checkpoint.json`, in hexadecimal. The root has the checksums
+            of all data files, so another save has another digest. For several objects: the SHA-256
+            of the root, followed by the digests of the objects. None for checkpoints of other software.
     """
 
     created: str | None
@@ -115,6 +119,7 @@ class CheckpointMetadata:
     timeline: Sequence[Event] = ()
     contents: TreeContents | None = None
     checkpointables: CheckpointablesMetadata = field(default_factory=CheckpointablesMetadata)
+    digest: str | None = None
 
     @property
     def is_composite(self) -> bool:
@@ -225,7 +230,16 @@ def _metadata(
         timeline=() if timeline is None else timeline_from_json(timeline, location=found.location.display),
         contents=contents,
         checkpointables=checkpointables,
+        digest=_digest(found, checkpointables),
     )
+
+
+def _digest(found: Checkpoint | CompositeCheckpoint, checkpointables: CheckpointablesMetadata) -> str | None:
+    data = found.version.root
+    if found.root is None or not isinstance(data, bytes):
+        return None
+    members = "".join([one.digest or "" for one in checkpointables.values()])
+    return f"sha256:{hashlib.sha256(data + members.encode()).hexdigest()}"
 
 
 def _describe_composite(composite: CompositeCheckpoint, location: AnyLocation, context: Context) -> CheckpointMetadata:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from ckptcore_testing import SaveLoadMatrixTests, assert_same_tree
 
 import ckptcore
@@ -83,3 +85,31 @@ def test_several_checkpointables_load_with_their_metadata(layout: str, tmp_path:
     )
     for name, abstract in wanted.items():
         assert_same_tree(ckptcore.load(tmp_path / "c" / name, abstract), expected[name])
+
+
+def test_the_digest_is_that_of_the_root(tmp_path: Path) -> None:
+    path = tmp_path / "tree"
+    ckptcore.save(path, {"w": np.arange(3)})
+    expected = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
+    assert ckptcore.metadata(path).digest == f"sha256:{expected}"
+    with ckptcore.open(path) as opened:
+        assert opened.metadata.digest == f"sha256:{expected}"
+    ckptcore.save(path, {"w": np.arange(3)}, overwrite=True)
+    assert ckptcore.metadata(path).digest != f"sha256:{expected}"
+
+
+def test_the_digest_of_several_objects_covers_each(tmp_path: Path) -> None:
+    path = tmp_path / "several"
+    ckptcore.save_checkpointables(path, {"a": {"w": np.arange(3)}, "b": {"v": np.ones(2)}})
+    found = ckptcore.metadata(path)
+    parts = [found.checkpointables[name].digest or "" for name in ("a", "b")]
+    root = (path / "checkpoint.json").read_bytes()
+    assert found.digest == f"sha256:{hashlib.sha256(root + ''.join(parts).encode()).hexdigest()}"
+    assert len({found.digest, *parts}) == 3
+    ckptcore.delete(path / "b")
+    assert ckptcore.metadata(path).digest != found.digest
+
+
+def test_other_software_gives_no_digest(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "w.safetensors")
+    assert ckptcore.metadata(tmp_path / "w.safetensors").digest is None
