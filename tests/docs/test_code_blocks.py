@@ -31,7 +31,13 @@ DIRECTIVES = re.compile(r"^\{[a-z:-]+\}$")
 NOT_RUN = ("git ", "make", "pip ", "pytest", "python -m venv", "source ", "ls", "cat ")
 """Commands of console blocks that set up an environment or look at files. They are not run."""
 
-PEERS = {"accelerate": "accelerate", "ckptcore_integrations.transformers": "accelerate", "lightning": "lightning"}
+PEERS = {
+    "accelerate": "accelerate",
+    "ckptcore_integrations.transformers": "accelerate",
+    "lightning": "lightning",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
 """By imported module, a library that the development group does not install. Such blocks run only if it is."""
 
 PAGES = [page for page in documentation_pages() if code_blocks(page.read_text(encoding="utf-8"))]

@@ -11,5 +11,10 @@ accelerate    Hugging Face Accelerate
 keras         Keras 3
 lightning     PyTorch Lightning
 
+Adapters for trackers of experiments:
+
+wandb   Weights & Biases
+mlflow  MLflow
+
 Each module imports the library that it is for, so none is imported here.
 """
