@@ -23,7 +23,7 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import HostArray
 
-__all__ = ["rows"]
+__all__ = ["elements", "jax_matrices", "rows"]
 
 _PROCESSES: Final = 4
 _MATRICES: Final = 32
@@ -69,7 +69,7 @@ def _measure(
     measure_rank(contenders, rounds, directory / "results", rank=rank, barrier=barrier, writes=True)
 
 
-def _elements(rank: int, number: int, side: int, processes: int) -> HostArray:
+def elements(rank: int, number: int, side: int, processes: int) -> HostArray:
     """Return a process's part of a matrix, as the bits of its elements."""
     return np.random.default_rng([rank, number]).integers(0, 1 << 15, (side // processes, side), np.int16)
 
@@ -86,7 +86,7 @@ def _torch(directory: Path, side: int, rounds: int) -> None:
     try:
         rank, processes = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh("cpu", (processes,))
-        local = [torch.from_numpy(_elements(rank, number, side, processes)) for number in range(_MATRICES)]
+        local = [torch.from_numpy(elements(rank, number, side, processes)) for number in range(_MATRICES)]
         state = {
             f"layers.{number}.weight": DTensor.from_local(part.view(torch.bfloat16), mesh, [Shard(0)], run_check=False)
             for number, part in enumerate(local)
@@ -101,11 +101,10 @@ def _torch(directory: Path, side: int, rounds: int) -> None:
         dist.destroy_process_group()
 
 
-def _jax(directory: Path, side: int, rounds: int, port: str, processes: int, rank: int) -> None:
+def jax_matrices(count: int, side: int, port: str, processes: int, rank: int) -> dict[str, Any]:
+    """Join a job of JAX, and return matrices of bfloat16 whose rows are sharded over its processes."""
     import jax
     import jax.numpy as jnp
-    import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it has no type stubs
-    from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     config: Any = jax.config
@@ -113,13 +112,20 @@ def _jax(directory: Path, side: int, rounds: int, port: str, processes: int, ran
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=rank)
     spec: Any = PartitionSpec
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec("x"))
-    shape = (side, side)
 
     def matrix(number: int) -> jax.Array:
-        part = _elements(rank, number, side, processes).view(jnp.bfloat16)
-        return jax.make_array_from_callback(shape, sharding, lambda index: part)
+        part = elements(rank, number, side, processes).view(jnp.bfloat16)
+        return jax.make_array_from_callback((side, side), sharding, lambda index: part)
 
-    state = {f"layers.{number}.weight": matrix(number) for number in range(_MATRICES)}
+    return {f"layers.{number}.weight": matrix(number) for number in range(count)}
+
+
+def _jax(directory: Path, side: int, rounds: int, port: str, processes: int, rank: int) -> None:
+    import jax
+    import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it has no type stubs
+    from jax.experimental import multihost_utils
+
+    state = jax_matrices(_MATRICES, side, port, processes, rank)
     orbax: Any = ocp.PyTreeCheckpointer()
     saves: dict[str, Callable[[Path], object]] = {
         "ckptcore.save, ocdbt": lambda location: ckptcore.save(location, state, layout="ocdbt"),

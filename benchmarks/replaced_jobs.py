@@ -15,13 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from benchmarks.alternating import Contender
 from benchmarks.in_jobs import jax_job, joined_rows, measure_rank, torchrun
+from benchmarks.jobs import elements, jax_matrices
 from benchmarks.report import Row
 from benchmarks.setting import Setting
-from ckptcore.model import HostArray
 
 __all__ = ["rows"]
 
@@ -90,11 +88,6 @@ def _of_each(modules: Mapping[str, Any], call: Callable[[Any, Path], object]) ->
     return {name: partial(call, module) for name, module in modules.items()}
 
 
-def _elements(rank: int, number: int, side: int, processes: int) -> HostArray:
-    """Return a process's part of a matrix, as the bits of its elements."""
-    return np.random.default_rng([rank, number]).integers(0, 1 << 15, (side // processes, side), np.int16)
-
-
 def _torch(library: str, directory: Path, side: int, rounds: int) -> None:
     import torch
     import torch.distributed as dist
@@ -104,7 +97,7 @@ def _torch(library: str, directory: Path, side: int, rounds: int) -> None:
     try:
         rank, processes = dist.get_rank(), dist.get_world_size()
         local = {
-            f"layers.{number}.weight": torch.from_numpy(_elements(rank, number, side, processes)).view(torch.bfloat16)
+            f"layers.{number}.weight": torch.from_numpy(elements(rank, number, side, processes)).view(torch.bfloat16)
             for number in range(_MATRICES)
         }
         measured = _Measurements(directory, rounds, rank, dist.barrier)
@@ -165,23 +158,11 @@ def _safetensors(measured: _Measurements, local: Mapping[str, Any], rank: int) -
 
 def _orbax(directory: Path, side: int, rounds: int, port: str, processes: int, rank: int) -> None:
     import jax
-    import jax.numpy as jnp
     from ckptcore_integrations import orbax_v1 as replacement
     from jax.experimental import multihost_utils
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from orbax.checkpoint import v1 as original  # type: ignore[import-untyped]  # it has no type stubs
 
-    config: Any = jax.config
-    config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=rank)
-    spec: Any = PartitionSpec
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec("x"))
-
-    def matrix(number: int) -> jax.Array:
-        part = _elements(rank, number, side, processes).view(jnp.bfloat16)
-        return jax.make_array_from_callback((side, side), sharding, lambda index: part)
-
-    state = {f"layers.{number}.weight": matrix(number) for number in range(_MATRICES)}
+    state = jax_matrices(_MATRICES, side, port, processes, rank)
     abstract = jax.tree.map(original.arrays.to_shape_dtype_struct, state)
 
     def save(module: Any, location: Path) -> object:
