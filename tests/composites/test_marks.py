@@ -109,10 +109,11 @@ def test_the_layout_gets_the_metrics_of_a_step(tmp_path: Path, context: ckptcore
     assert mark(str(tmp_path / "run" / "2"))["metrics"] == {"loss": "nan"}
 
 
-def test_no_metadata_files_are_written_without_a_tree(place: str, context: ckptcore.Context) -> None:
+def test_the_requested_layout_writes_its_metadata_files_without_a_tree(place: str, context: ckptcore.Context) -> None:
     layout = Told()
     ckptcore.save_checkpointables(place + "/c", {"words": Files({"a": b"b"})}, layout=layout, context=context)
-    assert layout.about == [] and MARK not in keys(place + "/c")
+    (about,) = layout.about
+    assert about.members == {"words": "files"} and MARK in keys(place + "/c")
 
 
 def test_the_layout_gets_the_directories_of_process_states(tmp_path: Path) -> None:
