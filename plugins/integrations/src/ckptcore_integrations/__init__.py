@@ -11,6 +11,10 @@ accelerate    Hugging Face Accelerate
 keras         Keras 3
 lightning     PyTorch Lightning
 
+Adapter for a server:
+
+vllm  vLLM
+
 Adapters for trackers of experiments:
 
 wandb   Weights & Biases
