@@ -33,6 +33,7 @@ NOT_RUN = ("git ", "make", "pip ", "pytest", "python -m venv", "source ", "ls", 
 
 PEERS = {
     "accelerate": "accelerate",
+    "ckptcore_integrations.torchtitan": "torchtitan",
     "ckptcore_integrations.transformers": "accelerate",
     "lightning": "lightning",
     "mlflow": "mlflow",

@@ -10,6 +10,7 @@ transformers  the Trainer of Hugging Face Transformers
 accelerate    Hugging Face Accelerate
 keras         Keras 3
 lightning     PyTorch Lightning
+torchtitan    TorchTitan
 
 Adapter for a server:
 

@@ -1,0 +1,99 @@
+"""TorchTitan with `CkptcoreManager`: kill and resume, both managers on one run, and the last step for Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ckptcore_integrations.torchtitan import _called_in
+from safetensors.torch import load_file
+
+import ckptcore
+
+pytestmark = pytest.mark.system
+
+
+def train(call: str, size: int = 1) -> list[int]:
+    """Call `run` of the program in a job. Return the exit statuses of the ranks."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = str(chosen.getsockname()[1])
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    job = {**os.environ, "PYTHONPATH": paths, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    program = f"from pathlib import Path; import titan_program as t; t.run({call})"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(size)
+    ]
+    return [rank.wait(240) for rank in ranks]
+
+
+def found(report: Path) -> Any:
+    return json.loads(report.with_suffix(".0").read_text())
+
+
+def assert_continued(whole: Any, rest: Any) -> None:
+    """Compare losses, data, weights, moments and the schedule, bit for bit."""
+    assert [row[0] for row in rest["seen"]] == list(range(5, 13))
+    assert rest["seen"] == whole["seen"][4:]
+    assert rest["full"] == whole["full"]
+    assert rest["rate"] == whole["rate"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished run with TorchTitan's own manager."""
+    folder = tmp_path_factory.mktemp("plain")
+    assert train(f"Path({str(folder)!r}), Path({str(folder / 'report')!r}), 'CheckpointManager'") == [0]
+    return found(folder / "report"), folder
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, mode: str) -> None:
+    arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
+    assert train(f"{arguments}, 'Killed', async_mode={mode!r}") == [-signal.SIGKILL]
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-4"]
+    assert train(f"{arguments}, async_mode={mode!r}") == [0]
+    assert_continued(uninterrupted[0], found(tmp_path / "report"))
+    assert ckptcore.verify(tmp_path / "checkpoint" / "step-12").ok
+
+
+@pytest.mark.parametrize("first", ["CheckpointManager", "CkptcoreManager"])
+def test_each_manager_continues_a_run_of_the_other(uninterrupted: Any, tmp_path: Path, first: str) -> None:
+    second = "CkptcoreManager" if first == "CheckpointManager" else "CheckpointManager"
+    arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
+    assert train(f"{arguments}, {first!r}, steps=4") == [0]
+    assert train(f"{arguments}, {second!r}") == [0]
+    assert_continued(uninterrupted[0], found(tmp_path / "report"))
+
+
+def test_the_last_step_of_two_ranks_is_exported(tmp_path: Path) -> None:
+    arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
+    options = "keep_latest_k=2, last_save_model_only=True, last_save_in_hf=True"
+    assert train(f"{arguments}, {options}, enable_first_step_checkpoint=True", 2) == [0, 0]
+    steps = tmp_path / "checkpoint"
+    assert sorted(path.name for path in steps.glob("s*")) == ["step-12", "step-4", "step-8"]
+    exported = load_file(steps / "step-12" / "model.safetensors")
+    weights = found(tmp_path / "report")["full"]
+    assert set(exported) == {f"model.{name}" for name in weights if not name.startswith(("state.", "param_groups."))}
+    for name, tensor in exported.items():
+        assert tensor.tolist() == weights[name.removeprefix("model.")]
+
+
+def test_pickles_with_code_are_found() -> None:
+    assert _called_in(pickle.dumps({"position": [1, 2.5, "a", None, b"x"]})) is None
+    for protocol in range(6):
+        assert _called_in(pickle.dumps({"called": os.getpid}, protocol)) is not None

@@ -1,0 +1,228 @@
+"""A real Trainer of TorchTitan on the CPU: a language model of the pixels of scikit-learn's digits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+torch.set_num_threads(1)
+
+# TorchTitan runs on accelerators only: let it use the CPU, without a communication library that needs Triton.
+sys.modules["torchtitan.distributed.minimal_async_ep"] = MagicMock()
+from torchtitan.tools import utils
+
+utils.device_type = "cpu"
+utils.device_module = types.SimpleNamespace(
+    current_device=lambda: 0,
+    empty_cache=lambda: None,
+    get_device_name=lambda _: "cpu",
+    get_device_properties=lambda _: types.SimpleNamespace(total_memory=2**30),
+    memory_stats=lambda _: {},
+    reset_peak_memory_stats=lambda: None,
+    set_device=lambda _: None,
+    synchronize=lambda: None,
+)
+
+from ckptcore_integrations.torchtitan import CkptcoreManager
+from sklearn.datasets import load_digits
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import IterableDataset
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config.configs import DebugConfig, TrainingConfig
+from torchtitan.distributed import utils as distributed
+from torchtitan.models.common import Embedding, Linear
+from torchtitan.protocols import BaseModel
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.trainer import Trainer
+
+from ckptcore import Context
+from ckptcore.events import Event
+
+distributed.set_pg_timeouts = lambda **_: None  # it calls a function that released versions of PyTorch lack
+
+PIXELS = torch.tensor(load_digits().data[:96], dtype=torch.int64)
+INIT: Any = {"weight": torch.nn.init.xavier_normal_, "bias": torch.nn.init.zeros_}
+
+
+class Digits(IterableDataset):  # type: ignore[type-arg]
+    """Pixels as tokens, one image after another; each rank has its own. It can resume within an epoch."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.position = rank, size, 0
+
+    def __iter__(self) -> Any:
+        while True:
+            row = PIXELS[(self.position * self.size + self.rank) * 7 % len(PIXELS)]
+            self.position += 1
+            yield {"input": row[:-1]}, row[1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the position."""
+        self.position = state["position"]
+
+
+class Loader(ParallelAwareDataloader):  # type: ignore[misc]  # without types here
+    """The loader of the images."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]  # without types here
+        """No options."""
+
+    def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **kwargs: Any) -> None:
+        rows = Digits(dp_rank, dp_world_size)
+        super().__init__(rows, dp_rank, dp_world_size, batch_size=local_batch_size)
+
+
+class Tokenizer(BaseTokenizer):  # type: ignore[misc]  # without types here
+    """Pixels are tokens already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]  # without types here
+        """No options."""
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    encode = decode = get_vocab_size = None
+
+
+class Model(BaseModel):  # type: ignore[misc]  # without types here
+    """Predicts the next pixel."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):  # type: ignore[misc]  # without types here
+        """No options."""
+
+        def update_from_config(self, **kwargs: Any) -> None:
+            """Take nothing from the configuration."""
+
+        def get_nparams_and_flops(self, model: Any, seq_len: int) -> tuple[int, int]:
+            """Return the number of parameters, and of operations."""
+            return sum(parameter.numel() for parameter in model.parameters()), 1
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.embed = Embedding.Config(num_embeddings=17, embedding_dim=16, param_init=INIT).build()
+        self.hidden = Linear.Config(in_features=16, out_features=32, param_init=INIT).build()
+        self.head = Linear.Config(in_features=32, out_features=17, param_init=INIT).build()
+
+    def forward(self, tokens: Any) -> Any:
+        """Return the logits."""
+        hidden = torch.nn.functional.dropout(torch.relu(self.hidden(self.embed(tokens))), 0.1)
+        return self.head(hidden)
+
+
+class Adapter(StateDictAdapter):  # type: ignore[misc]  # without types here
+    """Names of Hugging Face have a prefix."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add the prefix."""
+        return {f"model.{name}": value for name, value in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Remove the prefix."""
+        return {name.removeprefix("model."): value for name, value in hf_state_dict.items()}
+
+
+def parallelize(model: Any, *, parallel_dims: Any, **kwargs: Any) -> Any:
+    """Shard the model."""
+    return fully_shard(model, mesh=parallel_dims.get_mesh(["dp_shard"]))
+
+
+class Recorded(Trainer):  # type: ignore[misc]  # without types here
+    """Records the data and the loss of each step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):  # type: ignore[misc]  # without types here
+        """The same options."""
+
+    def forward_backward_step(self, **kwargs: Any) -> Any:
+        """Record the data and the loss. Seed the dropout, which TorchTitan does not save."""
+        torch.manual_seed(self.step)  # not earlier: a new loader draws a number
+        loss = super().forward_backward_step(**kwargs)
+        images = kwargs["input_dict"]["input"].sum(1).tolist()
+        self.__dict__.setdefault("seen", []).append((self.step, float(loss.detach()), images))
+        return loss
+
+
+class Killed(CkptcoreManager):
+    """Kills the process when the files of the second step are written, before the commit."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CkptcoreManager.Config):
+        """The same options."""
+
+    @staticmethod
+    def _kill(event: Event) -> None:
+        if event.phase == "write" and event.step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    context = Context(observers=[_kill])
+
+
+def build(folder: Path, manager: type = CkptcoreManager, *, steps: int = 12, **options: Any) -> Any:
+    """Return a Trainer that saves every 4th step."""
+    given = {"enable": True, "interval": 4, "last_save_model_only": False, **options}
+    return Recorded.Config(
+        model_spec=ModelSpec(
+            name="digits",
+            flavor="tiny",
+            model=Model.Config(),
+            parallelize_fn=parallelize,
+            pipelining_fn=None,
+            post_optimizer_build_fn=None,
+            state_dict_adapter=Adapter,
+        ),
+        hf_assets_path="",
+        dump_folder=str(folder),
+        tokenizer=Tokenizer.Config(),
+        dataloader=Loader.Config(),
+        optimizer=default_adamw(lr=1e-2, implementation="for-loop"),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=12),
+        training=TrainingConfig(local_batch_size=4, seq_len=63, steps=steps, disable_cuda_graphs=True),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        checkpoint=manager.Config(**given),  # type: ignore[attr-defined]
+        loss=CrossEntropyLoss.Config(),
+        debug=DebugConfig(seed=1),
+    ).build()
+
+
+def full(trainer: Any) -> dict[str, Any]:
+    """Return the weights and the state of the optimizer, with whole tensors."""
+    state = {**trainer.model_parts[0].state_dict(), **trainer.optimizers.state_dict()}
+    return {
+        name: value.full_tensor().tolist() if hasattr(value, "full_tensor") else value for name, value in state.items()
+    }
+
+
+def run(folder: Path, report: Path, managers: str = "CkptcoreManager", **options: Any) -> None:
+    """Train, and write what was seen, and the final weights, as JSON."""
+    trainer = build(folder, globals()[managers], **options)
+    trainer.train()
+    found = {"seen": trainer.seen, "full": full(trainer), "rate": trainer.lr_schedulers.state_dict()}
+    if torch.distributed.get_rank() == 0 or "per_rank" in report.name:
+        report.with_suffix(f".{torch.distributed.get_rank()}").write_text(json.dumps(found, default=repr))
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+__all__ = ["CheckpointManager", "Killed", "build", "full", "run"]
