@@ -36,7 +36,17 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 python_maximum_signature_line_length = 88  # one parameter per line in longer signatures
-autodoc_mock_imports = ["keras", "lightning", "lightning_utilities", "mlflow", "torchtitan", "vllm", "wandb"]
+autodoc_mock_imports = [
+    "keras",
+    "lightning",
+    "lightning_utilities",
+    "mlflow",
+    "pyarrow",
+    "ray.train",
+    "torchtitan",
+    "vllm",
+    "wandb",
+]
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

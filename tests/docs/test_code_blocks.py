@@ -33,10 +33,13 @@ NOT_RUN = ("git ", "make", "pip ", "pytest", "python -m venv", "source ", "ls", 
 
 PEERS = {
     "accelerate": "accelerate",
+    "ckptcore_integrations.ray_train": "pyarrow",
     "ckptcore_integrations.torchtitan": "torchtitan",
     "ckptcore_integrations.transformers": "accelerate",
     "lightning": "lightning",
     "mlflow": "mlflow",
+    "ray.train": "pyarrow",
+    "ray.train.torch": "pyarrow",
     "wandb": "wandb",
 }
 """By imported module, a library that the development group does not install. Such blocks run only if it is."""

@@ -56,7 +56,7 @@ def _imported(module: str) -> ModuleType:
     """
     known = module in sys.modules
     conf = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
-    [replaced] = re.findall(r"^autodoc_mock_imports = (.*)$", conf, re.MULTILINE)
+    [replaced] = re.findall(r"^autodoc_mock_imports = (\[.*?\])$", conf, re.MULTILINE | re.DOTALL)
     with mock(ast.literal_eval(replaced)):
         imported = importlib.import_module(module)
     if not known and module.startswith("ckptcore_integrations."):

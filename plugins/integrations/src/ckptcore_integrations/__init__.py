@@ -11,6 +11,7 @@ accelerate    Hugging Face Accelerate
 keras         Keras 3
 lightning     PyTorch Lightning
 torchtitan    TorchTitan
+ray_train     Ray Train
 
 Adapter for a server:
 

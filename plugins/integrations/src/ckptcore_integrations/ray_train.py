@@ -1,0 +1,94 @@
+"""Ray Train: workers save a checkpoint together into the storage of the run, and report where it is.
+
+`save_and_report` replaces the local directory, the upload and ``ray.train.report`` of each worker. Ray Train owns the
+checkpoints: it deletes old ones, and gives workers the newest one after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray.train
+from pyarrow.fs import FileSystem
+from ray.train import Checkpoint, CheckpointUploadMode
+
+import ckptcore
+from ckptcore import Context
+from ckptcore.protocols import Layout
+
+__all__ = ["checkpoint_location", "resume", "save_and_report"]
+
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
+
+
+def save_and_report(
+    step: int,
+    checkpointables: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    *,
+    layout: str | Layout = "safetensors",
+    context: Context | None = None,
+) -> None:
+    """Save a step in the storage of the run, and report it to Ray Train. Every worker calls this.
+
+    The step is reported once it is committed. A step that was committed and not reported is replaced.
+
+    Args:
+        step: number of the step, which names the directory: ``checkpoint_000010``.
+        checkpointables: objects by name, as for `ckptcore.save_checkpointables`.
+        metrics: numbers by name, for Ray Train. Those of worker 0 belong to the checkpoint.
+        layout: the on-disk format of arrays.
+        context: options, such as those of the storage.
+
+    Raises:
+        ValueError: the file system of the run has no URL of ckptcore.
+        CheckpointError: the save failed; every worker raises it, and nothing is reported.
+    """
+    storage = ray.train.get_context().get_storage()
+    path = storage.build_checkpoint_path_from_name(f"checkpoint_{step:06d}")
+    checkpoint = Checkpoint(path, storage.storage_filesystem)
+    ckptcore.save_checkpointables(
+        checkpoint_location(checkpoint),
+        checkpointables,
+        layout=layout,
+        overwrite=True,
+        metadata={"step": step},
+        context=context,
+    )
+    ray.train.report(dict(metrics), checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+def resume(into: Mapping[str, Any], *, context: Context | None = None) -> int | None:
+    """Load the checkpoint that Ray Train gives this worker, in place. Every worker calls this.
+
+    Args:
+        into: objects by name, as for `ckptcore.load_checkpointables`.
+        context: options, such as those of the storage.
+
+    Returns:
+        The step; None if the run has no checkpoint yet.
+    """
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    location = checkpoint_location(checkpoint)
+    ckptcore.load_checkpointables(location, into=into, context=context)
+    step = ckptcore.metadata(location, context=context).custom["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def checkpoint_location(checkpoint: Checkpoint) -> str:
+    """Return the path or URL of a checkpoint of Ray Train, for the functions of ckptcore.
+
+    Raises:
+        ValueError: its file system is neither local, nor S3, nor GCS.
+    """
+    filesystem: FileSystem = checkpoint.filesystem
+    if filesystem.type_name not in _SCHEMES:
+        raise ValueError(
+            f"{checkpoint.path} is on a file system {filesystem.type_name!r}: expected one of {', '.join(_SCHEMES)}. "
+            "Set RunConfig(storage_path=...) to a path, or a URL of S3 or GCS"
+        )
+    return _SCHEMES[filesystem.type_name] + checkpoint.path

@@ -1,0 +1,94 @@
+"""Ray Train with our saves: a worker is killed in the middle of a save, and Ray starts the job again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptcore
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[4]
+
+PROGRAM = """
+import json, os, signal, sys
+from pathlib import Path
+import ray
+from ckptcore import Context
+from ckptcore_integrations.ray_train import checkpoint_location
+from tests.docs.pages import code_blocks
+
+page, directory, fate = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+blocks = [block.code for block in code_blocks(page.read_text("utf-8")) if block.language == "python"]
+scope = {"__name__": "guide"}
+exec(compile(blocks[0], str(page), "exec"), scope)
+train = scope["train"]
+
+def worker(config):
+    def kill(event):
+        marker = directory / "killed"
+        if event.phase == "write" and event.step is None and event.rank == 1 and fate == "killed":
+            writes = directory / "writes"
+            count = len(writes.read_bytes()) if writes.exists() else 0
+            writes.write_bytes(b"x" * (count + 1))
+            if count == 2 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+    train({**config, "context": Context(observers=[kill])})
+
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+trainer = ray.train.torch.TorchTrainer(
+    worker,
+    train_loop_config={"steps": 5},
+    scaling_config=ray.train.ScalingConfig(num_workers=2),
+    run_config=ray.train.RunConfig(
+        name="run",
+        storage_path=str(directory),
+        failure_config=ray.train.FailureConfig(max_failures=1),
+        checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+    ),
+)
+result = trainer.fit()
+print(json.dumps({"metrics": result.metrics, "location": checkpoint_location(result.checkpoint)}))
+"""
+
+
+def run(directory: Path, fate: str) -> dict[str, Any]:
+    """Train, and return the last metrics and the location of the last checkpoint."""
+    directory.mkdir()
+    page = ROOT / "docs/how-to/with-ray-train.md"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    command = [sys.executable, "-c", PROGRAM, str(page), str(directory), fate]
+    done = subprocess.run(
+        command, env=environment, cwd=directory, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", "whole")
+    killed = run(tmp_path / "killed", "killed")
+    assert (tmp_path / "killed" / "killed").exists()
+    assert killed["metrics"] == whole["metrics"]
+    first, second = [ckptcore.load(f"{found['location']}/model") for found in (whole, killed)]
+    assert all((first[name] == second[name]).all() for name in first)
+    assert Path(killed["location"]).name == "checkpoint_000005"
+    assert ckptcore.verify(killed["location"]).ok
+    assert sorted(path.name for path in Path(killed["location"]).parent.glob("checkpoint_0*")) == [
+        "checkpoint_000004",
+        "checkpoint_000005",
+    ]
