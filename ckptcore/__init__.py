@@ -5,12 +5,12 @@ for several objects; most have an asynchronous variant. `Checkpointer` saves the
 `CheckpointReader` reads the steps of another job.
 
 Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes a checkpoint, `verify` checks all
-bytes, `copy` and `delete` manage checkpoints, and `plan` predicts a save.
+bytes, `diff` compares two checkpoints, `copy` and `delete` manage checkpoints, and `plan` predicts a save.
 
 Options are in `Context`. Further modules: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`,
 `events`, `results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`.
-`Update`, `copy`, `partial`, `plan`, exports, `tiers` and `transforms` are in other distributions. If one is missing,
-the error has the command that installs it.
+`Update`, `copy`, `diff`, `partial`, `plan`, exports, `tiers` and `transforms` are in other distributions. If one is
+missing, the error has the command that installs it.
 """
 
 import importlib
@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from ckptcore.distributions import WithExports as WithExports
     from ckptcore.distributions import copy as copy
     from ckptcore.distributions import copy_steps as copy_steps
+    from ckptcore.distributions import diff as diff
     from ckptcore.distributions import partial as partial
     from ckptcore.distributions import plan as plan
     from ckptcore.distributions import tiers as tiers

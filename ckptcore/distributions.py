@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptcore_incremental.updates import Update as Update  # noqa: PLC0414
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
+    from ckptcore_tools.comparison import diff as diff  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
     from ckptcore_tools.exports import Export as Export  # noqa: PLC0414
     from ckptcore_tools.exports import StepExport as StepExport  # noqa: PLC0414
@@ -100,6 +101,7 @@ DISTRIBUTIONS: Final = (
         names={
             "copy": "copies",
             "copy_steps": "copies",
+            "diff": "comparison",
             "plan": "dry_run",
             **dict.fromkeys(("Export", "StepExport", "StepExports", "WithExports"), "exports"),
         },

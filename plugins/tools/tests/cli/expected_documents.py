@@ -213,6 +213,15 @@ class VerifyDocument(TypedDict):
     problems: list[ProblemDocument]
 
 
+class WorstElementDocument(TypedDict):
+    """An element that differs much."""
+
+    index: list[int]
+    a: float | int | str  #: text for a complex number, and for "nan", "inf" and "-inf"
+    b: float | int | str
+    error: float | str  #: the absolute difference
+
+
 class DifferenceDocument(TypedDict):
     """A difference between two checkpoints."""
 
@@ -227,6 +236,8 @@ class DifferenceDocument(TypedDict):
     max_absolute_error: NotRequired[
         float | str | None
     ]  #: "nan" where only one is; None of elements that are no numbers
+    norm: NotRequired[float | str | None]  #: the Euclidean norm of the difference
+    worst: NotRequired[list[WorstElementDocument]]  #: up to ten elements with the largest errors, the worst first
 
 
 class DiffDocument(TypedDict):

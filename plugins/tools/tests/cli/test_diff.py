@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_tools.cli import comparison
-from ckptcore_tools.cli.comparison import BoxReader
+from ckptcore_tools import comparison
+from ckptcore_tools.comparison import BoxReader
 from safetensors.numpy import save_file
 
 import ckptcore

@@ -21,9 +21,9 @@ from ckptcore_tools.cli.command import (
     checkpoint_command,
     command_context,
 )
-from ckptcore_tools.cli.locations import names_in
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
 from ckptcore_tools.formatting import format_count, format_size
+from ckptcore_tools.locations import names_in
 
 if TYPE_CHECKING:
     from ckptcore.commit.locks import IfInUse

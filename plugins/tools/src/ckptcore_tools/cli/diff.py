@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final
 
 import click
 
-from ckptcore.model import JSON, format_path
-from ckptcore_tools.cli.command import ExitCode, checkpoint_command
-from ckptcore_tools.cli.comparison import Difference, FilesComparison, Side, TreeComparison
-from ckptcore_tools.cli.elements import Tolerance
-from ckptcore_tools.cli.locations import describe_directories
+from ckptcore.model import JSON
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable
+from ckptcore_tools.comparison import diff
+from ckptcore_tools.differences import Difference, Differences
+from ckptcore_tools.elements import WorstElement
 from ckptcore_tools.formatting import format_count, format_size
-
-if TYPE_CHECKING:
-    from ckptcore.results import CheckpointMetadata
 
 __all__ = ["command"]
 
 _MARKS: Final = {"only_in_a": ("-", "red"), "only_in_b": ("+", "green")}
-_FILES: Final = "files"
-"""The layout of files that a checkpointable wrote itself."""
 
 
 @checkpoint_command("diff", "Compare two checkpoints.")
@@ -40,134 +33,58 @@ def command(as_json: bool, a: str, b: str, atol: float, rtol: float, no_values: 
     files byte by byte. Without --atol and --rtol, elements are equal if their bits are equal. About 64 MiB of each
     checkpoint are in memory at a time. If the checkpoints differ, the exit code is 1.
     """
-    comparison = _CheckpointComparison(describe_directories(a), describe_directories(b), Tolerance(atol, rtol))
-    differences = list(comparison.structure_differences(with_dtypes=no_values))
-    if not no_values:
-        with byte_progress("comparing") as progress:
-            differences.extend(comparison.content_differences(progress))
-    nbytes = 0 if no_values else comparison.nbytes
+    with byte_progress("comparing") as progress:
+        differences = diff(
+            a, b, absolute=atol, relative=rtol, values=not no_values, progress=progress, context=command_context()
+        )
     if as_json:
         print_document(
             "diff",
             a=a,
             b=b,
             same=not differences,
-            leaves_compared=comparison.leaves,
-            nbytes_compared=nbytes,
-            files_compared=comparison.files or UNSET,
-            differences=differences,
+            leaves_compared=differences.leaves,
+            nbytes_compared=differences.nbytes,
+            files_compared=differences.files or UNSET,
+            differences=[_document(difference) for difference in differences],
         )
     else:
-        _print(differences, comparison.leaves, comparison.files, nbytes)
+        _print(differences)
     return ExitCode.FOUND if differences else ExitCode.OK
 
 
-class _CheckpointComparison:
-    """Comparison of two checkpoints, each of one tree or of several checkpointables."""
-
-    def __init__(
-        self,
-        a: Mapping[str, tuple[str, CheckpointMetadata]],
-        b: Mapping[str, tuple[str, CheckpointMetadata]],
-        tolerance: Tolerance,
-    ) -> None:
-        self._a = {directory: found for directory, (_, found) in a.items()}
-        self._b = {directory: found for directory, (_, found) in b.items()}
-        self._trees: dict[str, TreeComparison] = {}
-        self._files: dict[str, FilesComparison] = {}
-        for directory in a.keys() & b.keys():
-            (location_a, found_a), (location_b, found_b) = a[directory], b[directory]
-            if found_a.layout == found_b.layout == _FILES:
-                self._files[directory] = FilesComparison(location_a, location_b)
-            elif _FILES not in (found_a.layout, found_b.layout):
-                sides = Side(location_a, found_a.tree), Side(location_b, found_b.tree)
-                self._trees[directory] = TreeComparison(*sides, tolerance)
-
-    @property
-    def leaves(self) -> int:
-        """Number of leaves that both have."""
-        return sum(comparison.leaves for comparison in self._trees.values())
-
-    @property
-    def files(self) -> int:
-        """Number of files that both have."""
-        return sum(comparison.files for comparison in self._files.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of `a` that `content_differences` compares."""
-        return sum(comparison.nbytes for _, comparison in self._comparisons())
-
-    def structure_differences(self, *, with_dtypes: bool) -> Iterator[Difference]:
-        """Yield the differences that can be found without reading arrays or files."""
-        a, b = self._a, self._b
-        if ("" in a) != ("" in b):
-            yield _root_difference("structure", _kind_of_checkpoint(a), _kind_of_checkpoint(b))
-            return
-        for directory, found in a.items():
-            if directory not in b:
-                yield _in_checkpointable(directory, _root_difference("only_in_a", _kind(found), None))
-            elif directory in self._trees:
-                for difference in self._trees[directory].structure_differences(with_dtypes=with_dtypes):
-                    yield _in_checkpointable(directory, difference)
-            elif directory in self._files:
-                for difference in self._files[directory].structure_differences():
-                    yield _in_checkpointable(directory, difference)
-            else:
-                kinds = _kind(found), _kind(b[directory])
-                yield _in_checkpointable(directory, _root_difference("structure", *kinds))
-        for directory, found in b.items():
-            if directory not in a:
-                yield _in_checkpointable(directory, _root_difference("only_in_b", None, _kind(found)))
-
-    def content_differences(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
-        """Yield the differences between elements and between the bytes of files.
-
-        Args:
-            progress: called with compared bytes of `a` and total bytes.
-        """
-        before, total = 0, self.nbytes
-        for directory, comparison in self._comparisons():
-
-            def report(done: int, _: int, before: int = before) -> None:
-                progress(before + done, total)
-
-            for difference in comparison.content_differences(report):
-                yield _in_checkpointable(directory, difference)
-            before += comparison.nbytes
-
-    def _comparisons(self) -> Iterator[tuple[str, TreeComparison | FilesComparison]]:
-        for directory in self._a:
-            if directory in self._trees:
-                yield directory, self._trees[directory]
-            elif directory in self._files:
-                yield directory, self._files[directory]
+def _document(difference: Difference) -> dict[str, object]:
+    document: dict[str, object] = {
+        "path": difference.path,
+        "keys": difference.keys,
+        "kind": difference.kind,
+        "a": difference.a,
+        "b": difference.b,
+        "checkpointable": difference.checkpointable or UNSET,
+    }
+    distance = difference.distance
+    if distance is not None and difference.elements:
+        document |= {"differing": distance.differing, "elements": difference.elements}
+    if distance is not None and difference.kind != "bytes":
+        worst = [_worst_document(one) for one in distance.worst]
+        document |= {"max_absolute_error": distance.largest, "norm": distance.norm, "worst": worst or UNSET}
+    return document
 
 
-def _kind_of_checkpoint(directories: Mapping[str, object]) -> str:
-    return "one tree" if "" in directories else f"checkpointables {', '.join(directories)}"
+def _worst_document(worst: WorstElement) -> dict[str, object]:
+    sides = {"a": worst.a, "b": worst.b}
+    numbers = {name: str(side) if isinstance(side, complex) else side for name, side in sides.items()}
+    return {"index": worst.position, **numbers, "error": worst.error}
 
 
-def _kind(found: CheckpointMetadata) -> str:
-    return "files" if found.layout == _FILES else "tree"
-
-
-def _root_difference(kind: Literal["structure", "only_in_a", "only_in_b"], a: JSON, b: JSON) -> Difference:
-    return Difference(format_path(()), (), kind, a, b)
-
-
-def _in_checkpointable(directory: str, difference: Difference) -> Difference:
-    return replace(difference, checkpointable=directory) if directory else difference
-
-
-def _print(differences: Sequence[Difference], leaves: int, files: int, nbytes: int) -> None:
+def _print(differences: Differences) -> None:
     for difference in differences:
         mark, style = _MARKS.get(difference.kind, ("~", "yellow"))
         print_line((f"{mark} {printable(_path_text(difference))}", style), "  ", printable(_explanation(difference)))
-    compared = f"{format_count(leaves, 'leaf', 'leaves')}, {format_size(nbytes)} of elements"
-    if files:
-        compared = f"{format_count(leaves, 'leaf', 'leaves')}, {format_count(files, 'file')}, "
-        compared += f"{format_size(nbytes)} of elements and files"
+    compared = f"{format_count(differences.leaves, 'leaf', 'leaves')}, {format_size(differences.nbytes)} of elements"
+    if differences.files:
+        compared = f"{format_count(differences.leaves, 'leaf', 'leaves')}, {format_count(differences.files, 'file')}, "
+        compared += f"{format_size(differences.nbytes)} of elements and files"
     if differences:
         print_line((format_count(len(differences), "difference"), "bold red"), f": {compared} compared")
     else:
@@ -175,10 +92,10 @@ def _print(differences: Sequence[Difference], leaves: int, files: int, nbytes: i
 
 
 def _path_text(difference: Difference) -> str:
-    if difference.checkpointable is UNSET:
+    if not difference.checkpointable:
         return difference.path
     # A difference of a whole checkpointable has no keys.
-    return f"{difference.checkpointable}" + (f": {difference.path}" if difference.keys else "")
+    return difference.checkpointable + (f": {difference.path}" if difference.keys else "")
 
 
 def _explanation(difference: Difference) -> str:
@@ -190,12 +107,14 @@ def _explanation(difference: Difference) -> str:
     text = "" if difference.a is None else f"{kind}: {_short(difference.a)} -> {_short(difference.b)}"
     if kind == "size":
         text += " bytes"
-    differing, elements, largest = difference.differing, difference.elements, difference.max_absolute_error
-    if differing is not UNSET and elements is not UNSET and differing:
+    distance = difference.distance
+    if distance is None or not distance.differing:
+        return text
+    if difference.elements:
         unit = "byte" if kind == "bytes" else "element"
-        text += f"{'; ' if text else ''}{differing:,} of {format_count(elements, unit)} differ"
-    if largest is not UNSET and largest is not None and (differing is UNSET or differing):
-        text += f", max abs error {largest:.6g}"
+        text += f"{'; ' if text else ''}{distance.differing:,} of {format_count(difference.elements, unit)} differ"
+    if distance.largest is not None:
+        text += f", max abs error {distance.largest:.6g}"
     return text
 
 

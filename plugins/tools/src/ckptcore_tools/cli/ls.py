@@ -13,9 +13,9 @@ from ckptcore.context import Context
 from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import ArrayRecord
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
-from ckptcore_tools.cli.locations import child_location, names_in
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
 from ckptcore_tools.formatting import format_count, format_size
+from ckptcore_tools.locations import child_location, names_in
 
 if TYPE_CHECKING:
     from ckptcore.results import CheckpointMetadata

@@ -34,7 +34,6 @@ from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.cli.command import NAMED_HELP, ExitCode, checkpoint_command, command_context
-from ckptcore_tools.cli.locations import child_location, names_in
 from ckptcore_tools.cli.output import (
     UNSET,
     Cell,
@@ -48,6 +47,7 @@ from ckptcore_tools.cli.output import (
 )
 from ckptcore_tools.cli.verify import problem_documents
 from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
+from ckptcore_tools.locations import child_location, names_in
 
 __all__ = ["StepState", "StepStatus", "command", "find_pinned", "find_steps", "read_steps", "step_names"]
 

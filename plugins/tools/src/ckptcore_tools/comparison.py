@@ -1,17 +1,22 @@
-"""Comparison of trees and files of two checkpoints, in bounded memory."""
+"""Comparison of two checkpoints, in bounded memory: their trees, arrays and files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.builtin.files import FilesLayout
+from ckptcore.commit.location import LocationLike
+from ckptcore.context import Context, default_context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.opening import ConsistentRead, open_files
+from ckptcore.loading.reading import allocate_for, check_sizes, incomplete_read
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -20,21 +25,63 @@ from ckptcore.model import (
     HostArray,
     LeafRecord,
     Node,
-    Shard,
     Skeleton,
     TreeMetadata,
     TreePath,
     format_path,
 )
-from ckptcore.protocols import ContainerHandler, Flattened, HostMemory, LeafHandler, Priority
-from ckptcore_tools.cli.command import command_context
-from ckptcore_tools.cli.elements import SAME, Distance, Tolerance, distance
-from ckptcore_tools.cli.output import UNSET, Unset
+from ckptcore.planning import plan_read
+from ckptcore.results import CheckpointMetadata
+from ckptcore_tools.differences import Difference, DifferenceKind, Differences, ProgressCallback
+from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
+from ckptcore_tools.locations import describe_directories
 
-if TYPE_CHECKING:
-    from ckptcore.model import Pending
+__all__ = ["BoxReader", "FilesComparison", "Side", "TreeComparison", "boxes_within", "diff"]
 
-__all__ = ["BoxReader", "Difference", "FilesComparison", "Side", "TreeComparison", "boxes_within"]
+
+def diff(
+    a: LocationLike,
+    b: LocationLike,
+    *,
+    absolute: float = 0.0,
+    relative: float = 0.0,
+    values: bool = True,
+    progress: ProgressCallback | None = None,
+    context: Context | None = None,
+) -> Differences:
+    """Compare two checkpoints: structure, dtypes, shapes and elements, several checkpointables name by name.
+
+    The checkpoints may have different layouts, and arrays of different frameworks. About 64 MiB of each are in memory
+    at a time.
+
+    Args:
+        a, b: paths or URLs.
+        absolute, relative: elements are equal if they differ by at most ``absolute + relative * |b|``. If both are 0,
+            the bits are compared.
+        values: False to compare only structure, dtypes and shapes. No array is read.
+        progress: called with the compared bytes of `a` and their total.
+        context: options.
+
+    Raises:
+        CheckpointNotFoundError: a location has no checkpoint.
+        CorruptCheckpointError: a checkpoint is damaged.
+    """
+    context = context or default_context()
+    comparison = _CheckpointComparison(
+        describe_directories(str(a), context),
+        describe_directories(str(b), context),
+        Tolerance(absolute, relative),
+        context,
+    )
+    found = list(comparison.structure_differences(with_dtypes=not values))
+    if values:
+        found.extend(comparison.content_differences(progress or _ignore))
+    nbytes = comparison.nbytes if values else 0
+    return Differences(str(a), str(b), tuple(found), comparison.leaves, comparison.files, nbytes)
+
+
+def _ignore(done: int, total: int) -> None:
+    """Ignore the progress."""
 
 
 def boxes_within(spec: ArraySpec, max_bytes: int) -> Iterator[Box]:
@@ -64,134 +111,30 @@ def _boxes(
 class BoxReader:
     """Reads boxes of the arrays of one checkpoint."""
 
-    def __init__(self, location: str, tree: TreeMetadata) -> None:
-        self._location = location
-        self._tree = tree
-        context = command_context()
-        plugins = replace(context.plugins, handlers={_BoxRequest: _BoxHandler(), _BoxRequests: _BoxesHandler()})
-        self._context = replace(context, plugins=plugins)
+    def __init__(self, location: str, context: Context) -> None:
+        self._state = OpenState(location, context)
 
     def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
         """Read one box of each of these arrays. Keys are leaf numbers."""
-        from ckptcore import PLACEHOLDER, load
-
-        abstract = self._abstract(self._tree.skeleton, iter(range(len(self._tree.leaves))), boxes)
-        if abstract is PLACEHOLDER:
-            return {}
-        found: dict[int, HostArray] = {}
-        pending = [load(self._location, abstract, context=self._context)]
-        while pending:
-            node = pending.pop()
-            if isinstance(node, _LoadedBox):
-                found[node.number] = node.elements
-            elif isinstance(node, list):
-                pending.extend(node)
-        return found
-
-    def _abstract(self, node: Skeleton, numbers: Iterator[int], boxes: Mapping[int, Box]) -> object:
-        from ckptcore import PLACEHOLDER
-
-        if not isinstance(node, Node):
-            number = next(numbers)
-            return _BoxRequest(number, self._tree.leaves[number], boxes[number]) if number in boxes else PLACEHOLDER
-        children = [self._abstract(child, numbers, boxes) for child in node.children]
-        return PLACEHOLDER if all(child is PLACEHOLDER for child in children) else _BoxRequests(node, children)
+        return self._state.guard(lambda opened: _read(opened, boxes))
 
 
-@dataclass(frozen=True, slots=True)
-class _BoxRequest:
-    """An abstract leaf that requests one box of an array."""
-
-    number: int
-    record: LeafRecord
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadedBox:
-    number: int
-    elements: HostArray
-
-
-@dataclass(frozen=True, slots=True)
-class _BoxRequests:
-    """An abstract container of box requests."""
-
-    node: Node
-    children: Sequence[object]
-
-
-class _BoxesHandler(ContainerHandler):
-    """Flattens `_BoxRequests` like the stored container. The loaded container is a list."""
-
-    priority = Priority.EXACT
-
-    def flatten(self, value: Any) -> Flattened:
-        return Flattened(value.node.kind, value.node.keys, value.children, value.node.type)
-
-    def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        return list(children)
-
-
-class _BoxHandler(LeafHandler):
-    """Requests the box of a `_BoxRequest`, which is always abstract and is never saved."""
-
-    priority = Priority.EXACT
-
-    def describe(self, leaf: Any) -> LeafRecord:
-        record: LeafRecord = leaf.record
-        return record
-
-    def abstract(self, leaf: Any) -> object:
-        return leaf
-
-    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        return ()
-
-    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        return ()
-
-    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        return ()
-
-    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        return (abstract.box,)
-
-    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        ((_, elements),) = boxes
-        return _LoadedBox(abstract.number, elements)
+def _read(opened: Checkpoint, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
+    check_sizes(opened, boxes)
+    elements = {
+        leaf: allocate_for(opened, leaf, ArraySpec(box.shape, record.spec.dtype))
+        for leaf, box in boxes.items()
+        if isinstance(record := opened.tree.leaves[leaf], ArrayRecord)
+    }
+    plan = plan_read(opened.tree, [(leaf, (box,)) for leaf, box in boxes.items()])
+    missing = set(range(len(boxes))).difference(opened.read(plan, list(elements.values())))
+    if missing:
+        raise incomplete_read(opened, list(boxes)[min(missing)])
+    return elements
 
 
 _BATCH_BYTES = 64 << 20
 """Largest number of bytes that are read from each side at a time, in the stored dtype."""
-
-DifferenceKind: TypeAlias = Literal[
-    "only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values", "size", "bytes"
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A difference between two checkpoints.
-
-    Attributes:
-        path, keys: the path as text and as keys.
-        kind: what differs. "size" and "bytes" are differences of files.
-        a, b: the content of each side.
-        checkpointable: directory of the checkpointable, if there are several.
-        differing, elements: number of differing elements of an array, or bytes of a file, and their total number.
-        max_absolute_error: NaN if an element is NaN in one array only; None if the elements are not numbers.
-    """
-
-    path: str
-    keys: TreePath
-    kind: DifferenceKind
-    a: JSON = None
-    b: JSON = None
-    checkpointable: str | Unset = UNSET
-    differing: int | Unset = UNSET
-    elements: int | Unset = UNSET
-    max_absolute_error: float | None | Unset = UNSET
 
 
 class Side:
@@ -204,8 +147,8 @@ class Side:
         containers: the kind of each container, by path.
     """
 
-    def __init__(self, location: str, tree: TreeMetadata) -> None:
-        self.reader = BoxReader(location, tree)
+    def __init__(self, location: str, tree: TreeMetadata, context: Context) -> None:
+        self.reader = BoxReader(location, context)
         self.tree = tree
         self.leaves: Mapping[TreePath, int] = {path: number for number, path in enumerate(tree.paths)}
         self.containers: Mapping[TreePath, str] = dict(_containers(tree.skeleton))
@@ -285,7 +228,7 @@ class TreeComparison:
             if path not in a and _parent_exists(path, a):
                 yield _difference(path, "only_in_b", None, b.describe(path))
 
-    def content_differences(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
+    def content_differences(self, progress: ProgressCallback) -> Iterator[Difference]:
         """Yield the differences of dtypes and elements between arrays of one shape.
 
         Args:
@@ -298,7 +241,7 @@ class TreeComparison:
             elements_b = self._b.reader.read({pair.b: box for pair, box in batch.boxes})
             for pair, box in batch.boxes:
                 box_distance = distance(elements_a[pair.a], elements_b[pair.b], self._tolerance)
-                distances[pair] = distances.get(pair, SAME) + box_distance
+                distances[pair] = distances.get(pair, SAME) + box_distance.within(box)
                 done += box.size * self._a.array(pair.a).spec.numpy_dtype.itemsize
                 progress(done, total)
         for pair in self._pairs:
@@ -309,12 +252,7 @@ class TreeComparison:
             kinds: tuple[DifferenceKind, JSON, JSON] = ("dtype", spec_a.dtype, spec_b.dtype)
             if spec_a.dtype == spec_b.dtype:
                 kinds = ("values", None, None)
-            yield replace(
-                _difference(pair.path, *kinds),
-                differing=total_distance.differing,
-                elements=spec_a.size,
-                max_absolute_error=total_distance.largest,
-            )
+            yield replace(_difference(pair.path, *kinds), elements=spec_a.size, distance=total_distance)
 
     def _paired_arrays(self) -> Iterator[_ArrayPair]:
         """Yield the arrays that exist in both trees with one shape. Tied arrays are yielded once."""
@@ -366,7 +304,8 @@ def _record_differences(path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dt
     elif a.value != b.value:
         difference = _difference(path, "values", a.value, b.value)
         if type(a.value) in (int, float) and type(b.value) in (int, float):
-            difference = replace(difference, max_absolute_error=abs(a.value - b.value))  # type: ignore[operator]  # numbers
+            error = abs(a.value - b.value)  # type: ignore[operator]  # numbers
+            difference = replace(difference, distance=Distance(1, error, error * error))
         yield difference
 
 
@@ -398,16 +337,17 @@ _FILE_SLICE_BYTES: Final = 1 << 24
 class FilesComparison:
     """Comparison of the files of two checkpointables."""
 
-    def __init__(self, a: str, b: str) -> None:
+    def __init__(self, a: str, b: str, context: Context) -> None:
         """Open both.
 
         Args:
             a, b: the locations of two checkpointables that are stored as files.
+            context: options.
 
         Raises:
             CheckpointError: see `ckptcore.metadata`.
         """
-        self._a, self._b = (ConsistentRead(location, command_context(), open_files).open() for location in (a, b))
+        self._a, self._b = (ConsistentRead(location, context, open_files).open() for location in (a, b))
 
     @property
     def files(self) -> int:
@@ -431,7 +371,7 @@ class FilesComparison:
             if key not in self._a.objects:
                 yield Difference(key, (key,), "only_in_b", b="file")
 
-    def content_differences(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
+    def content_differences(self, progress: ProgressCallback) -> Iterator[Difference]:
         """Yield files of equal size with different bytes.
 
         Args:
@@ -451,7 +391,7 @@ class FilesComparison:
                 done += stop - start
                 progress(done, total)
             if differing:
-                yield Difference(key, (key,), "bytes", differing=differing, elements=nbytes)
+                yield Difference(key, (key,), "bytes", elements=nbytes, distance=Distance(differing, None))
 
     def _comparable(self) -> list[str]:
         theirs = self._b.objects
@@ -466,3 +406,102 @@ def _bytes(opened: Checkpoint, key: str, start: int, stop: int) -> npt.NDArray[n
             key=key, start=start + data.size, stop=stop,
         )  # fmt: skip
     return data
+
+
+class _CheckpointComparison:
+    """Comparison of two checkpoints, each of one tree or of several checkpointables."""
+
+    def __init__(
+        self,
+        a: Mapping[str, tuple[str, CheckpointMetadata]],
+        b: Mapping[str, tuple[str, CheckpointMetadata]],
+        tolerance: Tolerance,
+        context: Context,
+    ) -> None:
+        self._a = {directory: found for directory, (_, found) in a.items()}
+        self._b = {directory: found for directory, (_, found) in b.items()}
+        self._trees: dict[str, TreeComparison] = {}
+        self._files: dict[str, FilesComparison] = {}
+        for directory in a.keys() & b.keys():
+            (location_a, found_a), (location_b, found_b) = a[directory], b[directory]
+            if found_a.layout == found_b.layout == FilesLayout.name:
+                self._files[directory] = FilesComparison(location_a, location_b, context)
+            elif FilesLayout.name not in (found_a.layout, found_b.layout):
+                sides = Side(location_a, found_a.tree, context), Side(location_b, found_b.tree, context)
+                self._trees[directory] = TreeComparison(*sides, tolerance)
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves that both have."""
+        return sum(comparison.leaves for comparison in self._trees.values())
+
+    @property
+    def files(self) -> int:
+        """Number of files that both have."""
+        return sum(comparison.files for comparison in self._files.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of `a` that `content_differences` compares."""
+        return sum(comparison.nbytes for _, comparison in self._comparisons())
+
+    def structure_differences(self, *, with_dtypes: bool) -> Iterator[Difference]:
+        """Yield the differences that can be found without reading arrays or files."""
+        a, b = self._a, self._b
+        if ("" in a) != ("" in b):
+            yield _root_difference("structure", _kind_of_checkpoint(a), _kind_of_checkpoint(b))
+            return
+        for directory, found in a.items():
+            if directory not in b:
+                yield _in_checkpointable(directory, _root_difference("only_in_a", _kind(found), None))
+            elif directory in self._trees:
+                for difference in self._trees[directory].structure_differences(with_dtypes=with_dtypes):
+                    yield _in_checkpointable(directory, difference)
+            elif directory in self._files:
+                for difference in self._files[directory].structure_differences():
+                    yield _in_checkpointable(directory, difference)
+            else:
+                kinds = _kind(found), _kind(b[directory])
+                yield _in_checkpointable(directory, _root_difference("structure", *kinds))
+        for directory, found in b.items():
+            if directory not in a:
+                yield _in_checkpointable(directory, _root_difference("only_in_b", None, _kind(found)))
+
+    def content_differences(self, progress: ProgressCallback) -> Iterator[Difference]:
+        """Yield the differences between elements and between the bytes of files.
+
+        Args:
+            progress: called with compared bytes of `a` and total bytes.
+        """
+        before, total = 0, self.nbytes
+        for directory, comparison in self._comparisons():
+
+            def report(done: int, _: int, before: int = before) -> None:
+                progress(before + done, total)
+
+            for difference in comparison.content_differences(report):
+                yield _in_checkpointable(directory, difference)
+            before += comparison.nbytes
+
+    def _comparisons(self) -> Iterator[tuple[str, TreeComparison | FilesComparison]]:
+        for directory in self._a:
+            if directory in self._trees:
+                yield directory, self._trees[directory]
+            elif directory in self._files:
+                yield directory, self._files[directory]
+
+
+def _kind_of_checkpoint(directories: Mapping[str, object]) -> str:
+    return "one tree" if "" in directories else f"checkpointables {', '.join(directories)}"
+
+
+def _kind(found: CheckpointMetadata) -> str:
+    return "files" if found.layout == FilesLayout.name else "tree"
+
+
+def _root_difference(kind: Literal["structure", "only_in_a", "only_in_b"], a: JSON, b: JSON) -> Difference:
+    return Difference(format_path(()), (), kind, a, b)
+
+
+def _in_checkpointable(directory: str, difference: Difference) -> Difference:
+    return replace(difference, checkpointable=directory) if directory else difference

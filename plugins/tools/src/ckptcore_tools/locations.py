@@ -13,7 +13,6 @@ from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_tree
 from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, present_members
 from ckptcore.runtime import runtime_of
-from ckptcore_tools.cli.command import command_context
 
 __all__ = ["child_location", "describe_directories", "names_in"]
 
@@ -44,7 +43,7 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
     return names
 
 
-def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMetadata]]:
+def describe_directories(location: str, context: Context) -> Mapping[str, tuple[str, CheckpointMetadata]]:
     """Return the location and the metadata of each directory of a checkpoint that contains a tree or files.
 
     The key is the directory within the checkpoint. A checkpoint of one tree has one entry, with an empty key. A
@@ -55,7 +54,6 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
         CheckpointNotFoundError: also if a checkpointable that other software wrote cannot be read.
         CheckpointError: see `ckptcore.metadata`.
     """
-    context = command_context()
 
     def describe_each(found: Checkpoint | CompositeCheckpoint) -> Mapping[str, tuple[str, CheckpointMetadata]]:
         if isinstance(found, Checkpoint):

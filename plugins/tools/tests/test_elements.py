@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_tools.cli.comparison import boxes_within
-from ckptcore_tools.cli.elements import SAME, Distance, Tolerance, distance
+from ckptcore_tools.comparison import boxes_within
+from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.model import ArraySpec, HostArray
+from ckptcore.model import ArraySpec, Box, HostArray
 
 EXACT = Tolerance()
 NUMBERS = [
@@ -121,3 +121,36 @@ def test_boxes_make_up_an_array(shape: tuple[int, ...], dtype: str, max_bytes: i
             assert order[box.slices].min() > last  # in C order, so that it is read from front to back
             last = int(order[box.slices].max())
     assert (seen == 1).all()
+
+
+def test_the_worst_elements_and_the_norm() -> None:
+    a = np.zeros((4, 300_000), np.float32)
+    b = a.copy()
+    b[1, 2], b[3, 299_999], b[0, 0] = -3.0, 4.0, 1.0
+    found = distance(a, b, EXACT)
+    assert [(one.position, one.a, one.b, one.error) for one in found.worst] == [
+        ((3, 299_999), 0.0, 4.0, 4.0),
+        ((1, 2), 0.0, -3.0, 3.0),
+        ((0, 0), 0.0, 1.0, 1.0),
+    ]
+    assert found.norm == math.sqrt(26)
+    assert [one.position for one in found.within(Box((5, 7), (9, 300_007))).worst] == [(8, 300_006), (6, 9), (5, 7)]
+
+
+def test_the_ten_worst_elements_with_nan_first() -> None:
+    b = np.arange(50.0)
+    b[7] = np.nan
+    found = distance(np.zeros(50), b, EXACT)
+    assert [one.position for one in found.worst] == [(7,), *((number,) for number in range(49, 40, -1))]
+    assert math.isnan(found.worst[0].error)
+    assert math.isnan(found.norm or 0.0)
+
+
+def test_the_worst_element_of_a_scalar_and_of_complex_numbers() -> None:
+    assert distance(np.array(1, np.int64), np.array(2, np.int64), EXACT).worst == (((), 1, 2, 1.0),)
+    assert distance(np.array([1j]), np.array([3 + 1j]), EXACT).worst == (((0,), 1j, 3 + 1j, 3.0),)
+
+
+def test_text_has_no_norm_and_no_worst_elements() -> None:
+    found = distance(np.array(["ab"]), np.array(["cd"]), EXACT)
+    assert (found.norm, found.worst) == (None, ())

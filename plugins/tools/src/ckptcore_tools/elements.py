@@ -1,18 +1,35 @@
-"""Comparison of the elements of two arrays."""
+"""Elements of arrays as numbers, and comparison of the elements of two arrays."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.model import HostArray
+from ckptcore.model import Box, HostArray
 
-__all__ = ["SAME", "Distance", "Tolerance", "distance"]
+__all__ = ["SAME", "Distance", "Tolerance", "WorstElement", "distance", "numbers_of"]
 
-_SLICE_ELEMENTS = 1 << 20
+_SLICE_ELEMENTS: Final = 1 << 20
+_MAX_WORST: Final = 10
+
+
+class WorstElement(NamedTuple):
+    """An element that differs much between two arrays.
+
+    Attributes:
+        position: its index in the arrays.
+        a, b: the element in each array.
+        error: the absolute difference; NaN if one of them is NaN.
+    """
+
+    position: tuple[int, ...]
+    a: float | complex
+    b: float | complex
+    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +40,19 @@ class Distance:
         differing: number of elements that differ.
         largest: largest absolute difference. NaN if an element is NaN in one array only; None if the elements are not
             numbers.
+        squares: sum of the squares of all absolute differences.
+        worst: the elements with the largest absolute differences, the worst first, NaN before all others.
     """
 
     differing: int
     largest: float | None
+    squares: float = field(default=0.0, compare=False)
+    worst: tuple[WorstElement, ...] = field(default=(), compare=False)
+
+    @property
+    def norm(self) -> float | None:
+        """The Euclidean norm of the difference; None if the elements are not numbers."""
+        return None if self.largest is None else math.sqrt(self.squares)
 
     def __add__(self, other: Distance) -> Distance:
         """Combine the differences of two pairs of arrays, such as two slices of one pair."""
@@ -36,7 +62,20 @@ class Distance:
             largest = math.nan
         else:
             largest = max(self.largest, other.largest)
-        return Distance(self.differing + other.differing, largest)
+        worst = tuple(sorted((*self.worst, *other.worst), key=_badness, reverse=True)[:_MAX_WORST])
+        return Distance(self.differing + other.differing, largest, self.squares + other.squares, worst)
+
+    def within(self, box: Box) -> Distance:
+        """Return the same difference for arrays in which the compared arrays are a box. Shifts the positions."""
+        shifted = [
+            one._replace(position=tuple([start + at for start, at in zip(box.start, one.position, strict=True)]))
+            for one in self.worst
+        ]
+        return replace(self, worst=tuple(shifted))
+
+
+def _badness(element: WorstElement) -> float:
+    return math.inf if math.isnan(element.error) else element.error
 
 
 SAME = Distance(0, 0.0)
@@ -70,30 +109,55 @@ def distance(a: HostArray, b: HostArray, tolerance: Tolerance) -> Distance:
     # In slices, to bound memory: each element is converted to 8 or 16 bytes.
     for start in range(0, flat_a.size, _SLICE_ELEMENTS):
         stop = start + _SLICE_ELEMENTS
-        total += _slice_distance(flat_a[start:stop], flat_b[start:stop], tolerance)
+        indices = np.arange(start, min(stop, flat_a.size))
+        total += _slice_distance(flat_a[start:stop], flat_b[start:stop], indices, a.shape, tolerance)
     return total
 
 
-def _slice_distance(a: HostArray, b: HostArray, tolerance: Tolerance) -> Distance:
+def _slice_distance(
+    a: HostArray, b: HostArray, indices: npt.NDArray[np.int64], shape: tuple[int, ...], tolerance: Tolerance
+) -> Distance:
+    """Compare elements. `indices` are their positions in flat arrays of a shape."""
     if a.dtype == b.dtype:
         # Fast path: elements with equal bits are equal, so only the others are compared as numbers.
         differing_bits = _differing_bits(a, b)
-        a, b = a[differing_bits], b[differing_bits]
+        a, b, indices = a[differing_bits], b[differing_bits], indices[differing_bits]
         if not a.size:
             return SAME
-    numbers_a, numbers_b = _numbers(a), _numbers(b)
+    numbers_a, numbers_b = numbers_of(a), numbers_of(b)
     if numbers_a is None or numbers_b is None:
         if a.dtype.kind == b.dtype.kind and a.dtype != b.dtype:  # text of different lengths, times of different units
             differing = int(np.not_equal(a, b).sum())
             return Distance(differing, None) if differing else SAME
         return Distance(a.size, None)
     errors = _absolute_differences(numbers_a, numbers_b)
-    if a.dtype == b.dtype and tolerance.is_exact:
-        return Distance(a.size, float(errors.max()))  # NaN if one element is NaN
-    with np.errstate(invalid="ignore"):
-        near = errors <= tolerance.absolute + tolerance.relative * np.abs(numbers_b).astype(np.float64)
-    differs = (errors != 0) & ~(near & np.isfinite(errors))
-    return Distance(int(differs.sum()), float(errors.max())) if differs.any() else SAME
+    differing = a.size
+    if a.dtype != b.dtype or not tolerance.is_exact:
+        with np.errstate(invalid="ignore"):
+            near = errors <= tolerance.absolute + tolerance.relative * np.abs(numbers_b).astype(np.float64)
+        differing = int(((errors != 0) & ~(near & np.isfinite(errors))).sum())
+        if not differing:
+            return SAME
+    worst = [
+        WorstElement(
+            tuple(map(int, np.unravel_index(indices[at], shape))),
+            numbers_a[at].item(),
+            numbers_b[at].item(),
+            float(errors[at]),
+        )
+        for at in _largest(errors)
+    ]
+    with np.errstate(over="ignore"):
+        squares = float(np.square(errors).sum())
+    return Distance(differing, float(errors.max()), squares, tuple(worst))  # the maximum is NaN if one element is
+
+
+def _largest(errors: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+    """Return the positions of the largest errors, the largest first, and NaN before all others."""
+    ordered = np.where(np.isnan(errors), np.inf, errors)
+    count = min(_MAX_WORST, errors.size)
+    chosen = np.argpartition(ordered, errors.size - count)[-count:]
+    return chosen[np.argsort(-ordered[chosen], kind="stable")]
 
 
 def _differing_bits(a: HostArray, b: HostArray) -> npt.NDArray[np.bool_]:
@@ -123,8 +187,8 @@ def _absolute_differences(a: HostArray, b: HostArray) -> npt.NDArray[np.float64]
     return np.where(both_nan | (a == b), 0.0, differences)
 
 
-def _numbers(array: HostArray) -> HostArray | None:
-    """Convert the elements to int64, uint64, float64 or complex128. None if they are not numbers."""
+def numbers_of(array: HostArray) -> HostArray | None:
+    """Convert elements to int64, uint64, float64 or complex128. None if they are not numbers."""
     kind = array.dtype.kind
     if kind in "biu":
         return array.astype(np.uint64 if kind == "u" else np.int64)

@@ -1,0 +1,183 @@
+"""Outlines: the tree of a checkpoint as rows for display, with totals for each container.
+
+Names with dots, such as the keys of a PyTorch state dict, are folded: the keys ``layers.0.weight`` and
+``layers.0.bias`` become the rows ``weight`` and ``bias`` below a row ``layers.0``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from ckptcore.model import ArrayRecord, Attribute, Key, Node, TreeMetadata
+from ckptcore.model.tree import leaf_count
+
+__all__ = ["Outline", "outline_of"]
+
+_MAX_FOLDS: Final = 30
+"""Keys with more dots are not folded: a hostile checkpoint may have thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The rows of a tree, depth first, in columns: a checkpoint can have 100,000 arrays. The first row is the root.
+
+    Attributes:
+        names: the key of each row, or the part of it that the rows above do not have.
+        depths: number of rows that contain this row.
+        stops: position of the first later row that this row does not contain.
+        leaves: number of the leaf; -1 for a container, and for a group of keys with a common prefix.
+        kinds: kind or type of each container, by row. Groups and leaves have none.
+        arrays: number of arrays in each row. An array that shares the bytes of an earlier one is not counted.
+        parameters, nbytes: number of elements and bytes of these arrays.
+    """
+
+    names: Sequence[str]
+    depths: Sequence[int]
+    stops: Sequence[int]
+    leaves: Sequence[int]
+    kinds: dict[int, str]
+    arrays: Sequence[int]
+    parameters: Sequence[int]
+    nbytes: Sequence[int]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.names)
+
+    def children(self, row: int) -> Iterator[int]:
+        """Yield the rows directly below a row."""
+        child = row + 1
+        while child < self.stops[row]:
+            yield child
+            child = self.stops[child]
+
+
+def outline_of(tree: TreeMetadata) -> Outline:
+    """Return the outline of a tree."""
+    rows = _Rows()
+    skeleton = tree.skeleton
+    rows.add("<root>", (skeleton, 0) if isinstance(skeleton, Node) else 0)
+    while rows.open:
+        rows.continue_last()
+    arrays, parameters, nbytes = zip(*_leaf_totals(tree), strict=True) if tree.leaves else ((), (), ())
+    totals = [_totals(column, rows.leaves, rows.stops) for column in (arrays, parameters, nbytes)]
+    return Outline(rows.names, rows.depths, rows.stops, rows.leaves, rows.kinds, *totals)
+
+
+def _leaf_totals(tree: TreeMetadata) -> Iterator[tuple[int, int, int]]:
+    """Yield the arrays, parameters and bytes of each leaf."""
+    known: dict[int, tuple[int, int, int]] = {}  # equal arrays share a record, so most are found by identity
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+            yield 0, 0, 0
+            continue
+        totals = known.get(id(record))
+        if totals is None:
+            totals = known[id(record)] = (1, record.spec.size, record.spec.nbytes)
+        yield totals
+
+
+def _totals(of_leaf: Sequence[int], leaves: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
+    """Return the sum over the leaves in each row."""
+    before = [0, *itertools.accumulate([0 if leaf < 0 else of_leaf[leaf] for leaf in leaves])]
+    return [before[stop] - before[row] for row, stop in enumerate(stops)]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Children with their names."""
+
+    names: list[str] = field(default_factory=list)
+    contents: list[_Content] = field(default_factory=list)
+
+
+_Content: TypeAlias = int | tuple[Node, int] | _Group
+"""The number of a leaf; a container and the number of its first leaf; or a group of keys with a common prefix."""
+
+
+class _Rows:
+    """Rows under construction. Without recursion, because trees can be deeper than Python's stack.
+
+    Attributes:
+        open: rows that have more children: the position of each, and an iterator of the children.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.depths: list[int] = []
+        self.stops: list[int] = []
+        self.leaves: list[int] = []
+        self.kinds: dict[int, str] = {}
+        self.open: list[tuple[int, Iterator[tuple[str, _Content]]]] = []
+
+    def continue_last(self) -> None:
+        """Add children of the last open row, until one of them has children."""
+        position, children = self.open[-1]
+        for name, content in children:
+            if self.add(name, content):
+                return
+        self.open.pop()
+        self.stops[position] = len(self.names)
+
+    def add(self, name: str, content: _Content) -> bool:
+        """Add a row. Return True if it has children. A group with one child is one row."""
+        while isinstance(content, _Group) and len(content.names) == 1:
+            (inner,), (content,) = content.names, content.contents
+            name = f"{name}.{inner}"
+        position = len(self.names)
+        self.names.append(name)
+        self.depths.append(len(self.open))
+        self.stops.append(position + 1)
+        if isinstance(content, int):
+            self.leaves.append(content)
+            return False
+        self.leaves.append(-1)
+        if not isinstance(content, _Group):
+            node, _ = content
+            self.kinds[position] = node.type or node.kind
+            content = _children_of(*content)
+        self.open.append((position, zip(content.names, content.contents, strict=True)))
+        return True
+
+
+def _children_of(node: Node, first: int) -> _Group:
+    """Return the children of a container, with keys that have dots in groups."""
+    groups = {"": _Group()}
+    for key, child in zip(node.keys, node.children, strict=True):
+        prefix, name = _split(key)
+        group = groups.get(prefix) or _add_group(groups, prefix)
+        group.names.append(name)
+        if isinstance(child, Node):
+            group.contents.append((child, first))
+            first += leaf_count(child)
+        else:
+            group.contents.append(first)
+            first += 1
+    return groups[""]
+
+
+def _add_group(groups: dict[str, _Group], prefix: str) -> _Group:
+    """Add a group, and the groups that contain it."""
+    above, _, name = prefix.rpartition(".")
+    group = groups[prefix] = _Group()
+    outer = groups.get(above) or _add_group(groups, above)
+    outer.names.append(name)
+    outer.contents.append(group)
+    return group
+
+
+def _split(key: Key) -> tuple[str, str]:
+    """Divide a key into the names of its groups, joined by dots, and its own name."""
+    if isinstance(key, Attribute):
+        return "", f".{key.name}"
+    if isinstance(key, int):
+        return "", f"[{key}]"
+    if "." not in key:
+        return "", key or "''"
+    if ".." in key or key[0] == "." or key[-1] == "." or key.count(".") > _MAX_FOLDS:
+        return "", key
+    prefix, _, name = key.rpartition(".")
+    return prefix, name

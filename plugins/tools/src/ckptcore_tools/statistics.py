@@ -1,0 +1,195 @@
+"""Statistics of the elements of arrays, computed from boxes in one pass and bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.model import HostArray
+from ckptcore_tools.elements import numbers_of
+
+__all__ = ["ArrayStatistics", "Histogram", "statistics_of"]
+
+_MAX_BINS: Final = 128
+_EXACT_BITS: Final = 53
+"""Bits of a float64 that is an exact integer."""
+
+_SLICE_ELEMENTS: Final = 1 << 18
+"""Elements that are converted at a time: their 2 MiB as float64 stay in the cache."""
+
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of elements in bins of equal width. Each bin includes its lower edge.
+
+    Attributes:
+        start, stop: the edges of the first and of the last bin.
+        counts: number of elements in each bin.
+    """
+
+    start: float
+    stop: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayStatistics:
+    """Statistics of the elements of an array. Those of complex numbers are about their absolute values.
+
+    Attributes:
+        elements: number of elements.
+        nan, infinite, zeros: number of elements that are NaN, infinite, or zero.
+        minimum, maximum, mean, deviation: of the finite elements; None if there are none. The deviation is that of the
+            population.
+        norm: the Euclidean norm of the finite elements. It and the deviation are infinite if a square is larger than
+            every float64.
+        histogram: of the finite elements; None if there are none.
+    """
+
+    elements: int
+    nan: int = 0
+    infinite: int = 0
+    zeros: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float | None = None
+    deviation: float | None = None
+    norm: float = 0.0
+    histogram: Histogram | None = None
+
+
+def statistics_of(boxes: Iterable[HostArray]) -> ArrayStatistics | None:
+    """Compute the statistics of an array.
+
+    Args:
+        boxes: the elements, in boxes of any shape that make up the array.
+
+    Returns:
+        The statistics; None if the elements are not numbers, such as text and times.
+    """
+    summary = _Summary()
+    for box in boxes:
+        flat = np.ascontiguousarray(box).reshape(-1)
+        for start in range(0, flat.size, _SLICE_ELEMENTS):
+            numbers = numbers_of(flat[start : start + _SLICE_ELEMENTS])
+            if numbers is None:
+                return None
+            is_integer = numbers.dtype.kind in "iu"
+            floats = np.abs(numbers) if numbers.dtype.kind == "c" else numbers.astype(np.float64, copy=False)
+            summary.add(floats, is_integer=is_integer)
+    return summary.result()
+
+
+class _Summary:
+    """Sums over the elements so far. Means and deviations of slices are merged as in Chan, Golub and LeVeque (1979)."""
+
+    def __init__(self) -> None:
+        self._elements = self._finite = self._nan = self._infinite = self._zeros = 0
+        self._minimum, self._maximum = math.inf, -math.inf
+        self._mean = self._deviations = self._squares = 0.0
+        self._histogram = _GrowingHistogram()
+
+    def add(self, numbers: _Floats, *, is_integer: bool) -> None:
+        """Add a slice that is not empty."""
+        self._elements += numbers.size
+        self._zeros += numbers.size - int(np.count_nonzero(numbers))
+        finite = np.isfinite(numbers)
+        if not finite.all():
+            nan = int(np.isnan(numbers).sum())
+            self._nan += nan
+            self._infinite += numbers.size - int(finite.sum()) - nan
+            numbers = numbers[finite]
+            if not numbers.size:
+                return
+        low, high = float(numbers.min()), float(numbers.max())
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = low if low == high else float(numbers.mean())  # equal elements have the deviation 0
+            if not math.isfinite(mean):  # the sum is larger than every float64
+                mean = float((numbers / numbers.size).sum())
+            deviations = float(np.square(numbers - mean).sum())
+            self._squares += float(np.square(numbers).sum())
+        before, self._finite = self._finite, self._finite + numbers.size
+        distance = mean - self._mean
+        self._mean += distance * (numbers.size / self._finite)
+        self._deviations += deviations + distance * distance * (before * numbers.size / self._finite)
+        self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
+        self._histogram.add(numbers, self._minimum, self._maximum, 0 if is_integer else None)
+
+    def result(self) -> ArrayStatistics:
+        """Return the statistics."""
+        if not self._finite:
+            return ArrayStatistics(self._elements, self._nan, self._infinite, self._zeros)
+        return ArrayStatistics(
+            self._elements,
+            self._nan,
+            self._infinite,
+            self._zeros,
+            self._minimum,
+            self._maximum,
+            self._mean,
+            math.sqrt(self._deviations / self._finite),
+            math.sqrt(self._squares),
+            self._histogram.result(),
+        )
+
+
+class _GrowingHistogram:
+    """Counts in bins that begin at multiples of their width, a power of two.
+
+    If an element is outside, the width doubles. Then two bins become one, and no element has to be read again.
+    """
+
+    def __init__(self) -> None:
+        self._exponent: int | None = None  # of the width
+        self._first = 0  # the first bin begins at this multiple of the width
+        self._counts = np.zeros(0, np.int64)
+
+    def add(self, numbers: _Floats, low: float, high: float, least_exponent: int | None) -> None:
+        """Add finite numbers.
+
+        Args:
+            numbers: the numbers.
+            low, high: bounds of all numbers so far.
+            least_exponent: the exponent of the smallest width; None for any width.
+        """
+        exponent = _exponent_for(low, high)
+        for least in (self._exponent, least_exponent):
+            exponent = exponent if least is None else max(exponent, least)
+        first = _bin_of(low, exponent)
+        counts = np.zeros(_bin_of(high, exponent) - first + 1, np.int64)
+        if self._exponent is not None:
+            old = (self._first + np.arange(self._counts.size)) >> (exponent - self._exponent)
+            np.add.at(counts, old - first, self._counts)
+        bins = np.floor(np.ldexp(numbers, -exponent)).astype(np.int64) - first
+        self._counts = counts + np.bincount(bins, minlength=counts.size)
+        self._exponent, self._first = exponent, first
+
+    def result(self) -> Histogram:
+        """Return the histogram of at least one number."""
+        assert self._exponent is not None
+        with np.errstate(over="ignore"):
+            edges = np.ldexp([float(self._first), float(self._first + self._counts.size)], self._exponent)
+        start, stop = np.nan_to_num(edges).tolist()  # the last edge can be larger than every float64
+        return Histogram(start, stop, tuple(self._counts.tolist()))
+
+
+def _exponent_for(low: float, high: float) -> int:
+    """Return the exponent of the smallest width for which the bins are few, and their numbers exact."""
+    largest = max(abs(low), abs(high))
+    exponent = max(-1074, math.frexp(largest)[1] - _EXACT_BITS)
+    span = high / 2 - low / 2  # the difference itself can overflow
+    exponent = max(exponent, math.frexp(span)[1] + 1 - _MAX_BINS.bit_length())
+    while _bin_of(high, exponent) - _bin_of(low, exponent) >= _MAX_BINS:
+        exponent += 1
+    return exponent
+
+
+def _bin_of(number: float, exponent: int) -> int:
+    return math.floor(math.ldexp(number, -exponent))

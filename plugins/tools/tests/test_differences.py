@@ -1,0 +1,51 @@
+"""`ckptcore.diff` in Python. The command line has more tests of differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+
+DIFF: Any = ckptcore.diff
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    weight = np.zeros((3, 4), np.float32)
+    ckptcore.save(tmp_path / "a", {"w": weight, "n": 1, "same": np.ones(5)})
+    weight[1, 2], weight[2, 3] = 3.0, -4.0
+    ckptcore.save(tmp_path / "b", {"w": weight, "n": 3, "same": np.ones(5), "new": np.ones(2)})
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_the_same_is_empty_and_false(two: tuple[Path, Path]) -> None:
+    same = DIFF(two[0], two[0])
+    assert not same
+    assert (same.leaves, same.files, same.nbytes) == (3, 0, 88)
+
+
+def test_differences_with_norm_and_worst_elements(two: tuple[Path, Path]) -> None:
+    found = DIFF(*two)
+    assert [(one.path, one.kind) for one in found] == [("n", "values"), ("new", "only_in_b"), ("w", "values")]
+    weight = found[-1]
+    assert (weight.elements, weight.distance.differing, weight.distance.largest) == (12, 2, 4.0)
+    assert weight.distance.norm == 5.0
+    assert weight.distance.worst == (((2, 3), 0.0, -4.0, 4.0), ((1, 2), 0.0, 3.0, 3.0))
+    assert found[:2] == (found[0], found[1])
+
+
+def test_tolerances_and_structure_alone(two: tuple[Path, Path]) -> None:
+    assert [one.path for one in DIFF(*two, absolute=4.0)] == ["n", "new"]
+    assert [one.path for one in DIFF(*two, values=False)] == ["n", "new"]
+    assert DIFF(*two, values=False).nbytes == 0
+
+
+def test_progress_ends_at_the_total(two: tuple[Path, Path]) -> None:
+    calls: list[tuple[int, int]] = []
+    DIFF(*two, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (88, 88)
+    assert calls == sorted(calls)

@@ -1,0 +1,142 @@
+"""Statistics of arrays, compared with NumPy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ckptcore_tools import statistics
+from ckptcore_tools.statistics import ArrayStatistics, Histogram, statistics_of
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ckptcore.model import HostArray
+
+DTYPES = ["bool", "int8", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "int4"]
+
+
+def random(dtype: str, size: int) -> HostArray:
+    numbers = np.random.default_rng(1).standard_normal(size) * 3
+    return numbers.astype(getattr(ml_dtypes, dtype, dtype))
+
+
+def edges(histogram: Histogram) -> HostArray:
+    return np.linspace(histogram.start, histogram.stop, len(histogram.counts) + 1)
+
+
+def counts(array: HostArray) -> tuple[int, ...]:
+    """Return the counts that NumPy has for the bins of our histogram."""
+    found = statistics_of([array])
+    assert found is not None
+    assert found.histogram is not None
+    inner = edges(found.histogram)
+    return tuple(np.histogram(array.astype(np.float64), np.append(inner[:-1], np.nextafter(inner[-1], -np.inf)))[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_statistics_are_those_of_numpy(dtype: str) -> None:
+    array = random(dtype, 10_000)
+    found = statistics_of([array[:100].reshape(10, 10), array[100:]])
+    wide = array.astype(np.float64)
+    assert found is not None
+    assert (found.elements, found.nan, found.infinite) == (10_000, 0, 0)
+    assert found.zeros == int((wide == 0).sum())
+    assert (found.minimum, found.maximum) == (wide.min(), wide.max())
+    expected = (wide.mean(), wide.std(), np.linalg.norm(wide))
+    assert (found.mean, found.deviation, found.norm) == pytest.approx(expected, rel=1e-12)
+    assert found.histogram is not None
+    assert sum(found.histogram.counts) == 10_000
+    assert found.histogram.counts == counts(array)
+
+
+@given(
+    st.lists(
+        arrays.arrays(np.float64, st.integers(1, 30), elements=st.floats(allow_nan=False, allow_infinity=False)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_histogram_has_every_element_in_its_bin(boxes: list[HostArray]) -> None:
+    found = statistics_of(boxes)
+    assert found is not None
+    assert found.histogram is not None
+    whole = np.concatenate(boxes)
+    histogram = found.histogram
+    assert sum(histogram.counts) == whole.size
+    assert len(histogram.counts) <= 128
+    assert histogram.start <= whole.min()
+    assert whole.max() <= histogram.stop
+    assert histogram.counts[0]
+    assert histogram.counts[-1]
+
+
+@given(st.permutations(range(8)))
+def test_the_order_of_boxes_does_not_change_a_histogram(order: list[int]) -> None:
+    boxes = [np.full(3, 10.0**number) for number in range(8)]
+    assert statistics_of([boxes[number] for number in order]).histogram == statistics_of(boxes).histogram  # type: ignore[union-attr]
+
+
+def test_bins_of_integers_have_at_least_the_width_one() -> None:
+    found = statistics_of([np.array([3, 4, 4, 7], np.int16)])
+    assert found is not None
+    assert found.histogram == Histogram(3.0, 8.0, (1, 2, 0, 0, 1))
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 1.0, -2.5, 1e308, -1.7e308, 5e-324, 2.0**53 + 2])
+def test_equal_elements_are_in_one_bin(number: float) -> None:
+    found = statistics_of([np.full(5, number)])
+    assert found is not None
+    assert found.histogram is not None
+    assert found.histogram.counts == (5,)
+    assert found.histogram.start <= number <= found.histogram.stop
+    assert (found.minimum, found.maximum) == (number, number)
+
+
+def test_equal_elements_have_no_deviation() -> None:
+    found = statistics_of([np.full(5, 0.1), np.full(3, 0.1)])
+    assert found is not None
+    assert (found.mean, found.deviation) == (0.1, 0.0)
+
+
+def test_elements_that_are_not_finite_are_counted_apart() -> None:
+    found = statistics_of([np.array([np.nan, np.inf, -np.inf, 0.0, 2.0], np.float32)])
+    assert found is not None
+    assert (found.elements, found.nan, found.infinite, found.zeros) == (5, 1, 2, 1)
+    assert (found.minimum, found.maximum, found.mean, found.norm) == (0.0, 2.0, 1.0, 2.0)
+
+
+def test_no_finite_element() -> None:
+    assert statistics_of([np.array([np.nan, np.inf])]) == ArrayStatistics(2, nan=1, infinite=1)
+    assert statistics_of([np.ones((0, 3))]) == ArrayStatistics(0)
+    assert statistics_of([]) == ArrayStatistics(0)
+
+
+def test_complex_numbers_have_the_statistics_of_their_absolute_values() -> None:
+    found = statistics_of([np.array([3 + 4j, 0, 1j], np.complex64)])
+    assert found is not None
+    assert (found.minimum, found.maximum, found.zeros, found.norm) == (0.0, 5.0, 1, math.sqrt(26))
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([b"a"]), np.array(["2026-01-01"], "datetime64[D]")])
+def test_text_and_times_have_no_statistics(array: HostArray) -> None:
+    assert statistics_of([array]) is None
+
+
+def test_large_numbers_do_not_overflow_the_mean() -> None:
+    found = statistics_of([np.array([-1.7e308, 1.7e308])])
+    assert found is not None
+    assert (found.mean, found.norm) == (0.0, math.inf)
+
+
+def test_slices_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = random("float32", 5_000)
+    whole: Any = statistics_of([array])
+    monkeypatch.setattr(statistics, "_SLICE_ELEMENTS", 7)
+    sliced: Any = statistics_of([array])
+    assert (sliced.minimum, sliced.maximum, sliced.histogram) == (whole.minimum, whole.maximum, whole.histogram)
+    expected = (whole.mean, whole.deviation, whole.norm)
+    assert (sliced.mean, sliced.deviation, sliced.norm) == pytest.approx(expected, rel=1e-12)
