@@ -290,7 +290,7 @@ class RootSummary(NamedTuple):
 
     Attributes:
         committed: True for a checkpoint, False for a claim or a session table.
-        save_id, created, metrics, progress: see `Root`.
+        save_id, created, metrics, progress, timeline: see `Root`.
         members: the checkpointables by name; None for one tree.
         nbytes: the size of its objects in bytes; 0 for a composite; None if the sizes are in a part of the root.
         bases: the checkpoints that it refers to.
@@ -304,6 +304,7 @@ class RootSummary(NamedTuple):
     members: Mapping[str, Member] | None
     nbytes: int | None
     bases: tuple[Base, ...] = ()
+    timeline: JSON = None
 
 
 def new_save_id() -> str:

@@ -294,6 +294,7 @@ def summarize_root(data: bytes) -> RootSummary:
             _decode_members(document["members"]) if "members" in document else None,
             nbytes,
             _decode_bases(document),
+            document.get("timeline"),
         )
 
 
