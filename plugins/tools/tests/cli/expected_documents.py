@@ -337,6 +337,9 @@ class StepDocument(TypedDict):
     metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
     pinned: bool | None  #: None where that cannot be found out
     error: str | None  #: why it is corrupt or unreadable, or the first problem that verifying it found
+    save_id: str | None
+    seconds: float | None  #: from the start of the save to its commit
+    blocked_seconds: float | None  #: ... during which the caller could not train
     sound: NotRequired[bool]  #: with --verify
     unverified: NotRequired[list[str]]  #: with --verify: objects of which no checksums are kept
     problems: NotRequired[list[ProblemDocument]]  #: with --verify

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_tools.cli import steps as steps_command
+from ckptcore_tools import run_steps
 from ckptcore_tools.formatting import format_age
 from safetensors.numpy import save_file
 
@@ -96,7 +96,7 @@ def test_roots_of_others_are_not_read(run_json: RunJson, tmp_path: Path, monkeyp
         read.append(store)
         return root_bytes(store)
 
-    monkeypatch.setattr(steps_command, "root_version", counted)
+    monkeypatch.setattr(run_steps, "root_version", counted)
     run_json(StepsDocument, "steps", tmp_path / "run", "--last", 3)
     assert len(read) == 3
 

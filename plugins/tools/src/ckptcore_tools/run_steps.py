@@ -1,0 +1,236 @@
+"""Steps of a run: their states and roots, and the job that owns the directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from ckptcore.commit.location import commit_method, resolve_location
+from ckptcore.commit.root import ROOT_KEY, CompositeRoot, Root, RootSummary
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import LocationVersion, parse_root, root_bytes, root_version
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    StorageError,
+)
+from ckptcore.events import timeline_from_json
+from ckptcore.loading.checkpoint import CompositeCheckpoint
+from ckptcore.loading.describe import describe_checkpoint
+from ckptcore.loading.opening import ATTEMPTS, present_members
+from ckptcore.model import JSON
+from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
+from ckptcore.step_names import StepNames
+from ckptcore.training.steps import StepDirectory
+from ckptcore_tools.locations import names_in
+
+__all__ = ["RunOwner", "StepState", "StepStatus", "find_owner", "find_pinned", "find_steps", "read_steps"]
+
+StepState: TypeAlias = Literal["committed", "foreign", "uncommitted", "corrupt", "unreadable", "other"]
+
+_THREADS: Final = 8
+"""Concurrent requests. Each step takes a small request, which a remote storage answers in tens of milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatus:
+    """The state of a step.
+
+    Attributes:
+        step, name: the number, and the name of the directory.
+        state: the state. "other": neither a checkpoint that can be loaded nor a save of ckptcore.
+        created: start of the save, ISO 8601 in UTC; None if unknown.
+        nbytes: bytes of the objects; for checkpoints of other software, bytes of the arrays. None if unreadable.
+        metrics: the metrics saved with the step.
+        pinned: True if a reader has pinned the step; None if unknown.
+        error: why the step is corrupt or unreadable.
+        save_id: the id of the save; None if unknown.
+        seconds: time from the start of the save to its commit, from the stored timeline; None if unknown.
+        blocked_seconds: the part of it during which the caller could not train; None if unknown.
+    """
+
+    step: int
+    name: str
+    state: StepState
+    created: str | None = None
+    nbytes: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pinned: bool | None = None
+    error: str | None = None
+    save_id: str | None = None
+    seconds: float | None = None
+    blocked_seconds: float | None = None
+
+
+class RunOwner(NamedTuple):
+    """The job that owns a directory of steps.
+
+    Attributes:
+        alive: None if it is not known at once whether the job is running, as on storage without locks.
+        host, pid, since: its process, and when it became the owner, ISO 8601 in UTC; None if unknown.
+        description: these facts as text, or why they are unknown.
+    """
+
+    alive: bool | None
+    host: str | None
+    pid: int | None
+    since: str | None
+    description: str
+
+
+def find_steps(directory: str, names: StepNames, context: Context) -> StepDirectory:
+    """List the steps of a directory.
+
+    Raises:
+        CheckpointNotFoundError: if the directory does not exist.
+        InvalidLocationError: if the directory is a checkpoint.
+    """
+    if ROOT_KEY in names_in(directory, context):
+        raise InvalidLocationError(
+            f"{directory} is a checkpoint, not a directory of steps. Give its parent directory, or use "
+            f"`ckptcore inspect {directory}`"
+        )
+    steps = StepDirectory(directory, names, context)
+    since = steps.changes()
+    steps.replace(steps.list_names(), since)
+    return steps
+
+
+def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
+    """Return the names of the steps that readers have pinned. None if the storage does not allow to read them."""
+    try:
+        return commit_method(store).locks(display).pinned()
+    except StorageError:
+        # Reading the pins also removes the pins of processes that have exited, which needs write permission.
+        return None
+
+
+def read_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) -> Sequence[StepStatus]:
+    """Read the roots of some steps concurrently.
+
+    Raises:
+        StorageError: if the storage fails.
+    """
+    if not chosen:
+        return ()
+    with ThreadPoolExecutor(min(_THREADS, len(chosen))) as threads:
+        return list(threads.map(partial(_read_step, steps, context), chosen))
+
+
+def _read_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
+    """Read a step. Read it again if it was committed, replaced or deleted in the meantime."""
+    store = subdirectory(steps.store, steps.name(step))
+    for _ in range(ATTEMPTS):
+        version = root_version(store)
+        status = _read_step_once(steps, context, step, version)
+        if status.state == "committed" or root_version(store) == version:
+            break
+    return status
+
+
+def _read_step_once(steps: StepDirectory, context: Context, step: int, version: bytes | str | None) -> StepStatus:
+    name = steps.name(step)
+    store = subdirectory(steps.store, name)
+    if isinstance(version, str):
+        return StepStatus(step, name, "unreadable", error=version)
+    try:
+        if version is None:
+            return _read_foreign_step(steps, context, step)
+        summary = summarize_root(version)
+        if not summary.committed:
+            return StepStatus(step, name, "uncommitted", summary.created)
+        if summary.members:
+            nbytes = _composite_bytes(steps, step, version, summary, context)
+        else:
+            nbytes = _object_bytes(store, version, summary)
+        return StepStatus(
+            step, name, "committed", summary.created, nbytes, summary.metrics, None, None, summary.save_id,
+            *_durations(summary.timeline),
+        )  # fmt: skip
+    except CheckpointNotFoundError:
+        return StepStatus(step, name, "other")
+    except CorruptCheckpointError as error:
+        return StepStatus(step, name, "corrupt", error=str(error))
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        return StepStatus(step, name, "unreadable", error=str(error))
+
+
+def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
+    found = describe_checkpoint(steps.location(step), context)
+    # A save may have committed since the root was looked for.
+    state: StepState = "foreign" if found.save_id is None else "committed"
+    return StepStatus(step, steps.name(step), state, found.created, found.nbytes, found.metrics, save_id=found.save_id)
+
+
+def _durations(timeline: JSON) -> tuple[float | None, float | None]:
+    """Return the seconds of a save, and those during which its caller was blocked. None if they are unknown."""
+    try:
+        events = timeline_from_json(timeline)
+    except CorruptCheckpointError:
+        return None, None  # it is not needed to load the step
+    seconds = max(event.ended for event in events) - min(event.began for event in events)
+    # The timeline ends at the commit. If the call had not returned by then, the caller was blocked from start to end.
+    blocked = max([event.seconds for event in events if event.phase == "blocking"], default=seconds)
+    return seconds, blocked
+
+
+def _object_bytes(store: StorageBackend, data: bytes, summary: RootSummary) -> int:
+    """Return the bytes of the objects of one tree, or of the files of one checkpointable."""
+    if summary.nbytes is not None:
+        return summary.nbytes
+    root = parse_root(store, data)
+    return sum(record.size for record in root.objects.values()) if isinstance(root, Root) else 0
+
+
+def _composite_bytes(steps: StepDirectory, step: int, data: bytes, summary: RootSummary, context: Context) -> int:
+    """Return the bytes of the objects of all checkpointables and processes.
+
+    Raises:
+        CorruptCheckpointError: if a root cannot be read. Names its directory.
+    """
+    location = resolve_location(steps.location(step), runtime_of(context).storages)
+    composite = CompositeRoot(
+        save_id=summary.save_id, created=summary.created, writer={}, members=summary.members or {}
+    )
+    total = 0
+    for directories in present_members(
+        CompositeCheckpoint.of_root(location, LocationVersion(data), composite)
+    ).values():
+        for directory in directories:
+            store = subdirectory(location.store, directory)
+            root = root_bytes(store)
+            if root is None:
+                continue  # deleted
+            try:
+                total += _object_bytes(store, root, summarize_root(root))
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"{directory}: {error}", key=error.key) from error
+    return total
+
+
+def find_owner(store: StorageBackend) -> RunOwner | None:
+    """Return the job that owns a directory of steps. None if there is none."""
+    try:
+        owner = commit_method(store).locks().owner()
+    except StorageError as error:
+        return RunOwner(None, None, None, None, f"unknown: {error}")
+    if owner is None:
+        return None
+    holder = owner.holder
+    return RunOwner(
+        owner.is_alive,
+        holder.host if holder else None,
+        holder.pid if holder else None,
+        holder.since if holder else None,
+        owner.describe(),
+    )
