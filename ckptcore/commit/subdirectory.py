@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -92,6 +92,11 @@ class Subdirectory(StorageBackend):
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """See `StorageBackend`."""
         return self._parent.list_names(self._prefix + prefix)
+
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
+        """See `StorageBackend`."""
+        sizes = self._parent.list_sizes(self._prefix + prefix)
+        return sizes and {key[len(self._prefix) :]: size for key, size in sizes.items()}
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""

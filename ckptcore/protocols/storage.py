@@ -293,6 +293,13 @@ class StorageBackend(Protocol):
         """Return the names one level below a directory, sorted. Names of directories end in ``/``. May be empty."""
         ...
 
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
+        """Return the sizes in bytes of all objects below a directory, by key.
+
+        By default None: `size` is called for each object. A storage whose listings have sizes implements this method.
+        """
+        return None
+
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing object is no error. Directories that become empty disappear."""

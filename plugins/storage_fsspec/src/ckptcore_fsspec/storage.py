@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has no types
@@ -139,7 +139,7 @@ class FsspecStorage(StorageBackend):
         system = self._connection.get()
         with converted_errors(f"cannot list {self._url}"):
             system.invalidate_cache(below)
-            found = _listed_paths(system, below) if _lists_recursively(system) else _walk(system, below)
+            found = iter(_listed_sizes(system, below)) if _lists_recursively(system) else _walk(system, below)
             keys = {path[len(self._root) + 1 :] for path in found}  # sends the requests
         return iter(sorted(keys))
 
@@ -152,6 +152,18 @@ class FsspecStorage(StorageBackend):
             entries = _entries(system, below)
             names = {path[len(below) + 1 :] + ("/" if is_directory else "") for path, is_directory in entries}
         return sorted(names)
+
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
+        """List the sizes in bytes of all objects in a directory, by key. None if listings do not have all sizes."""
+        below = self._directory(prefix)
+        system = self._connection.get()
+        if not _lists_recursively(system):
+            return None
+        with converted_errors(f"cannot list {self._url}"):
+            system.invalidate_cache(below)
+            found = _listed_sizes(system, below)
+        sizes = {path[len(self._root) + 1 :]: size for path, size in found.items() if type(size) is int}
+        return sizes if len(sizes) == len(found) else None
 
     # --- paths
 
@@ -207,15 +219,18 @@ def _lists_recursively(system: FileSystem) -> bool:
     return bool(own.find is not AbstractFileSystem.find)
 
 
-def _listed_paths(system: FileSystem, below: str) -> Iterator[str]:
+def _listed_sizes(system: FileSystem, below: str) -> Mapping[str, object]:
+    """Return the paths of all objects below a directory, with their sizes as the file system states them."""
     try:
         found = system.find(below, detail=True)
     except MISSING_OBJECT_ERRORS:
-        return
-    for path, entry in found.items():
+        return {}
+    return {
+        path: entry.get("size")
+        for path, entry in found.items()
         # Some stores use objects as directory markers.
-        if path.startswith(f"{below}/") and not path.endswith("/") and entry.get("type") != "directory":
-            yield path
+        if path.startswith(f"{below}/") and not path.endswith("/") and entry.get("type") != "directory"
+    }
 
 
 def _walk(system: FileSystem, below: str) -> Iterator[str]:

@@ -20,10 +20,12 @@ class ListPage:
 
     Attributes:
         keys: full keys of objects.
+        sizes: size of each object in bytes; 0 if the service does not state it.
         prefixes: common prefixes up to the delimiter, if there is one.
     """
 
     keys: tuple[str, ...]
+    sizes: tuple[int, ...]
     prefixes: tuple[str, ...]
 
 
@@ -43,8 +45,10 @@ def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> It
         response = bucket.run(partial(bucket.plain.send, "GET", query=query))
         root = parse_response(response.body)
         decode = key_decoder_of(root)
+        objects = root.findall("{*}Contents")
         yield ListPage(
-            tuple([decode(text_of(item, "Key")) for item in root.iterfind("{*}Contents")]),
+            tuple([decode(text_of(item, "Key")) for item in objects]),
+            tuple([int(text) if (text := text_of(item, "Size")).isdecimal() else 0 for item in objects]),
             tuple([decode(text_of(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]),
         )
         token = text_of(root, "NextContinuationToken")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -155,12 +155,17 @@ class ObjectStoreDirectory(StorageBackend):
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """List the keys of all objects in a directory, sorted."""
+        return iter(sorted(self.list_sizes(prefix)))
+
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int]:
+        """List the sizes in bytes of all objects in a directory, by key. One request per 1000 objects."""
         below = self._below(prefix)
-        keys = []
+        sizes: dict[str, int] = {}
         with converted_errors(self._service, f"list {self._service.url}/{below}"):
             for page in list_objects(self._bucket, below):
-                keys += [key[len(self._prefix) :] for key in page.keys]
-        return iter(sorted([key for key in keys if self._is_listed(key)]))
+                keys = [key[len(self._prefix) :] for key in page.keys]
+                sizes.update(zip(keys, page.sizes, strict=True))
+        return {key: size for key, size in sizes.items() if self._is_listed(key)}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """List the names in a directory, sorted. Names of directories end in ``/``."""

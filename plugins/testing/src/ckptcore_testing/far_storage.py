@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -192,6 +192,10 @@ class FarStorage(StorageBackend):
         names = self._inner.list_names(prefix)
         self._pages(len(names), prefix)
         return names
+
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int]:
+        """See `StorageBackend`."""
+        return {key: self._inner.size(key) for key in self.list(prefix)}
 
     def _pages(self, count: int, prefix: str) -> None:
         for _ in range(max(1, -(-count // _KEYS_PER_REQUEST))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ckptcore import Context
@@ -144,6 +144,10 @@ class FaultyStorage(StorageBackend):
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """See `StorageBackend`."""
         return self.plan.begin("list_names", [prefix]).run(lambda: self.inner.list_names(prefix))
+
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
+        """See `StorageBackend`."""
+        return self.plan.begin("list_sizes", [prefix]).run(lambda: self.inner.list_sizes(prefix))
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""

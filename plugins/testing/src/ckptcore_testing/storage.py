@@ -450,6 +450,19 @@ class StorageBackendTests:
         assert list(storage.list_names("b/")) == ["a", "a-1/", "c/", "z"]
         assert list(storage.list_names("a")) == []
 
+    def test_list_sizes_has_the_sizes_of_all_objects_below_a_directory(self, storage: StorageBackend) -> None:
+        for size, key in enumerate(["a", "aa/x", "b/a", "b/c d/%y", "b/c/z"]):
+            storage.put(key, bytes(size))
+        if storage.list_sizes() is None:
+            pytest.skip("listings of this storage have no sizes")
+        assert storage.list_sizes() == {key: storage.size(key) for key in storage.list()}
+        assert storage.list_sizes("b") == {"b/a": 2, "b/c d/%y": 3, "b/c/z": 4}
+        assert storage.list_sizes("b/c") == {"b/c/z": 4}
+        assert storage.list_sizes("a") == {}, "an object is no directory"
+        storage.put("b/a", bytes(9))
+        storage.delete(["b/c/z"])
+        assert storage.list_sizes("b") == {"b/a": 9, "b/c d/%y": 3}
+
     def test_delete_removes_objects_and_ignores_missing_keys(self, storage: StorageBackend) -> None:
         for key in ("a/b/c", "a/b/d", "a/e", "f"):
             storage.put(key, b"1")
