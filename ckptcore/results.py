@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Final
 # Each name is imported when it is first used, as in `ckptcore`, because together they would import the whole library.
 _NAMES: Final = {
     "ckptcore.io.background": "LoadHandle Progress SaveHandle",
+    "ckptcore.loading.completeness": "Problem",
     "ckptcore.loading.describe": "CheckpointMetadata CheckpointablesMetadata",
     "ckptcore.loading.loaded_boxes": "LoadedBox",
     "ckptcore.loading.load_options": "LeafChange LoadReport",
     "ckptcore.loading.open_checkpoints": "OpenCheckpoint StoredTree",
     "ckptcore.loading.stored_arrays": "StoredArray",
-    "ckptcore.loading.verify": "Problem VerifyReport",
+    "ckptcore.loading.verify": "VerifyReport",
     "ckptcore.training.restoring": "SkippedStep",
 }
 _HOMES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckptcore.io.background import LoadHandle as LoadHandle
     from ckptcore.io.background import Progress as Progress
     from ckptcore.io.background import SaveHandle as SaveHandle
+    from ckptcore.loading.completeness import Problem as Problem
     from ckptcore.loading.describe import CheckpointablesMetadata as CheckpointablesMetadata
     from ckptcore.loading.describe import CheckpointMetadata as CheckpointMetadata
     from ckptcore.loading.load_options import LeafChange as LeafChange
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from ckptcore.loading.open_checkpoints import OpenCheckpoint as OpenCheckpoint
     from ckptcore.loading.open_checkpoints import StoredTree as StoredTree
     from ckptcore.loading.stored_arrays import StoredArray as StoredArray
-    from ckptcore.loading.verify import Problem as Problem
     from ckptcore.loading.verify import VerifyReport as VerifyReport
     from ckptcore.training.restoring import SkippedStep as SkippedStep
 else:

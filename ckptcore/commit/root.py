@@ -286,13 +286,14 @@ AnyRoot: TypeAlias = Root | CompositeRoot | Claim | PartialSave
 
 
 class RootSummary(NamedTuple):
-    """The small fields of a root, without its tables.
+    """The fields of a root that need no table besides the sizes of objects.
 
     Attributes:
         committed: True for a checkpoint, False for a claim or a session table.
         save_id, created, metrics, progress, timeline: see `Root`.
         members: the checkpointables by name; None for one tree.
-        nbytes: the size of its objects in bytes; 0 for a composite; None if the sizes are in a part of the root.
+        objects: the size of each object in bytes, by key; empty for a composite; None if the sizes are in a part.
+        parts: the size of each part of the root in bytes, by key.
         bases: the checkpoints that it refers to.
     """
 
@@ -302,7 +303,8 @@ class RootSummary(NamedTuple):
     metrics: Mapping[str, float]
     progress: Mapping[str, int]
     members: Mapping[str, Member] | None
-    nbytes: int | None
+    objects: Mapping[str, int] | None
+    parts: Mapping[str, int]
     bases: tuple[Base, ...] = ()
     timeline: JSON = None
 

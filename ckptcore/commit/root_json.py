@@ -11,7 +11,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
@@ -274,17 +274,18 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
 
 
 def summarize_root(data: bytes) -> RootSummary:
-    """Decode the small fields of a root, without its tables and parts.
+    """Decode the small fields of a root and the sizes of its objects, without other tables and parts.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError: as for `decode_root`.
     """
     with _errors_as_damage():
         document, head = _open(data)
-        nbytes = None
-        if "objects" not in document.get("parts", {}):
-            tables = document.get("tables", {})
-            nbytes = sum(_count(size) for size in (tables["objects"]["size"] if "objects" in tables else []))
+        parts = document.get("parts", {})
+        objects: dict[str, int] | None = None
+        if "objects" not in parts:
+            table = document.get("tables", {}).get("objects", {"key": [], "size": []})
+            objects = dict(_sizes(zip(table["key"], table["size"], strict=True)))
         return RootSummary(
             head.state == "committed",
             head.save_id,
@@ -292,10 +293,16 @@ def summarize_root(data: bytes) -> RootSummary:
             _decode_metrics(document),
             _decode_progress(document),
             _decode_members(document["members"]) if "members" in document else None,
-            nbytes,
+            objects,
+            dict(_sizes((described["key"], described["size"]) for described in parts.values())),
             _decode_bases(document),
             document.get("timeline"),
         )
+
+
+def _sizes(rows: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, int]]:
+    for key, size in rows:
+        yield check_key(_text(key)), _count(size)
 
 
 def bases_of_root(data: bytes) -> tuple[Base, ...]:

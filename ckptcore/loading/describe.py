@@ -22,9 +22,10 @@ from ckptcore.events import Event, timeline_from_json
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.opening import (
     ConsistentRead,
+    MemberOpener,
     is_deleted,
+    member_opener,
     open_either,
-    open_member,
     open_tree,
     present_members,
     tree_attempts,
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointablesMetadata",
     "TreeContents",
     "describe_checkpoint",
+    "describe_found",
     "describe_opened",
     "describe_tree",
 ]
@@ -182,13 +184,27 @@ def describe_checkpoint(location: AnyLocation, context: Context) -> CheckpointMe
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
+    return ConsistentRead(location, context, open_either).retry_if_replaced(
+        lambda found: describe_found(found, context, member_opener(found, location, context))
+    )
 
-    def describe(found: Checkpoint | CompositeCheckpoint) -> CheckpointMetadata:
-        if isinstance(found, Checkpoint):
-            return describe_opened(found, context)
-        return _describe_composite(found, location, context)
 
-    return ConsistentRead(location, context, open_either).retry_if_replaced(describe)
+def describe_found(
+    found: Checkpoint | CompositeCheckpoint, context: Context, open_one: MemberOpener
+) -> CheckpointMetadata:
+    """Describe an open checkpoint of one tree or of several objects.
+
+    Args:
+        found: the checkpoint.
+        context: options.
+        open_one: opens one of several objects.
+
+    Raises:
+        Errors of `describe_checkpoint`.
+    """
+    if isinstance(found, Checkpoint):
+        return describe_opened(found, context)
+    return _describe_composite(found, context, open_one)
 
 
 def describe_tree(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
@@ -242,14 +258,14 @@ def _digest(found: Checkpoint | CompositeCheckpoint, checkpointables: Checkpoint
     return f"sha256:{hashlib.sha256(data + members.encode()).hexdigest()}"
 
 
-def _describe_composite(composite: CompositeCheckpoint, location: AnyLocation, context: Context) -> CheckpointMetadata:
+def _describe_composite(composite: CompositeCheckpoint, context: Context, open_one: MemberOpener) -> CheckpointMetadata:
     root, members = composite.root, composite.members
     present = present_members(composite)
     found: dict[str, CheckpointMetadata] = {}
     unreadable: dict[str, str] = {}
     for name in members:
         try:
-            described = _describe_first(composite, name, present.get(name, ()), location, context)
+            described = _describe_first(composite, name, present.get(name, ()), context, open_one)
         except (CorruptCheckpointError, StorageError):
             raise
         except CheckpointError as error:
@@ -280,14 +296,14 @@ def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeC
 
 
 def _describe_first(
-    composite: CompositeCheckpoint, name: str, directories: Sequence[str], location: AnyLocation, context: Context
+    composite: CompositeCheckpoint, name: str, directories: Sequence[str], context: Context, open_one: MemberOpener
 ) -> CheckpointMetadata | None:
     """Describe the checkpoint in the first of the directories that still exists; None if all were deleted."""
     for directory in directories:
         if is_deleted(composite, directory):
             continue
         try:
-            opened = open_member(composite, name, directory, location, context)
+            opened = open_one(name, directory)
         except CheckpointNotFoundError:
             if is_deleted(composite, directory):  # deleted after the first check
                 continue

@@ -38,9 +38,11 @@ from ckptcore.runtime import runtime_of
 __all__ = [
     "ATTEMPTS",
     "ConsistentRead",
+    "MemberOpener",
     "RootCache",
     "format_names",
     "is_deleted",
+    "member_opener",
     "open_checkpoint",
     "open_either",
     "open_files",
@@ -57,6 +59,9 @@ T = TypeVar("T")
 
 Opener: TypeAlias = Callable[[Location, LocationVersion, Context], OpenedT]
 """Opens the checkpoint at a location. The version, read before, shows later whether the checkpoint was replaced."""
+
+MemberOpener: TypeAlias = Callable[[str, str], Checkpoint]
+"""Opens a member of a composite by its name and its directory."""
 
 RootCache: TypeAlias = ParsedRoots[StoredFormat]
 """Cache of parsed roots. Only for callers that do not return mutable parts of a root."""
@@ -418,6 +423,17 @@ def open_member(
             f"it as {kind!r}: one of the two is damaged or forged. Load another checkpoint"
         )
     return opened
+
+
+def member_opener(found: Checkpoint | CompositeCheckpoint, location: AnyLocation, context: Context) -> MemberOpener:
+    """Return a function that opens each member of a composite once. See `open_member`."""
+
+    @functools.cache
+    def open_one(name: str, directory: str) -> Checkpoint:
+        assert isinstance(found, CompositeCheckpoint)  # a tree has no members
+        return open_member(found, name, directory, location, context)
+
+    return open_one
 
 
 def _open_foreign_member(

@@ -11,7 +11,7 @@ from ckptcore.commit.location import AnyLocation, SubPath
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import (
@@ -22,6 +22,7 @@ from ckptcore.loading.checkpoint import (
     file_pieces,
     naming_arrays,
 )
+from ckptcore.loading.completeness import Problem, missing_states
 from ckptcore.loading.opening import (
     ConsistentRead,
     is_deleted,
@@ -38,7 +39,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 
-__all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_expected_sizes", "verify_checkpoint"]
+__all__ = ["ProgressCallback", "VerifyReport", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with the number of bytes checked so far, and the total of all objects."""
@@ -47,25 +48,6 @@ _BASE_READ_BYTES: Final = 1 << 24
 """Limit of the bytes of an array in a base that are read at once."""
 
 _PIECE_BLOCKS: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A problem of a checkpoint.
-
-    Attributes:
-        key: the object (file), or the name or directory of a checkpointable; None if unknown, such as for an array in a
-            base.
-        start, stop: the half-open range of its bytes; None for the whole object.
-        arrays: the paths of the affected arrays, if known: those that have bytes in this range.
-        message: what was expected and found.
-    """
-
-    key: str | None
-    start: int | None
-    stop: int | None
-    arrays: tuple[str, ...]
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,39 +94,6 @@ def verify_checkpoint(location: AnyLocation, context: Context, progress: Progres
         return VerifyReport((_problem(error),), 1, 0, ())
 
 
-def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
-    """Return True if every object of a checkpoint and of its bases exists with its recorded size.
-
-    Reads roots and no array. For several checkpointables, returns False if all directories of one are missing.
-
-    Raises:
-        CheckpointError: a root cannot be read.
-    """
-
-    def fits(found: Checkpoint | CompositeCheckpoint) -> bool:
-        if isinstance(found, Checkpoint):
-            return _sizes_fit(found)
-        present = present_members(found)
-        return present.keys() == found.members.keys() and all(
-            _sizes_fit(_open_directory(found, name, directory, location, context))
-            for name, directories in present.items()
-            for directory in directories
-        )
-
-    return ConsistentRead(location, context, open_either).retry_if_replaced(fits)
-
-
-def _sizes_fit(opened: Checkpoint) -> bool:
-    try:
-        present = opened.store.stored_sizes(opened.objects)
-        bases = () if opened.derived is None else opened.derived.sources[1:]
-        return all(present[key] == record.size for key, record in opened.objects.items()) and all(
-            map(_sizes_fit, bases)
-        )
-    except ObjectNotFoundError:
-        return False
-
-
 def _open_directory(
     composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
 ) -> Checkpoint:
@@ -164,12 +113,9 @@ def _verify_composite(
     opened: list[tuple[str, Checkpoint]] = []
     for name, member in composite.members.items():
         existing = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
-        processes = member.processes or 1
         if not existing:
             deleted.append(name)
-        elif len(existing) < processes:
-            message = f"{name!r} has a state for each of {processes} processes, but only {len(existing)} exist"
-            problems.append(Problem(name, None, None, (), message))
+        problems.extend(missing_states(name, member, existing))
         for directory in existing:
             try:
                 opened.append((directory, _open_directory(composite, name, directory, location, context)))

@@ -31,7 +31,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.verify import has_expected_sizes
+from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

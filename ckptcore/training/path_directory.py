@@ -16,7 +16,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
-from ckptcore.loading.verify import has_expected_sizes
+from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend

@@ -427,7 +427,8 @@ class StepDirectory:
             if self.is_ours(step):
                 raise CheckpointNotFoundError(f"step {step} in {self.display} was deleted meanwhile")
             return None
-        found = summarize_root(data)
+        # A run can have thousands of steps, each with many objects: cache only the small fields.
+        found = summarize_root(data)._replace(objects=None, parts={}, timeline=None)
         with self._lock:
             self._summaries[name] = found
         return found

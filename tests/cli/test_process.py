@@ -138,7 +138,7 @@ def test_a_bug_has_another_exit_code_than_a_difference(
     def broken(location: object, context: object) -> None:
         raise RuntimeError("oh dear")
 
-    monkeypatch.setattr(inspect, "describe_checkpoint", broken)
+    monkeypatch.setattr(inspect, "describe_and_check", broken)
     result = run("inspect", checkpoint)
     assert result.exit_code == 70
     assert "RuntimeError: oh dear. This is a bug" in result.stderr
@@ -148,7 +148,7 @@ def test_an_interrupt_has_exit_code_130(run: Run, checkpoint: Path, monkeypatch:
     def interrupted(location: object, context: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspect, "describe_checkpoint", interrupted)
+    monkeypatch.setattr(inspect, "describe_and_check", interrupted)
     result = run("inspect", checkpoint)
     assert result.exit_code == 130
     assert result.stderr == "ckptcore: error: interrupted\n"

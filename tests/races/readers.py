@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from ckptcore_tools.locations import describe_and_check
+from ckptcore_tools.run_steps import find_steps, read_steps
 
 import ckptcore
-from ckptcore.errors import CheckpointError, TargetUndefinedError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, TargetUndefinedError
+from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.loading.describe import describe_checkpoint
-from ckptcore.loading.verify import has_expected_sizes
 from ckptcore.model import AbstractArray
 from ckptcore.results import CheckpointMetadata, StoredArray, StoredTree
 
@@ -95,6 +97,22 @@ def _inspect(location: str, context: ckptcore.Context) -> object:
     return _told_of_several(found) if found.is_composite else _told(found)
 
 
+def _inspect_files(location: str, context: ckptcore.Context) -> object:
+    found, files = describe_and_check(location, context)
+    told = _told_of_several(found) if found.is_composite else _told(found)
+    return {"told": told, "problems": files.problems, "deleted": files.deleted}
+
+
+def _step_states(location: str, context: ckptcore.Context) -> object:
+    try:
+        steps = find_steps(location.rpartition("/")[0], ckptcore.step_names.StepNames(), context)
+    except CheckpointNotFoundError:
+        return []
+    found = read_steps(steps, steps.candidates(), context)
+    # A step that was deleted after it was listed has the state "other".
+    return [(status.state, status.nbytes, status.problems) for status in found if status.state != "other"]
+
+
 def _open(location: str, context: ckptcore.Context) -> object:
     with ckptcore.open(location, context=context) as opened:
         return _elements(opened)
@@ -169,6 +187,8 @@ READERS: Final[Mapping[str, Reader]] = {
     "load_checkpointables": _load_checkpointables,
     "metadata": _metadata,
     "inspect": _inspect,
+    "inspect_files": _inspect_files,
+    "step_states": _step_states,
     "open": _open,
     "slice": _slice,
     "iter_boxes": _iter_boxes,

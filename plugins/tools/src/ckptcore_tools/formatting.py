@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["format_age", "format_count", "format_metrics", "format_size"]
+if TYPE_CHECKING:
+    from ckptcore.results import Problem
+
+__all__ = ["format_age", "format_count", "format_metrics", "format_problems", "format_size"]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -26,6 +30,12 @@ def format_size(nbytes: int) -> str:
 def format_count(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun: ``1 array``, ``1,200 arrays``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def format_problems(problems: Sequence[Problem]) -> str:
+    """Return the first problem and the number of the others: ``a.safetensors is missing, and 2 more problems``."""
+    first, others = problems[0].message, len(problems) - 1
+    return f"{first}, and {format_count(others, 'more problem')}" if others else first
 
 
 def format_age(created: str, now: float) -> str:

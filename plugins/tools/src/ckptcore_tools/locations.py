@@ -6,15 +6,16 @@ import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
 
-from ckptcore.commit.location import open_directory, resolve_location
+from ckptcore.commit.location import AnyLocation, open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_tree
-from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, present_members
+from ckptcore.loading.completeness import FileCheck, StoredFiles
+from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_found, describe_tree
+from ckptcore.loading.opening import ConsistentRead, is_deleted, member_opener, open_either, present_members
 from ckptcore.runtime import runtime_of
 
-__all__ = ["child_location", "describe_directories", "names_in"]
+__all__ = ["child_location", "describe_and_check", "describe_directories", "names_in"]
 
 
 def child_location(directory: str, name: str) -> str:
@@ -41,6 +42,20 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
     if f"{location.name}/" not in location.parent.list_names():
         raise CheckpointNotFoundError(f"{directory}: no such directory; check the path")
     return names
+
+
+def describe_and_check(location: AnyLocation, context: Context) -> tuple[CheckpointMetadata, StoredFiles]:
+    """Return the metadata of a checkpoint, and its files that are missing or have another size. Reads no array.
+
+    Raises:
+        CheckpointError: see `ckptcore.metadata`.
+    """
+
+    def describe(found: Checkpoint | CompositeCheckpoint) -> tuple[CheckpointMetadata, StoredFiles]:
+        open_one = member_opener(found, location, context)
+        return describe_found(found, context, open_one), FileCheck(context).check(found, location, open_one)
+
+    return ConsistentRead(location, context, open_either).retry_if_replaced(describe)
 
 
 def describe_directories(location: str, context: Context) -> Mapping[str, tuple[str, CheckpointMetadata]]:

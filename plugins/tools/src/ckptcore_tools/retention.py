@@ -20,6 +20,7 @@ __all__ = ["DeletionPlan", "StepDecision", "plan_deletions"]
 _KEPT_BECAUSE: Mapping[StepState, str] = {
     "committed": "committed a moment ago",
     "foreign": "written by other software",
+    "incomplete": "a file is missing",
     "uncommitted": "not committed",
     "corrupt": "damaged",
     "unreadable": "cannot be read here",

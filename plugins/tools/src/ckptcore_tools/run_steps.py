@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.commit.location import commit_method, resolve_location
-from ckptcore.commit.root import ROOT_KEY, CompositeRoot, Root, RootSummary
+from ckptcore.commit.location import commit_method
+from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import LocationVersion, parse_root, root_bytes, root_version
+from ckptcore.commit.target import root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -22,19 +22,19 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import timeline_from_json
-from ckptcore.loading.checkpoint import CompositeCheckpoint
-from ckptcore.loading.describe import describe_checkpoint
-from ckptcore.loading.opening import ATTEMPTS, present_members
+from ckptcore.loading.completeness import FileCheck
+from ckptcore.loading.opening import ATTEMPTS
 from ckptcore.model import JSON
 from ckptcore.protocols import StorageBackend
-from ckptcore.runtime import runtime_of
+from ckptcore.results import Problem
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tools.locations import names_in
+from ckptcore_tools.formatting import format_problems
+from ckptcore_tools.locations import describe_and_check, names_in
 
 __all__ = ["RunOwner", "StepState", "StepStatus", "find_owner", "find_pinned", "find_steps", "read_steps"]
 
-StepState: TypeAlias = Literal["committed", "foreign", "uncommitted", "corrupt", "unreadable", "other"]
+StepState: TypeAlias = Literal["committed", "foreign", "incomplete", "uncommitted", "corrupt", "unreadable", "other"]
 
 _THREADS: Final = 8
 """Concurrent requests. Each step takes a small request, which a remote storage answers in tens of milliseconds."""
@@ -46,15 +46,17 @@ class StepStatus:
 
     Attributes:
         step, name: the number, and the name of the directory.
-        state: the state. "other": neither a checkpoint that can be loaded nor a save of ckptcore.
+        state: the state. "incomplete": a file is missing or has another size than recorded. "other": neither a
+            checkpoint that can be loaded nor a save of ckptcore.
         created: start of the save, ISO 8601 in UTC; None if unknown.
         nbytes: bytes of the objects; for checkpoints of other software, bytes of the arrays. None if unreadable.
         metrics: the metrics saved with the step.
         pinned: True if a reader has pinned the step; None if unknown.
-        error: why the step is corrupt or unreadable.
+        error: why the step is incomplete, corrupt or unreadable.
         save_id: the id of the save; None if unknown.
         seconds: time from the start of the save to its commit, from the stored timeline; None if unknown.
         blocked_seconds: the part of it during which the caller could not train; None if unknown.
+        problems: the files that are missing or have another size.
     """
 
     step: int
@@ -68,6 +70,13 @@ class StepStatus:
     save_id: str | None = None
     seconds: float | None = None
     blocked_seconds: float | None = None
+    problems: tuple[Problem, ...] = ()
+
+    def with_problems(self, problems: Sequence[Problem]) -> StepStatus:
+        """Return the status of a step with these files missing or of another size. Without any, the same status."""
+        if not problems:
+            return self
+        return replace(self, state="incomplete", problems=tuple(problems), error=format_problems(problems))
 
 
 class RunOwner(NamedTuple):
@@ -114,7 +123,7 @@ def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
 
 
 def read_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) -> Sequence[StepStatus]:
-    """Read the roots of some steps concurrently.
+    """Read the roots of some steps concurrently, and check that their files exist with the recorded sizes.
 
     Raises:
         StorageError: if the storage fails.
@@ -122,21 +131,27 @@ def read_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) ->
     if not chosen:
         return ()
     with ThreadPoolExecutor(min(_THREADS, len(chosen))) as threads:
-        return list(threads.map(partial(_read_step, steps, context), chosen))
+        return list(threads.map(partial(_read_step, steps, context, FileCheck(context)), chosen))
 
 
-def _read_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
+def _read_step(steps: StepDirectory, context: Context, check: FileCheck, step: int) -> StepStatus:
     """Read a step. Read it again if it was committed, replaced or deleted in the meantime."""
     store = subdirectory(steps.store, steps.name(step))
     for _ in range(ATTEMPTS):
         version = root_version(store)
-        status = _read_step_once(steps, context, step, version)
-        if status.state == "committed" or root_version(store) == version:
+        status = _read_step_once(steps, context, check, step, version)
+        if version is None and status.save_id is not None:
+            continue  # a save has committed since the root was read
+        # The root of one tree was read at once, and is of one save. Everything else may be of two.
+        is_one_tree = isinstance(version, bytes) and b'"members"' not in version
+        if (is_one_tree and status.state == "committed") or root_version(store) == version:
             break
     return status
 
 
-def _read_step_once(steps: StepDirectory, context: Context, step: int, version: bytes | str | None) -> StepStatus:
+def _read_step_once(
+    steps: StepDirectory, context: Context, check: FileCheck, step: int, version: bytes | str | None
+) -> StepStatus:
     name = steps.name(step)
     store = subdirectory(steps.store, name)
     if isinstance(version, str):
@@ -147,14 +162,11 @@ def _read_step_once(steps: StepDirectory, context: Context, step: int, version: 
         summary = summarize_root(version)
         if not summary.committed:
             return StepStatus(step, name, "uncommitted", summary.created)
-        if summary.members:
-            nbytes = _composite_bytes(steps, step, version, summary, context)
-        else:
-            nbytes = _object_bytes(store, version, summary)
+        files = check.check_root(steps.location(step), store, version, summary)
         return StepStatus(
-            step, name, "committed", summary.created, nbytes, summary.metrics, None, None, summary.save_id,
+            step, name, "committed", summary.created, files.nbytes, summary.metrics, None, None, summary.save_id,
             *_durations(summary.timeline),
-        )  # fmt: skip
+        ).with_problems(files.problems)  # fmt: skip
     except CheckpointNotFoundError:
         return StepStatus(step, name, "other")
     except CorruptCheckpointError as error:
@@ -166,10 +178,12 @@ def _read_step_once(steps: StepDirectory, context: Context, step: int, version: 
 
 
 def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
-    found = describe_checkpoint(steps.location(step), context)
+    found, files = describe_and_check(steps.location(step), context)
     # A save may have committed since the root was looked for.
     state: StepState = "foreign" if found.save_id is None else "committed"
-    return StepStatus(step, steps.name(step), state, found.created, found.nbytes, found.metrics, save_id=found.save_id)
+    return StepStatus(
+        step, steps.name(step), state, found.created, found.nbytes, found.metrics, save_id=found.save_id
+    ).with_problems(files.problems)
 
 
 def _durations(timeline: JSON) -> tuple[float | None, float | None]:
@@ -182,40 +196,6 @@ def _durations(timeline: JSON) -> tuple[float | None, float | None]:
     # The timeline ends at the commit. If the call had not returned by then, the caller was blocked from start to end.
     blocked = max([event.seconds for event in events if event.phase == "blocking"], default=seconds)
     return seconds, blocked
-
-
-def _object_bytes(store: StorageBackend, data: bytes, summary: RootSummary) -> int:
-    """Return the bytes of the objects of one tree, or of the files of one checkpointable."""
-    if summary.nbytes is not None:
-        return summary.nbytes
-    root = parse_root(store, data)
-    return sum(record.size for record in root.objects.values()) if isinstance(root, Root) else 0
-
-
-def _composite_bytes(steps: StepDirectory, step: int, data: bytes, summary: RootSummary, context: Context) -> int:
-    """Return the bytes of the objects of all checkpointables and processes.
-
-    Raises:
-        CorruptCheckpointError: if a root cannot be read. Names its directory.
-    """
-    location = resolve_location(steps.location(step), runtime_of(context).storages)
-    composite = CompositeRoot(
-        save_id=summary.save_id, created=summary.created, writer={}, members=summary.members or {}
-    )
-    total = 0
-    for directories in present_members(
-        CompositeCheckpoint.of_root(location, LocationVersion(data), composite)
-    ).values():
-        for directory in directories:
-            store = subdirectory(location.store, directory)
-            root = root_bytes(store)
-            if root is None:
-                continue  # deleted
-            try:
-                total += _object_bytes(store, root, summarize_root(root))
-            except CorruptCheckpointError as error:
-                raise CorruptCheckpointError(f"{directory}: {error}", key=error.key) from error
-    return total
 
 
 def find_owner(store: StorageBackend) -> RunOwner | None:

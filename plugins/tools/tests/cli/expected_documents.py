@@ -134,6 +134,7 @@ class InspectDocument(TypedDict):
     totals: TotalsDocument
     metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
     timeline: list[EventDocument]  #: empty where none was kept
+    problems: list[ProblemDocument]  #: files that are missing or have another size
     bases: list[str]  #: the checkpoints that have arrays of it, relative to the directory that it is in
 
 
@@ -166,20 +167,22 @@ class CheckpointablesDocument(TypedDict):
     deleted: list[str]  #: names of what was saved too and deleted since
     unreadable: NotRequired[dict[str, str]]  #: of other software's, by name why nothing that is installed reads it
     timeline: list[EventDocument]
+    problems: list[ProblemDocument]  #: files that are missing or have another size
 
 
 class ListedDocument(TypedDict):
     """An entry of a directory: a checkpoint, or a leftover of a save."""
 
     name: str
-    state: Literal["committed", "foreign", "uncommitted", "leftover", "corrupt", "unreadable"]
+    state: Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable"]
     layout: str | None
     created: str | None
     arrays: int | None
     nbytes: int | None
-    error: str | None  #: why it is corrupt or unreadable
+    error: str | None  #: why it is incomplete, corrupt or unreadable
     writer: NotRequired[str]  #: the software that wrote it, where it can be read
     checkpointables: NotRequired[list[str]]  #: their names, where it holds several; `layout` is "composite" then
+    problems: NotRequired[list[ProblemDocument]]  #: of an incomplete one: files that are missing or have another size
 
 
 class ListDocument(TypedDict):
@@ -331,18 +334,18 @@ class StepDocument(TypedDict):
 
     step: int
     name: str
-    state: Literal["committed", "foreign", "uncommitted", "corrupt", "unreadable", "other"]
+    state: Literal["committed", "foreign", "incomplete", "uncommitted", "corrupt", "unreadable", "other"]
     created: str | None
     nbytes: int | None  #: of its objects; of other software's, of its arrays
     metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
     pinned: bool | None  #: None where that cannot be found out
-    error: str | None  #: why it is corrupt or unreadable, or the first problem that verifying it found
+    error: str | None  #: why it is incomplete, corrupt or unreadable, or the first problem that verifying it found
     save_id: str | None
     seconds: float | None  #: from the start of the save to its commit
     blocked_seconds: float | None  #: ... during which the caller could not train
     sound: NotRequired[bool]  #: with --verify
     unverified: NotRequired[list[str]]  #: with --verify: objects of which no checksums are kept
-    problems: NotRequired[list[ProblemDocument]]  #: with --verify
+    problems: NotRequired[list[ProblemDocument]]  #: of an incomplete step, and with --verify
 
 
 class StepsDocument(TypedDict):

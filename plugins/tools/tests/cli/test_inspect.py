@@ -88,6 +88,22 @@ def test_json_has_everything(run_json: RunJson, checkpoint: Path) -> None:
     assert leaves["missing"]["value"] is None
 
 
+def test_missing_files_are_found(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    assert run_json(InspectDocument, "inspect", checkpoint)[1]["problems"] == []
+    assert "damaged" not in run("inspect", checkpoint).stdout
+    (checkpoint / "model.safetensors").unlink()
+    result = run("inspect", checkpoint)
+    assert result.exit_code == 0
+    assert (
+        f"  damaged    model.safetensors is missing. Run `ckptcore verify {checkpoint}` to check every byte"
+        in result.stdout.splitlines()
+    )
+    assert "<root>" in result.stdout
+    code, document = run_json(InspectDocument, "inspect", checkpoint)
+    assert code == 0
+    assert [problem["message"] for problem in document["problems"]] == ["model.safetensors is missing"]
+
+
 def test_a_file_of_other_software(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     save_file({"a.b": np.ones((2, 3), np.float16)}, tmp_path / "model.safetensors", {"format": "pt"})
     code, document = run_json(InspectDocument, "inspect", tmp_path / "model.safetensors")

@@ -74,6 +74,19 @@ def test_a_newer_version_is_unreadable_here(run_json: RunJson, tmp_path: Path) -
     assert "upgrade" in document["checkpoints"][0]["error"]
 
 
+def test_missing_files_are_found(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        ckptcore.save(tmp_path / name, {"w": np.ones(4)})
+    (tmp_path / "bad" / "model.safetensors").unlink()
+    code, document = run_json(ListDocument, "ls", tmp_path)
+    bad, good = document["checkpoints"]
+    assert (code, bad["state"], good["state"]) == (0, "incomplete", "committed")
+    assert (bad["error"], bad["nbytes"]) == ("model.safetensors is missing", 32)
+    assert bad["problems"][0]["object"] == "model.safetensors" and "problems" not in good
+    (line,) = [line for line in run("ls", tmp_path).stdout.splitlines() if line.startswith("bad")]
+    assert line.startswith("bad   incomplete  safetensors") and line.endswith("  model.safetensors is missing")
+
+
 def test_a_checkpoint_lists_itself(run_json: RunJson, checkpoint: Path) -> None:
     _, document = run_json(ListDocument, "ls", checkpoint)
     assert [one["state"] for one in document["checkpoints"]] == ["committed"]

@@ -80,6 +80,33 @@ def test_text(run: Run, tmp_path: Path) -> None:
     ]
 
 
+def test_missing_and_short_files_are_found(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", {1: 0.5, 2: 0.25, 3: 0.75})
+    (tmp_path / "run" / "1" / "model.safetensors").unlink()
+    os.truncate(tmp_path / "run" / "2" / "model.safetensors", 20)
+    code, document = run_json(StepsDocument, "steps", tmp_path / "run")
+    assert (code, [one["state"] for one in document["steps"]]) == (0, ["incomplete", "incomplete", "committed"])
+    first, second, third = document["steps"]
+    assert (first["error"], first["metrics"], third["error"]) == ("model.safetensors is missing", {"loss": 0.5}, None)
+    assert second["error"].startswith("model.safetensors has 20 bytes instead of ")
+    assert [problem["start"] for problem in second["problems"]] == [20] and "problems" not in third
+    lines = run("steps", tmp_path / "run").stdout.splitlines()
+    assert lines[1].split()[2] == "incomplete" and lines[1].endswith("model.safetensors is missing")
+    code, document = run_json(StepsDocument, "steps", tmp_path / "run", "--verify")
+    assert (code, [one["sound"] for one in document["steps"]]) == (1, [False, False, True])
+    assert document["steps"][0]["error"] == "model.safetensors is missing"
+
+
+def test_a_lost_file_of_one_of_several_checkpointables(run_json: RunJson, tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "run" / "1", checkpointables())
+    (tmp_path / "run" / "1" / "notes" / "deep" / "a.txt").unlink()
+    (tmp_path / "run" / "1" / "notes" / "deep" / "b.txt").unlink()
+    _, document = run_json(StepsDocument, "steps", tmp_path / "run")
+    (step,) = document["steps"]
+    assert (step["state"], step["error"]) == ("incomplete", "notes/deep/a.txt is missing, and 1 more problem")
+    assert [problem["object"] for problem in step["problems"]] == ["notes/deep/a.txt", "notes/deep/b.txt"]
+
+
 def test_the_newest_only(run: Run, run_json: RunJson, directory: Path) -> None:
     _, document = run_json(StepsDocument, "steps", directory, "--last", 2)
     assert [one["step"] for one in document["steps"]] == [13, 14]

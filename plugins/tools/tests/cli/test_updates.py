@@ -9,7 +9,7 @@ import pytest
 
 import ckptcore
 from plugins.tools.tests.cli.conftest import Run, RunJson
-from plugins.tools.tests.cli.expected_documents import InspectDocument
+from plugins.tools.tests.cli.expected_documents import InspectDocument, StepsDocument
 
 
 @pytest.fixture
@@ -30,6 +30,14 @@ def test_inspect_names_the_bases(run: Run, run_json: RunJson, updated: Path) -> 
     for name, bases in (("3", ["1"]), ("1", [])):
         code, document = run_json(InspectDocument, "inspect", updated / name)
         assert code == 0 and document["bases"] == bases
+
+
+def test_lost_files_of_bases_are_found(run: Run, run_json: RunJson, updated: Path) -> None:
+    (updated / "1" / "model.safetensors").unlink()
+    _, document = run_json(StepsDocument, "steps", updated)
+    assert [one["state"] for one in document["steps"]] == ["incomplete", "committed", "incomplete", "committed"]
+    assert document["steps"][2]["error"] == "../1/model.safetensors is missing"
+    assert "damaged    ../1/model.safetensors is missing" in run("inspect", updated / "3").stdout
 
 
 def test_a_collection_foretells_which_bases_stay(run: Run, updated: Path) -> None:

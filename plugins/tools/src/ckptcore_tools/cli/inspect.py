@@ -10,7 +10,6 @@ import click
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
-from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -23,10 +22,12 @@ from ckptcore.model import (
     TreePath,
     format_path,
 )
-from ckptcore.results import CheckpointMetadata
+from ckptcore.results import CheckpointMetadata, Problem
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import UNSET, print_document, print_line, printable
-from ckptcore_tools.formatting import format_count, format_metrics, format_size
+from ckptcore_tools.cli.verify import problem_documents
+from ckptcore_tools.formatting import format_count, format_metrics, format_problems, format_size
+from ckptcore_tools.locations import describe_and_check
 from ckptcore_tools.timelines import format_timeline
 
 __all__ = ["TreeRow", "command", "tree_rows"]
@@ -49,11 +50,14 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
     In a checkpoint of several checkpointables, each one is shown with its tree or its files. No array is read.
     --depth, --objects and --timeline apply to text only: JSON always contains everything.
     """
-    found = describe_checkpoint(location, command_context())
+    found, files = describe_and_check(location, command_context())
     if as_json:
-        _print_document(location, found)
+        _print_document(location, found, files.problems)
         return ExitCode.OK
     _print_summary(location, found)
+    if files.problems:
+        text = f"{format_problems(files.problems)}. Run `ckptcore verify {location}` to check every byte"
+        print_line((f"  {'damaged':<11}", "bold red"), printable(text))
     print_line()
     if show_timeline:
         _print_timeline(found.timeline)
@@ -70,7 +74,7 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
     return ExitCode.OK
 
 
-def _print_document(location: str, found: CheckpointMetadata) -> None:
+def _print_document(location: str, found: CheckpointMetadata, problems: Sequence[Problem]) -> None:
     members: dict[str, object] = {
         "location": location,
         "writer": found.writer,
@@ -79,6 +83,7 @@ def _print_document(location: str, found: CheckpointMetadata) -> None:
         "custom": found.custom,
         "metrics": found.metrics,
         "timeline": [{name: getattr(event, name) for name in _EVENT_FIELDS} for event in found.timeline],
+        "problems": problem_documents(problems),
     }
     if not found.is_composite:
         print_document("inspect", **members, **_content_document(found), bases=found.bases)

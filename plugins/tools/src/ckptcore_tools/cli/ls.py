@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import click
 
 from ckptcore.context import Context
-from ckptcore.loading.describe import describe_checkpoint
-from ckptcore.model import ArrayRecord
+from ckptcore.model import JSON, ArrayRecord
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
-from ckptcore_tools.formatting import format_count, format_size
-from ckptcore_tools.locations import child_location, names_in
+from ckptcore_tools.cli.verify import problem_documents
+from ckptcore_tools.formatting import format_count, format_problems, format_size
+from ckptcore_tools.locations import child_location, describe_and_check, names_in
 
 if TYPE_CHECKING:
     from ckptcore.results import CheckpointMetadata
 
 __all__ = ["Entry", "command"]
 
-State: TypeAlias = Literal["committed", "foreign", "uncommitted", "leftover", "corrupt", "unreadable"]
+State: TypeAlias = Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable"]
 
 _THREADS: Final = 8
 _STYLES = {"committed": "green", "foreign": "cyan", "uncommitted": "yellow", "leftover": "yellow"}
@@ -31,6 +31,7 @@ _STATES = """\
 States:
   committed    a checkpoint of ckptcore
   foreign      a checkpoint of other software that an installed layout can read
+  incomplete   a checkpoint with a file that is missing or has another size
   uncommitted  a save that is running, or failed
   leftover     a hidden directory of a save that is running, or failed; the next save removes it if it failed
   corrupt      a damaged checkpoint
@@ -47,9 +48,10 @@ class Entry:
         layout: the layout; "composite" for several checkpointables.
         created: start of the save, ISO 8601 in UTC.
         arrays, nbytes: number of arrays, and their bytes.
-        error: why the checkpoint is corrupt or unreadable.
+        error: why the checkpoint is incomplete, corrupt or unreadable.
         writer: the software that wrote it, if it can be read.
         checkpointables: names of the checkpointables, if there are several.
+        problems: the files that are missing or have another size, as JSON.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Entry:
     error: str | None = None
     writer: str | Unset = UNSET
     checkpointables: Sequence[str] | Unset = UNSET
+    problems: Sequence[JSON] | Unset = UNSET
 
 
 @checkpoint_command("ls", "List the checkpoints in a directory.", epilog=_STATES)
@@ -121,7 +124,7 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
     )
 
     try:
-        found = describe_checkpoint(location, context)
+        found, files = describe_and_check(location, context)
     except UncommittedCheckpointError:
         return Entry(name, "uncommitted")
     except CheckpointNotFoundError:
@@ -138,15 +141,18 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
         trees, layout = [found], found.layout
     else:
         trees, checkpointables = list(found.checkpointables.values()), list(found.checkpointables)
+    state: State = "foreign" if found.save_id is None else "committed"
     return Entry(
         name,
-        "foreign" if found.save_id is None else "committed",
+        "incomplete" if files.problems else state,
         layout=layout,
         created=found.created,
         arrays=sum(map(_array_count, trees)),
         nbytes=found.nbytes,
+        error=format_problems(files.problems) if files.problems else None,
         writer=found.writer,
         checkpointables=checkpointables,
+        problems=problem_documents(files.problems) or UNSET,
     )
 
 
@@ -174,6 +180,8 @@ def _print(directory: str, checkpoints: Sequence[Entry]) -> None:
             )
             if checkpoint.state == "foreign" and checkpoint.writer:
                 details = f"{details.rstrip()}  by {printable(str(checkpoint.writer))}"
+            if checkpoint.error is not None:
+                details = f"{details.rstrip()}  {printable(checkpoint.error)}"
         elif checkpoint.error is not None:
             details = printable(" ".join(checkpoint.error.split()))
         state = checkpoint.state

@@ -79,6 +79,7 @@ _STATES = """\
 States:
   committed    a checkpoint of ckptcore
   foreign      a checkpoint of other software that an installed layout can read
+  incomplete   a checkpoint with a file that is missing or has another size
   uncommitted  a save that is running, or failed
   corrupt      a damaged checkpoint
   unreadable   a checkpoint that cannot be read here, such as one of a newer version
@@ -125,10 +126,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
             "steps",
             directory=directory,
             owner=owner,
-            steps=[
-                {**to_json(status), **to_json(checks.get(status.step, {})), "error": status.error}
-                for status in statuses
-            ],
+            steps=[_document(status, checks.get(status.step)) for status in statuses],
             older=older,
             leftovers=list(steps.leftovers),
         )
@@ -146,8 +144,13 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
             )
     except ckptcore.CheckpointError as error:
         return StepCheck(False, error=str(error))
-    problems: Any = problem_documents(report)
+    problems: Any = problem_documents(report.problems)
     return StepCheck(report.ok, report.unverified, problems, problems[0]["message"] if problems else None)
+
+
+def _document(status: StepStatus, check: StepCheck | None) -> Mapping[str, object]:
+    found = {**to_json(status), "problems": problem_documents(status.problems) or UNSET}
+    return found if check is None else {**found, **to_json(check), "error": status.error}
 
 
 def _print(

@@ -12,6 +12,8 @@ from ckptcore_tools.cli.output import byte_progress, print_document, print_line,
 from ckptcore_tools.formatting import format_count, format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckptcore.results import Problem, VerifyReport
 
 __all__ = ["command", "problem_documents"]
@@ -32,25 +34,28 @@ def command(as_json: bool, location: str) -> ExitCode:
         report = ckptcore.verify(location, progress=progress, context=command_context())
     if as_json:
         print_document(
-            "verify", location=location, ok=report.ok, **{**to_json(report), "problems": problem_documents(report)}
+            "verify",
+            location=location,
+            ok=report.ok,
+            **{**to_json(report), "problems": problem_documents(report.problems)},
         )
     else:
         _print(report)
     return ExitCode.OK if report.ok else ExitCode.FOUND
 
 
-def problem_documents(report: VerifyReport) -> list[JSON]:
+def problem_documents(problems: Sequence[Problem]) -> list[JSON]:
     """Return the problems of a checkpoint as JSON, sorted by object."""
-    return [to_json(problem, key="object") for problem in _sorted(report)]
+    return [to_json(problem, key="object") for problem in _sorted(problems)]
 
 
-def _sorted(report: VerifyReport) -> list[Problem]:
-    return sorted(report.problems, key=lambda problem: (problem.key or "", problem.start or 0))
+def _sorted(problems: Sequence[Problem]) -> list[Problem]:
+    return sorted(problems, key=lambda problem: (problem.key or "", problem.start or 0))
 
 
 def _print(report: VerifyReport) -> None:
     deleted = report.deleted
-    for problem in _sorted(report):
+    for problem in _sorted(report.problems):
         where = printable(problem.key or "checkpoint")
         if problem.start is not None and problem.stop is not None:
             where += f" bytes {problem.start}–{problem.stop}"

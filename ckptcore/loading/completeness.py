@@ -1,0 +1,288 @@
+"""Completeness of checkpoints: files that are missing or have another size than recorded. Reads roots and no array."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ckptcore.commit.location import AnyLocation, LocationAddress, SubPath, resolve_location
+from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Member, Root, RootSummary
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import LocationVersion, parse_root, root_bytes
+from ckptcore.context import Context
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.io.requests import map_ordered, requests_of
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
+from ckptcore.loading.opening import (
+    ConsistentRead,
+    MemberOpener,
+    is_deleted,
+    member_opener,
+    open_either,
+    present_members,
+)
+from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
+
+__all__ = ["FileCheck", "Problem", "StoredFiles", "has_expected_sizes", "missing_states"]
+
+_FEW: Final = 8
+"""Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem of a checkpoint.
+
+    Attributes:
+        key: the object (file), or the name or directory of a checkpointable; None if unknown, such as for an array in a
+            base.
+        start, stop: the half-open range of its bytes; None for the whole object.
+        arrays: the paths of the affected arrays, if known: those that have bytes in this range.
+        message: what was expected and found.
+    """
+
+    key: str | None
+    start: int | None
+    stop: int | None
+    arrays: tuple[str, ...]
+    message: str
+
+
+def _wrong_size(key: str, expected: int, found: int | None, least: str = "") -> Problem:
+    """Return the problem of an object with another size in bytes than expected. `found` is None for a missing one."""
+    message = f"{key} is missing" if found is None else f"{key} has {found} bytes instead of {least}{expected}"
+    return Problem(key, min(found or 0, expected), max(found or 0, expected), (), message)
+
+
+def missing_states(name: str, member: Member, existing: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem if some processes saved a separate state of a checkpointable that does not exist any more."""
+    processes = member.processes or 1
+    if 0 < len(existing) < processes:
+        message = f"{name!r} has a state for each of {processes} processes, but only {len(existing)} exist"
+        yield Problem(name, None, None, (), message)
+
+
+class StoredFiles(NamedTuple):
+    """The files of a checkpoint.
+
+    Attributes:
+        nbytes: recorded bytes of the objects of all checkpointables and processes, without roots and their parts; for
+            checkpoints of other software, bytes of the arrays.
+        problems: the files of the checkpoint and of its bases that are missing or have another size.
+        deleted: names of checkpointables without any file: they were deleted, or lost.
+    """
+
+    nbytes: int
+    problems: tuple[Problem, ...] = ()
+    deleted: tuple[str, ...] = ()
+
+
+def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
+    """Return True if every object of a checkpoint and of its bases exists with its recorded size.
+
+    Reads roots and no array. For several checkpointables, returns False if all directories of one are missing.
+
+    Raises:
+        CheckpointError: a root cannot be read.
+    """
+    check = FileCheck(context)
+    read = ConsistentRead(location, context, open_either)
+    files = read.retry_if_replaced(lambda found: check.check(found, location, member_opener(found, location, context)))
+    return not (files.problems or files.deleted)
+
+
+class FileCheck:
+    """Finds files that are missing or have another size than recorded. Reads roots, listings and sizes. Thread-safe.
+
+    The caller checks afterwards that the checkpoint was not replaced. Remembers the bases, which updates share.
+    """
+
+    def __init__(self, context: Context) -> None:
+        """Read nothing yet."""
+        self._context = context
+        self._threads = runtime_of(context).io_threads
+        self._bases: dict[tuple[LocationAddress, Base], tuple[Problem, ...]] = {}
+
+    def check(
+        self, found: Checkpoint | CompositeCheckpoint, location: AnyLocation, open_one: MemberOpener
+    ) -> StoredFiles:
+        """Check the files of an open checkpoint.
+
+        Args:
+            found: the checkpoint.
+            location: its location.
+            open_one: opens a checkpointable of other software.
+
+        Raises:
+            CorruptCheckpointError: the root of a checkpointable or of a base cannot be read.
+        """
+        if isinstance(found, CompositeCheckpoint):
+            if found.root is None:
+                return self._check_named(found, open_one)
+            return self._check_composite(found, found.root, location)
+        if found.root is None:
+            return StoredFiles(found.tree.nbytes, tuple(self._wrong_in_foreign(found)))
+        sizes = {key: record.size for key, record in found.objects.items()}
+        problems = self._wrong(found.location.store, sizes)
+        problems += self._wrong_in_bases(found.root.references.bases, location)
+        return StoredFiles(sum(sizes.values()), tuple(problems))
+
+    def check_root(
+        self, location: AnyLocation, store: StorageBackend, data: bytes, summary: RootSummary
+    ) -> StoredFiles:
+        """Check the files of a checkpoint of ckptcore, without reading its tree.
+
+        Args:
+            location: the location.
+            store: the storage, opened at the location.
+            data: the bytes of its root.
+            summary: the summary of its root.
+
+        Raises:
+            CorruptCheckpointError: the root of a checkpointable or of a base cannot be read.
+        """
+        if summary.members:
+            resolved = resolve_location(location, runtime_of(self._context).storages)
+            root = CompositeRoot(save_id=summary.save_id, created=summary.created, writer={}, members=summary.members)
+            composite = CompositeCheckpoint.of_root(resolved, LocationVersion(data), root)
+            return self._check_composite(composite, root, location)
+        sizes = _recorded_sizes(store, data, summary)
+        problems = self._wrong(store, {**sizes, **summary.parts})
+        problems += self._wrong_in_bases(summary.bases, location)
+        return StoredFiles(sum(sizes.values()), tuple(problems))
+
+    def _check_composite(
+        self, composite: CompositeCheckpoint, root: CompositeRoot, location: AnyLocation
+    ) -> StoredFiles:
+        store = composite.location.store
+        nbytes, sizes, problems = 0, dict[str, int](), list[Problem]()
+        existing: dict[str, list[str]] = {}
+        roots: dict[str, bytes] = {}
+        for name, directory, data in self._roots(composite):
+            try:
+                summary = summarize_root(data)
+                if not summary.committed:
+                    continue  # it is being deleted
+                own = _recorded_sizes(subdirectory(store, directory), data, summary)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"{directory}: {error}", key=error.key) from error
+            existing.setdefault(name, []).append(directory)
+            roots[directory] = data
+            nbytes += sum(own.values())
+            if summary.save_id != root.save_id:
+                message = f"{directory} was replaced by another save"
+                problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), message))
+            sizes.update({f"{directory}/{key}": size for key, size in {**own, **summary.parts}.items()})
+            problems += self._wrong_in_bases(summary.bases, SubPath(location, directory))
+        for name, member in root.members.items():
+            problems += missing_states(name, member, existing.get(name, ()))
+        wrong = self._wrong(store, sizes)
+        # The composite stays the same while a checkpointable is deleted. Its own root is replaced or removed first.
+        deleted = {
+            directory
+            for directory in {(problem.key or "").partition("/")[0] for problem in wrong}
+            if root_bytes(subdirectory(store, directory)) != roots[directory]
+        }
+        problems += [problem for problem in wrong if (problem.key or "").partition("/")[0] not in deleted]
+        return StoredFiles(nbytes, tuple(problems), tuple([name for name in root.members if name not in existing]))
+
+    def _roots(self, composite: CompositeCheckpoint) -> Iterator[tuple[str, str, bytes]]:
+        """Yield each existing directory of a composite of ckptcore: its checkpointable, its name, and its root."""
+        store = composite.location.store
+        directories = [(name, one) for name, present in present_members(composite).items() for one in present]
+        parallelism = requests_of(store).concurrency
+        found = map_ordered(
+            self._threads, directories, lambda one: root_bytes(subdirectory(store, one[1])), parallelism=parallelism
+        )
+        for (name, directory), data in zip(directories, found, strict=True):
+            if data is not None:
+                yield name, directory, data
+
+    def _check_named(self, composite: CompositeCheckpoint, open_one: MemberOpener) -> StoredFiles:
+        """Check the files of several checkpointables of other software."""
+        nbytes, problems, existing = 0, list[Problem](), set[str]()
+        for name, directories in present_members(composite).items():
+            for directory in directories:
+                if is_deleted(composite, directory):
+                    continue
+                existing.add(name)
+                try:
+                    opened = open_one(name, directory)
+                except (CorruptCheckpointError, StorageError):
+                    raise
+                except CheckpointError:
+                    continue  # no installed layout reads it, so its files are unknown
+                nbytes += opened.tree.nbytes
+                problems += self._wrong_in_foreign(opened, f"{directory}/")
+        return StoredFiles(nbytes, tuple(problems), tuple([name for name in composite.members if name not in existing]))
+
+    def _wrong_in_foreign(self, opened: Checkpoint, prefix: str = "") -> Sequence[Problem]:
+        """Return the problems of a checkpoint of other software, as far as its layout knows where arrays end."""
+        if opened.is_files:
+            return ()  # its sizes are those of the storage
+        ends: dict[str, int] = {}
+        try:
+            for _, key, _, stop in extents_of(opened):
+                ends[key] = max(stop, ends.get(key, 0))
+        except CorruptCheckpointError as error:
+            return (Problem(error.key, error.start, error.stop, (), str(error)),)
+        except CheckpointError:
+            return ()  # an array that cannot be read here
+        store = opened.location.parent if opened.version.is_object else opened.location.store
+        return self._wrong(store, ends, prefix if not opened.version.is_object else "", "at least ")
+
+    def _wrong_in_bases(self, bases: Sequence[Base], location: AnyLocation) -> Iterator[Problem]:
+        if not bases:
+            return
+        from ckptcore.loading.bases import base_location, read_base  # only updates refer to bases
+
+        resolved = resolve_location(location, runtime_of(self._context).storages)
+        for base in bases:
+            at = base_location(resolved, base, self._context)
+            known = self._bases.get((at.address, base))
+            if known is None:
+                _, root = read_base(resolved.display, at, base.save_id)
+                sizes = {key: record.size for key, record in root.objects.items()}
+                known = self._bases[at.address, base] = tuple(self._wrong(at.store, sizes, f"../{base.path}/"))
+            yield from known
+
+    def _wrong(
+        self, store: StorageBackend, expected: Mapping[str, int], prefix: str = "", least: str = ""
+    ) -> list[Problem]:
+        """Return the objects that are missing, or have another size in bytes. With `least`, they may be larger."""
+        parallelism = requests_of(store).concurrency
+        keys = list(expected)
+        if parallelism > 1 and len(keys) > 1 and (listed := store.list_sizes()) is not None:
+            # A listing may be outdated: ask for each object that it lacks or that differs.
+            keys = [key for key in keys if not _fits(listed.get(key), expected[key], least)]
+        if len(keys) <= _FEW:
+            sizes = [_size(store, key) for key in keys]
+        else:
+            sizes = list(map_ordered(self._threads, keys, lambda key: _size(store, key), parallelism=parallelism))
+        return [
+            _wrong_size(prefix + key, expected[key], size, least)
+            for key, size in zip(keys, sizes, strict=True)
+            if not _fits(size, expected[key], least)
+        ]
+
+
+def _fits(size: int | None, expected: int, least: str) -> bool:
+    return size == expected or (bool(least) and size is not None and size > expected)
+
+
+def _recorded_sizes(store: StorageBackend, data: bytes, summary: RootSummary) -> Mapping[str, int]:
+    """Return the recorded sizes of the objects of one tree, or of the files of one checkpointable, in bytes."""
+    if summary.objects is not None:
+        return summary.objects
+    root = parse_root(store, data)
+    return {key: record.size for key, record in root.objects.items()} if isinstance(root, Root) else {}
+
+
+def _size(store: StorageBackend, key: str) -> int | None:
+    try:
+        return store.size(key)
+    except ObjectNotFoundError:
+        return None
