@@ -87,3 +87,30 @@ def test_the_whole_tree_is_one_leaf(tmp_path: Path) -> None:
 
 def test_nothing_at_all(tmp_path: Path) -> None:
     assert drawn(outline({}, tmp_path)) == ["<root> -1 0"]
+
+
+def test_rows_down_to_a_depth(tmp_path: Path) -> None:
+    found = outline({"a": {"b": 1, "c.d": 2, "c.e": 3}, "f": 4}, tmp_path)
+    names = [[found.names[row] for row in found.rows(depth)] for depth in (0, 1, 2, None)]
+    assert names == [
+        ["<root>"], ["<root>", "a", "f"], ["<root>", "a", "b", "c", "f"], ["<root>", "a", "b", "c", "d", "e", "f"],
+    ]  # fmt: skip
+
+
+def test_some_leaves_with_the_rows_above_them(tmp_path: Path) -> None:
+    state = {"a": {"x": np.ones(2), "y": 1}, "b": [np.ones(3, np.int8)], "c.d": np.ones(4), "c.e": np.ones(5), "f": {}}
+    found = outline(state, tmp_path)
+    some = found.only({0, 2, 4})
+    assert drawn(some) == [
+        "<root> -1 10",
+        "  a -1 2",
+        "    x 0 2",
+        "  b -1 3",
+        "    [0] 2 3",
+        "  c -1 5",
+        "    e 4 5",
+    ]
+    assert (some.kinds, some.nbytes[0], some.arrays[0]) == ({0: "dict", 1: "dict", 3: "list"}, 59, 3)
+    assert [some.names[row] for row in some.children(0)] == ["a", "b", "c"]
+    assert found.only(range(6)).stops[0] == len(found) - 1  # without the empty container
+    assert drawn(found.only(())) == ["<root> -1 0"]

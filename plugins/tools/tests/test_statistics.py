@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_tools import statistics
-from ckptcore_tools.statistics import ArrayStatistics, Histogram, statistics_of
+from ckptcore_tools.statistics import ArrayStatistics, Histogram, read_statistics, statistics_of
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ckptcore.model import HostArray
+import ckptcore
+from ckptcore.context import Context, MemoryOptions
+from ckptcore.model import HostArray, TreePath
 
 DTYPES = ["bool", "int8", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "int4"]
 
@@ -140,3 +143,26 @@ def test_slices_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> No
     assert (sliced.minimum, sliced.maximum, sliced.histogram) == (whole.minimum, whole.maximum, whole.histogram)
     expected = (whole.mean, whole.deviation, whole.norm)
     assert (sliced.mean, sliced.deviation, sliced.norm) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3"])
+def test_statistics_of_some_arrays_of_a_checkpoint(tmp_path: Path, layout: str) -> None:
+    tied = random("float32", 10_000).reshape(100, 100)
+    state = {"a": {"w": tied, "v": tied}, "b.c": random("bfloat16", 999), "d": np.array(["text"]), "left": np.ones(9)}
+    ckptcore.save(tmp_path / "c", state, layout=layout)
+    nbytes: list[int] = []
+    context = Context(memory=MemoryOptions(load_bytes=4096))  # several boxes of each array
+    paths: list[TreePath] = [("a", "v"), ("b.c",), ("d",)]
+    with ckptcore.open(tmp_path / "c", context=context) as opened:
+        found = read_statistics(opened, paths, nbytes.append)
+    assert found.keys() == {("a", "w"), ("a", "v"), ("b.c",), ("d",)}
+    assert found["a", "w"] is found["a", "v"]
+    assert found["d",] is None
+    for path, array in ((("a", "w"), tied), (("b.c",), state["b.c"])):
+        read, expected = found[path], statistics_of([array])
+        assert read is not None and expected is not None
+        assert (read.elements, read.minimum, read.histogram) == (array.size, expected.minimum, expected.histogram)
+        assert read.norm == pytest.approx(expected.norm)
+    assert sum(nbytes) == tied.nbytes + state["b.c"].nbytes + state["d"].nbytes
+    with ckptcore.open(tmp_path / "c") as opened:
+        assert read_statistics(opened, [], nbytes.append) == {}

@@ -7,7 +7,7 @@ Names with dots, such as the keys of a PyTorch state dict, are folded: the keys 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -54,6 +54,31 @@ class Outline:
             yield child
             child = self.stops[child]
 
+    def rows(self, depth: int | None = None) -> Iterator[int]:
+        """Yield the rows that at most `depth` others contain. None: all rows."""
+        row = 0
+        while row < len(self):
+            yield row
+            row = row + 1 if depth is None or self.depths[row] < depth else self.stops[row]
+
+    def only(self, leaves: Collection[int]) -> Outline:
+        """Return the outline of some leaves: their rows, the rows that contain them, and totals of these leaves."""
+        before = [0, *itertools.accumulate([leaf in leaves for leaf in self.leaves])]
+        is_kept = [row == 0 or before[stop] > before[row] for row, stop in enumerate(self.stops)]
+        numbers = [0, *itertools.accumulate(is_kept)]
+        rows = list(itertools.compress(range(len(self)), is_kept))
+        stops = [numbers[self.stops[row]] for row in rows]
+        columns = (self.arrays, self.parameters, self.nbytes)
+        totals = [_totals([0 if self.leaves[row] < 0 else column[row] for row in rows], stops) for column in columns]
+        return Outline(
+            [self.names[row] for row in rows],
+            [self.depths[row] for row in rows],
+            stops,
+            [self.leaves[row] for row in rows],
+            {numbers[row]: kind for row, kind in self.kinds.items() if is_kept[row]},
+            *totals,
+        )
+
 
 def outline_of(tree: TreeMetadata) -> Outline:
     """Return the outline of a tree."""
@@ -63,7 +88,8 @@ def outline_of(tree: TreeMetadata) -> Outline:
     while rows.open:
         rows.continue_last()
     arrays, parameters, nbytes = zip(*_leaf_totals(tree), strict=True) if tree.leaves else ((), (), ())
-    totals = [_totals(column, rows.leaves, rows.stops) for column in (arrays, parameters, nbytes)]
+    columns = (arrays, parameters, nbytes)
+    totals = [_totals([0 if leaf < 0 else of[leaf] for leaf in rows.leaves], rows.stops) for of in columns]
     return Outline(rows.names, rows.depths, rows.stops, rows.leaves, rows.kinds, *totals)
 
 
@@ -80,9 +106,9 @@ def _leaf_totals(tree: TreeMetadata) -> Iterator[tuple[int, int, int]]:
         yield totals
 
 
-def _totals(of_leaf: Sequence[int], leaves: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
-    """Return the sum over the leaves in each row."""
-    before = [0, *itertools.accumulate([0 if leaf < 0 else of_leaf[leaf] for leaf in leaves])]
+def _totals(amounts: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
+    """Return, for each row, the sum of the amounts of the rows in it."""
+    before = [0, *itertools.accumulate(amounts)]
     return [before[stop] - before[row] for row, stop in enumerate(stops)]
 
 

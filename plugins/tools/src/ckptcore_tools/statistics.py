@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.model import HostArray
+from ckptcore import select
+from ckptcore.model import HostArray, TreePath
 from ckptcore_tools.elements import numbers_of
 
-__all__ = ["ArrayStatistics", "Histogram", "statistics_of"]
+if TYPE_CHECKING:
+    from ckptcore.results import OpenCheckpoint
+
+__all__ = ["ArrayStatistics", "Histogram", "read_statistics", "statistics_of"]
 
 _MAX_BINS: Final = 128
 _EXACT_BITS: Final = 53
@@ -76,29 +80,67 @@ def statistics_of(boxes: Iterable[HostArray]) -> ArrayStatistics | None:
     """
     summary = _Summary()
     for box in boxes:
-        flat = np.ascontiguousarray(box).reshape(-1)
-        for start in range(0, flat.size, _SLICE_ELEMENTS):
-            numbers = numbers_of(flat[start : start + _SLICE_ELEMENTS])
-            if numbers is None:
-                return None
-            is_integer = numbers.dtype.kind in "iu"
-            floats = np.abs(numbers) if numbers.dtype.kind == "c" else numbers.astype(np.float64, copy=False)
-            summary.add(floats, is_integer=is_integer)
+        summary.add(box)
     return summary.result()
 
 
+def read_statistics(
+    opened: OpenCheckpoint, paths: Sequence[TreePath], add_progress: Callable[[int], None]
+) -> Mapping[TreePath, ArrayStatistics | None]:
+    """Read some arrays of a checkpoint, and return their statistics by path. Reads no other array.
+
+    Args:
+        opened: the checkpoint.
+        paths: the paths of arrays. Tied arrays are read once.
+        add_progress: called with the bytes of each box that was read.
+
+    Raises:
+        CorruptCheckpointError: an array is damaged.
+        TreeMismatchError: a path does not exist.
+    """
+    found: dict[TreePath, ArrayStatistics | None] = {}
+    if not paths:
+        return found
+    running: dict[TreePath, _Summary] = {}  # boxes are in storage order, so an array may begin before another one ends
+    for box in opened.iter_boxes(select=select.names(*paths)):
+        summary = running.setdefault(box.path, _Summary())
+        summary.add(box.elements)
+        if summary.elements >= box.spec.size:
+            found.update(dict.fromkeys((box.path, *box.tied), running.pop(box.path).result()))
+        add_progress(box.elements.nbytes)
+    return found
+
+
 class _Summary:
-    """Sums over the elements so far. Means and deviations of slices are merged as in Chan, Golub and LeVeque (1979)."""
+    """Sums over the elements so far. Means and deviations of slices are merged as in Chan, Golub and LeVeque (1979).
+
+    Attributes:
+        elements: number of elements so far, of any kind.
+    """
 
     def __init__(self) -> None:
-        self._elements = self._finite = self._nan = self._infinite = self._zeros = 0
+        self.elements = 0
+        self._are_numbers = True
+        self._finite = self._nan = self._infinite = self._zeros = 0
         self._minimum, self._maximum = math.inf, -math.inf
         self._mean = self._deviations = self._squares = 0.0
         self._histogram = _GrowingHistogram()
 
-    def add(self, numbers: _Floats, *, is_integer: bool) -> None:
+    def add(self, box: HostArray) -> None:
+        """Add a box of any shape."""
+        self.elements += box.size
+        flat = np.ascontiguousarray(box).reshape(-1)
+        for start in range(0, flat.size, _SLICE_ELEMENTS):
+            numbers = numbers_of(flat[start : start + _SLICE_ELEMENTS])
+            if numbers is None:
+                self._are_numbers = False
+                return
+            is_integer = numbers.dtype.kind in "iu"
+            floats = np.abs(numbers) if numbers.dtype.kind == "c" else numbers.astype(np.float64, copy=False)
+            self._add_slice(floats, is_integer=is_integer)
+
+    def _add_slice(self, numbers: _Floats, *, is_integer: bool) -> None:
         """Add a slice that is not empty."""
-        self._elements += numbers.size
         self._zeros += numbers.size - int(np.count_nonzero(numbers))
         finite = np.isfinite(numbers)
         if not finite.all():
@@ -122,12 +164,14 @@ class _Summary:
         self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
         self._histogram.add(numbers, self._minimum, self._maximum, 0 if is_integer else None)
 
-    def result(self) -> ArrayStatistics:
-        """Return the statistics."""
+    def result(self) -> ArrayStatistics | None:
+        """Return the statistics; None if the elements are not numbers."""
+        if not self._are_numbers:
+            return None
         if not self._finite:
-            return ArrayStatistics(self._elements, self._nan, self._infinite, self._zeros)
+            return ArrayStatistics(self.elements, self._nan, self._infinite, self._zeros)
         return ArrayStatistics(
-            self._elements,
+            self.elements,
             self._nan,
             self._infinite,
             self._zeros,

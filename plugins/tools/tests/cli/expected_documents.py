@@ -39,6 +39,7 @@ __all__ = [
     "PluginDocument",
     "PluginsDocument",
     "ProblemDocument",
+    "StatisticsDocument",
     "StepDocument",
     "StepsDocument",
     "TotalsDocument",
@@ -65,6 +66,20 @@ KeyDocument: TypeAlias = int | str | AttributeKey
 """A step of a path: an index or int key, a str key, an attribute."""
 
 
+class StatisticsDocument(TypedDict):
+    """Statistics of the elements of an array. Those of complex numbers are about their absolute values."""
+
+    elements: int
+    nan: int
+    infinite: int
+    zeros: int
+    minimum: float | None  #: this and the following ones are of the finite elements; None if there are none
+    maximum: float | None
+    mean: float | None
+    deviation: float | str | None  #: "inf" if a square is larger than every float64
+    norm: float | str
+
+
 class LeafDocument(TypedDict):
     """An array, or a value that is stored in the root."""
 
@@ -77,6 +92,7 @@ class LeafDocument(TypedDict):
     shares: str | None  #: the path of the array whose bytes this one shares
     notes: dict[str, JSON]  #: what the leaf handler noted, such as a sharding
     value: NotRequired[JSON]  #: of a value, in the encoding of the root
+    statistics: NotRequired[StatisticsDocument]  #: with --statistics, of an array of numbers
 
 
 class ContainerDocument(TypedDict):
@@ -129,7 +145,7 @@ class InspectDocument(TypedDict):
     save_id: str | None
     custom: dict[str, JSON]
     containers: list[ContainerDocument]
-    leaves: list[LeafDocument]
+    leaves: list[LeafDocument]  #: with --filter, those that match
     objects: list[ObjectDocument]
     totals: TotalsDocument
     metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has

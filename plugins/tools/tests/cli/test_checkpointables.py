@@ -47,7 +47,7 @@ def test_inspect_shows_each(run: Run, several: Path) -> None:
         '  custom     {"accuracy": 0.5}',
         "",
         f"model  safetensors, 1 array of 48 B, in 1 object of {model} B",
-        "<root>  dict",
+        "<root>  dict                48 B  1 array, 12 parameters",
         "└─ w    float32[3, 4]       48 B",
         "",
         f"data  safetensors, 1 value, in 1 object of {data} B",
@@ -58,6 +58,16 @@ def test_inspect_shows_each(run: Run, several: Path) -> None:
         "      5 B  deep/a.txt",
         "    100 B  deep/b.txt",
     ]
+
+
+def test_inspect_with_statistics_and_a_filter(run: Run, run_json: RunJson, several: Path) -> None:
+    lines = run("inspect", several, "--statistics", "--filter", "w").stdout.splitlines()
+    assert "└─ w    float32[3, 4]       48 B         0        11       5.5      3.45      22.5  1 zero" in lines
+    assert lines.count("no leaf matches the filter") == 1
+    _, document = run_json(CheckpointablesDocument, "inspect", several, "--statistics")
+    model, data, notes = document["checkpointables"]
+    assert [leaf["statistics"]["maximum"] for leaf in model["leaves"]] == [11]
+    assert ["statistics" in leaf for leaf in data["leaves"]] == [False] and notes["leaves"] == []
 
 
 def test_inspect_as_json(run_json: RunJson, several: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +31,13 @@ def test_shows_everything_in_the_tree(run: Run, checkpoint: Path) -> None:
         f"  content    5 arrays of 66 B, 4 values, in 1 object of {next(iter(found.objects.values())).size} B",
         '  custom     {"accuracy": 0.5}',
         "",
-        "<root>        dict",
-        "├─ params     dict",
+        "<root>        dict                       66 B  4 arrays, 18 parameters",
+        "├─ params     dict                       58 B  2 arrays, 17 parameters",
         "│  ├─ w       float32[3, 4]              48 B",
         "│  ├─ tied    float32[3, 4]                    = params/w",
         "│  └─ half    bfloat16[5]                10 B",
-        "├─ moments    list",
-        "│  ├─ [0]     tuple",
+        "├─ moments    list                        8 B  2 arrays, 1 parameter",
+        "│  ├─ [0]     tuple                       8 B  2 arrays, 1 parameter",
         "│  │  ├─ [0]  numpy.scalar int64[]        8 B",
         "│  │  └─ [1]  float64[0, 2]               0 B",
         "│  └─ [1]     dict                             empty",
@@ -47,9 +50,124 @@ def test_shows_everything_in_the_tree(run: Run, checkpoint: Path) -> None:
 
 def test_depth_sums_up_what_lies_deeper(run: Run, checkpoint: Path) -> None:
     lines = run("inspect", checkpoint, "--depth", "1").stdout.splitlines()
-    assert "├─ params   dict        58 B  … 3 leaves" in lines
-    assert "├─ moments  list         8 B  … 2 leaves" in lines
+    assert "├─ params   dict        58 B  2 arrays, 17 parameters …" in lines
+    assert "├─ moments  list         8 B  2 arrays, 1 parameter …" in lines
     assert "├─ step     int               5" in lines
+
+
+def test_names_with_dots_are_a_tree(run: Run, tmp_path: Path) -> None:
+    names = [f"layers.{number}.{name}" for number in range(2) for name in ("weight", "bias")]
+    ckptcore.save(tmp_path / "c", {name: np.ones(3, np.float32) for name in (*names, "head.weight")})
+    assert run("inspect", tmp_path / "c").stdout.splitlines()[-9:] == [
+        "<root>           dict             60 B  5 arrays, 15 parameters",
+        "├─ layers                         48 B  4 arrays, 12 parameters",
+        "│  ├─ 0                           24 B  2 arrays, 6 parameters",
+        "│  │  ├─ weight  float32[3]       12 B",
+        "│  │  └─ bias    float32[3]       12 B",
+        "│  └─ 1                           24 B  2 arrays, 6 parameters",
+        "│     ├─ weight  float32[3]       12 B",
+        "│     └─ bias    float32[3]       12 B",
+        "└─ head.weight   float32[3]       12 B",
+    ]
+    lines = run("inspect", tmp_path / "c", "--depth", 2).stdout.splitlines()
+    assert "│  ├─ 0                          24 B  2 arrays, 6 parameters …" in lines
+    assert not any("bias" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "leaves"),
+    [
+        ("half", ["params/half"]),
+        ("params/", ["params/w", "params/tied", "params/half"]),
+        ("moments/*/1", ["moments[0][1]"]),
+        ("**/[wh]*", ["params/w", "params/half"]),
+        ("mom*", ["moments[0][0]", "moments[0][1]"]),
+        ("HALF", []),
+    ],
+)
+def test_a_filter_chooses_leaves(
+    run: Run, run_json: RunJson, checkpoint: Path, pattern: str, leaves: list[str]
+) -> None:
+    code, document = run_json(InspectDocument, "inspect", checkpoint, "--filter", pattern)
+    assert (code, [leaf["path"] for leaf in document["leaves"]]) == (0, leaves)
+    assert document["totals"]["arrays"] == 5
+    text = run("inspect", checkpoint, "--filter", pattern).stdout.partition("\n\n")[2]
+    assert ("half" in text, "  step" in text) == ("params/half" in leaves, False)
+    assert (text == "no leaf matches the filter\n") == (not leaves)
+
+
+def test_a_filter_shows_totals_of_what_matches(run: Run, checkpoint: Path) -> None:
+    assert run("inspect", checkpoint, "--filter", "half").stdout.splitlines()[-3:] == [
+        "<root>      dict              10 B  1 array, 5 parameters",
+        "└─ params   dict              10 B  1 array, 5 parameters",
+        "   └─ half  bfloat16[5]       10 B",
+    ]
+
+
+def test_an_invalid_filter(run: Run, checkpoint: Path) -> None:
+    result = run("inspect", checkpoint, "--filter", "a[")
+    assert result.exit_code == 2
+    assert "'[' is not closed" in result.stderr
+
+
+def test_statistics(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    lines = run("inspect", checkpoint, "--statistics").stdout.partition("\n\n")[2].splitlines()
+    assert lines[0].split() == ["size", "min", "max", "mean", "std", "norm"]
+    assert lines[3].split()[2:] == ["w", "float32[3,", "4]", "48", "B", "0", "11", "5.5", "3.45", "22.5", "1", "zero"]
+    assert lines[4].split("]")[1].split() == ["0", "11", "5.5", "3.45", "22.5", "1", "zero,", "=", "params/w"]
+    assert lines[5].split()[3:] == ["bfloat16[5]", "10", "B", "1", "1", "1", "0", "2.24"]
+    assert {line.index("11") for line in lines[3:5]} == {lines[0].index("max") + 1}
+    assert next(line for line in lines if "float64[0, 2]" in line).endswith(" 0 B")
+    _, document = run_json(InspectDocument, "inspect", checkpoint, "--statistics")
+    found = {leaf["path"]: leaf.get("statistics") for leaf in document["leaves"]}
+    assert found["params/w"] == found["params/tied"] == {
+        "elements": 12, "nan": 0, "infinite": 0, "zeros": 1, "minimum": 0.0, "maximum": 11.0, "mean": 5.5,
+        "deviation": pytest.approx(3.452, abs=1e-3), "norm": pytest.approx(22.494, abs=1e-3),
+    }  # fmt: skip
+    assert (found["step"], found["moments[0][1]"]["minimum"]) == (None, None)
+
+
+def test_statistics_count_special_elements(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    array = np.array([np.nan, np.inf, -np.inf, 0, 0, 3], np.float32)
+    ckptcore.save(tmp_path / "c", {"w": array, "text": "none", "when": np.array(["2026-01-01"], "M8[D]")})
+    text = run("inspect", tmp_path / "c", "--statistics").stdout
+    assert "1 NaN, 2 inf, 2 zeros" in text
+    _, document = run_json(InspectDocument, "inspect", tmp_path / "c", "--statistics")
+    assert [leaf.get("statistics", {}).get("norm") for leaf in document["leaves"]] == [3.0, None, None]
+
+
+@pytest.mark.parametrize("arguments", [("--filter", "params/a"), ("--depth", "1"), ("--timeline",)])
+def test_statistics_read_only_what_is_shown(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    state = {"params": {"a": np.ones(3), "b": np.ones(1 << 18)}, "x": np.full(5, 2.0)}
+    ckptcore.save(tmp_path / "c", state)
+    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block of "b" alone
+    result = run("inspect", tmp_path / "c", "--statistics", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert run("inspect", tmp_path / "c", "--statistics").exit_code == 4
+
+
+class _Terminal(io.StringIO):
+    """A terminal that keeps what is printed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_fit_a_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptcore_tools.cli.application import application
+
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for name, text in (("COLUMNS", "45"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, text)
+    application(["inspect", str(checkpoint)], standalone_mode=False)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).partition("\n\n")[2].splitlines()
+    assert lines[:3] == [
+        "<root>        dict                       66 B",
+        "├─ params     dict                       58 B",
+        "│  ├─ w       float32[3, 4]              48 B",
+    ]
+    assert "\x1b[36mfloat32[3, 4]" in terminal.getvalue()
 
 
 def test_objects_are_listed(run: Run, checkpoint: Path) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ckptcore_tools.cli.inspect import tree_rows
+from ckptcore_tools.cli.treeview import TreeLine, format_lines, tree_lines
+from ckptcore_tools.outline import outline_of
+from rich.cells import cell_len
 
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, TreeMetadata
 from ckptcore.model.tree import LEAF, Node
+
+
+def text(lines: Sequence[TreeLine], width: int | None) -> list[str]:
+    """Return lines as they are printed."""
+    return ["".join(cell if isinstance(cell, str) else cell[0] for cell in line) for line in format_lines(lines, width)]
 
 
 def details(*notes: Mapping[str, JSON]) -> list[str]:
     """Return the details of arrays with these notes."""
     records = tuple([ArrayRecord(ArraySpec((4,), "int8"), notes=note) for note in notes])
     tree = TreeMetadata(Node("list", tuple(range(len(records))), (LEAF,) * len(records)), records)
-    return [row.detail for row in list(tree_rows(tree, None))[1:]]
+    return [line.detail for line in list(tree_lines(tree, outline_of(tree)))[1:]]
 
 
 def on(device: str) -> dict[str, JSON]:
@@ -56,3 +63,46 @@ def test_what_is_like_a_device_and_is_none_is_shown() -> None:
         "at: device=cpu:0",
         "at: a device=3",
     ]
+
+
+LINES = [
+    TreeLine("", "<root>", "dict", "96 B", "2 arrays, 24 parameters"),
+    TreeLine("├─ ", "a_name_of_forty_characters_in_the_model_x", "float32[3, 4]", "48 B", "in 2×2 parts"),
+    TreeLine("└─ ", "short", "float32[3, 4]", "48 B", "", (-0.5, 12.0, 5.5, 1e-12, 3e9)),
+]
+
+
+def test_lines_are_as_wide_as_the_terminal() -> None:
+    for width in range(1, 160):
+        lines = text(LINES, width)
+        assert all(cell_len(line) <= width for line in lines), width
+    assert text(LINES, 159) == text(LINES, None)
+
+
+def test_a_long_name_is_shortened_in_the_middle() -> None:
+    assert text(LINES, 80)[1:3] == [
+        "├─ a_name_of_forty_ch…ers_in_the_model_x  float32[3, 4]       48 B  in 2×2 parts",
+        "└─ short                                  float32[3, 4]       48 B",
+    ]
+    assert text(LINES, 60)[:2] == [
+        "<root>                              dict                96 B",
+        "├─ a_name_of_forty…_in_the_model_x  float32[3, 4]       48 B",
+    ]
+
+
+def test_a_detail_is_cut_at_the_end() -> None:
+    assert text(LINES, 80)[0].endswith("   dict                96 B  2 arrays, 2…")
+
+
+def test_wide_characters_are_aligned() -> None:
+    lines = [TreeLine("├─ ", "層" * 30, "int8[1]", "1 B", ""), TreeLine("└─ ", "é" * 5, "int8[1]", "1 B", "")]
+    for width in (None, 50):
+        assert len({cell_len(line) for line in text(lines, width)}) == 1
+    assert "…" in text(lines, 50)[0]
+
+
+def test_statistics_are_below_an_array_if_the_terminal_is_narrow() -> None:
+    heading, *wide = text(LINES, None)
+    assert heading.split() == ["size", "min", "max", "mean", "std", "norm"]
+    assert wide[2].split()[-7:] == ["48", "B", "-0.5", "12", "5.5", "1e-12", "3e+09"]
+    assert text(LINES, 80)[-1] == "     min -0.5  max 12  mean 5.5  std 1e-12  norm 3e+09"

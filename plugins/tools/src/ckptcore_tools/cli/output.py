@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +17,7 @@ from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.text import Text
+from rich.segment import Segment, Segments
 
 from ckptcore.model import Attribute
 
@@ -30,10 +31,15 @@ __all__ = [
     "json_number",
     "print_document",
     "print_line",
+    "print_lines",
     "print_table",
     "printable",
+    "terminal_width",
     "to_json",
 ]
+
+
+_LINES_AT_ONCE: Final = 1000
 
 
 class _Output(Console):
@@ -48,11 +54,25 @@ def print_line(*parts: str | tuple[str, str]) -> None:
 
     The text is not interpreted as markup, and is not wrapped or truncated.
     """
+    print_lines([parts])
+
+
+def print_lines(lines: Iterable[Sequence[Cell]]) -> None:
+    """Print lines to stdout. See `print_line`. Faster for many lines: on a terminal, 100,000 take about a second."""
     console = _output(sys.stdout)
-    if console.is_terminal:
-        console.print(Text.assemble(*parts), soft_wrap=True)
-    else:
-        sys.stdout.write("".join(part if isinstance(part, str) else part[0] for part in parts) + "\n")
+    if not console.is_terminal:
+        sys.stdout.writelines(["".join(map(_text, line)) + "\n" for line in lines])
+        return
+    remaining = iter(lines)
+    while some := list(itertools.islice(remaining, _LINES_AT_ONCE)):
+        segments = [Segment(_text(part), console.get_style(_style(part))) for line in some for part in (*line, "\n")]
+        console.print(Segments(segments), soft_wrap=True, end="")
+
+
+def terminal_width() -> int | None:
+    """Return the width of the terminal in cells. None if stdout is not a terminal."""
+    console = _output(sys.stdout)
+    return console.width if console.is_terminal else None
 
 
 @functools.lru_cache(maxsize=1)
