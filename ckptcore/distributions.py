@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import ckptcore_transforms as transforms  # noqa: TC004
     from ckptcore_incremental.partial_checkpoint import partial as partial  # noqa: PLC0414
     from ckptcore_incremental.updates import Update as Update  # noqa: PLC0414
+    from ckptcore_tools.comparison import diff as diff  # noqa: PLC0414
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
-    from ckptcore_tools.comparison import diff as diff  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
     from ckptcore_tools.exports import Export as Export  # noqa: PLC0414
     from ckptcore_tools.exports import StepExport as StepExport  # noqa: PLC0414
