@@ -23,7 +23,7 @@
     ├── PluginError                    (RuntimeError)       a plugin violated its protocol
     │   ├── PluginConflictError                             two plugins claim the same type, name or scheme
     │   └── UnknownPluginError         (LookupError)        no installed plugin has this layout or URL scheme
-    ├── MissingDistributionError       (ImportError)        a distribution of this project is not installed
+    ├── MissingDistributionError       (ImportError)        a distribution that is needed is not installed
     ├── StorageError                   (OSError)            the storage failed
     │   ├── StorageFullError                                it is full or over quota
     │   ├── ObjectNotFoundError        (FileNotFoundError)  the object does not exist
@@ -246,7 +246,10 @@ class UnknownPluginError(PluginError, LookupError):
 
 
 class MissingDistributionError(CheckpointError, ImportError):
-    """A distribution of this project is not installed. The message has the ``pip install`` command."""
+    """A distribution of this project, or one that an option needs, is not installed.
+
+    The message has the ``pip install`` command.
+    """
 
 
 class StorageError(CheckpointError, OSError):

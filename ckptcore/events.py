@@ -56,6 +56,7 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.tree import JSON
+from ckptcore.progress import ByteProgress
 from ckptcore.redaction import redacted
 
 __all__ = [
@@ -162,6 +163,7 @@ class Recording:
         operation, location, step, rank: the values for all events; the location without secrets.
         save_id: the id of the save, set once it is known. Events that were reported before have None; all events in
             `events` have it.
+        progress: counts the bytes of arrays that the operation moves; None if they are not counted.
     """
 
     def __init__(
@@ -173,12 +175,14 @@ class Recording:
         step: int | None = None,
         rank: int = 0,
         save_id: str | None = None,
+        progress: ByteProgress | None = None,
     ) -> None:
         self.operation: Operation = operation
         self.location = redacted(location)
         self.step = step
         self.rank = rank
         self.save_id = save_id
+        self.progress = progress
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # by position
         self._operation_id = os.urandom(8).hex()

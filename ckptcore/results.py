@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 # Each name is imported when it is first used, as in `ckptcore`, because together they would import the whole library.
 _NAMES: Final = {
-    "ckptcore.io.background": "LoadHandle Progress SaveHandle",
+    "ckptcore.io.background": "LoadHandle SaveHandle",
     "ckptcore.loading.completeness": "Problem",
     "ckptcore.loading.describe": "CheckpointMetadata CheckpointablesMetadata",
     "ckptcore.loading.loaded_boxes": "LoadedBox",
@@ -17,13 +17,13 @@ _NAMES: Final = {
     "ckptcore.loading.open_checkpoints": "OpenCheckpoint StoredTree",
     "ckptcore.loading.stored_arrays": "StoredArray",
     "ckptcore.loading.verify": "VerifyReport",
+    "ckptcore.progress": "Progress ProgressCallback",
     "ckptcore.training.restoring": "SkippedStep",
 }
 _HOMES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
     from ckptcore.io.background import LoadHandle as LoadHandle
-    from ckptcore.io.background import Progress as Progress
     from ckptcore.io.background import SaveHandle as SaveHandle
     from ckptcore.loading.completeness import Problem as Problem
     from ckptcore.loading.describe import CheckpointablesMetadata as CheckpointablesMetadata
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ckptcore.loading.open_checkpoints import StoredTree as StoredTree
     from ckptcore.loading.stored_arrays import StoredArray as StoredArray
     from ckptcore.loading.verify import VerifyReport as VerifyReport
+    from ckptcore.progress import Progress as Progress
+    from ckptcore.progress import ProgressCallback as ProgressCallback
     from ckptcore.training.restoring import SkippedStep as SkippedStep
 else:
     __all__ = list(_HOMES)

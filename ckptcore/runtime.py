@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from ckptcore.io.memory import StagingPool
 from ckptcore.io.requests import IOThreads
 from ckptcore.job.gathering import exchange_counts
 from ckptcore.plugins import Plugins, installed_plugins
+from ckptcore.progress import ProgressCallback, show_progress
 from ckptcore.protocols import Coordinator, Executor, Rejoinable
 
 if TYPE_CHECKING:
@@ -97,6 +99,12 @@ class Runtime:
     def job(self) -> Coordinator:
         """Return the coordinator of the job."""
         return self._job.coordinator or self.registry.coordinator()
+
+    def show_progress(
+        self, progress: bool | ProgressCallback, title: str
+    ) -> AbstractContextManager[ProgressCallback | None]:
+        """Return a context manager for the function to report progress to. See `ckptcore.progress.show_progress`."""
+        return show_progress(progress, title, rank=self.job().rank if progress is True else 0)
 
     def workers(self) -> Executor[Any, Any] | None:
         """Return the workers that hold the elements of leaves; None if this process controls no workers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from ckptcore.loading.load import LoadRequest, recorded_load
 from ckptcore.loading.load_options import EXACT, LoadReport, Matching
 from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.other_libraries import explains_arguments
+from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import ReadStrategy, Transforms
 from ckptcore.runtime import runtime_of
 
@@ -35,6 +35,7 @@ def load(
     matching: Matching = EXACT,
     report: LoadReport | None = None,
     strategy: ReadStrategy | None = None,
+    progress: bool | ProgressCallback = False,
 ) -> Any:
     """Load a checkpoint.
 
@@ -58,6 +59,10 @@ def load(
         report: filled when the load has succeeded: how each leaf was handled, and the number of bytes read.
         strategy: changes how the load reads, for instance through a cache: see `ckptcore.protocols.ReadStrategy`. None:
             selected by ``JobOptions(reads=...)``.
+        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that
+            this process has loaded and has to load. It is called from any thread; calls do not overlap. The last call
+            has two equal numbers. It may raise an exception to stop the load. If the checkpoint is replaced during the
+            load, the total grows by the bytes that are read again. Files of objects are not counted.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to load.
@@ -68,7 +73,10 @@ def load(
         CorruptCheckpointError: bytes differ from those written; names file, array and range.
     """
     context = context or default_context()
-    with recorded_load(location, context) as recording:
+    with (
+        runtime_of(context).show_progress(progress, "loading") as report_progress,
+        recorded_load(location, context, report=report_progress) as recording,
+    ):
         return load_value(
             location,
             abstract,
@@ -102,10 +110,8 @@ def load_async(
 
     The report, if any, is filled before the result of the handle is available.
     """
-    context = context or default_context()
-    return runtime_of(context).saves.load(
-        functools.partial(
-            load,
+    return LoadHandle(
+        lambda progress: load(
             location,
             abstract,
             framework=framework,
@@ -115,6 +121,7 @@ def load_async(
             matching=matching,
             report=report,
             strategy=strategy,
+            progress=progress,
         )
     )
 
@@ -130,6 +137,7 @@ def load_into(
     matching: Matching = EXACT,
     report: LoadReport | None = None,
     strategy: ReadStrategy | None = None,
+    progress: bool | ProgressCallback = False,
 ) -> Any:
     """Load a checkpoint into an existing value: arrays and tensors are filled in place. Returns the target.
 
@@ -142,7 +150,7 @@ def load_into(
         target: the value to change. `PLACEHOLDER` leaves are not loaded.
         context: options.
         select: see `load`; the target keeps its other leaves.
-        transforms, report, strategy: see `load`.
+        transforms, report, strategy, progress: see `load`.
         matching: see `load`; with ``missing="keep"`` the target keeps leaves that are not stored.
 
     Raises:
@@ -152,7 +160,10 @@ def load_into(
             loaded data.
     """
     context = context or default_context()
-    with recorded_load(location, context) as recording:
+    with (
+        runtime_of(context).show_progress(progress, "loading") as report_progress,
+        recorded_load(location, context, report=report_progress) as recording,
+    ):
         return load_into_target(
             location,
             target,
@@ -168,6 +179,7 @@ def load_checkpointables(
     abstract: Abstracts = None,
     *,
     into: Mapping[str, object] | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> dict[str, Any]:
     """Load objects by name from a checkpoint that `save_checkpointables` or other software wrote.
@@ -179,6 +191,7 @@ def load_checkpointables(
             the object. Without `abstract` and `into`, every object is loaded; those that were deleted since the save
             are skipped with a warning.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees (see `load_into`).
+        progress: see `load`. An object that is not loaded yet counts with all its arrays, even if some are skipped.
         context: options.
 
     Wrap an abstract tree or an object in `LoadAs` to pass a selection, transforms, and allowed differences for it.
@@ -197,5 +210,8 @@ def load_checkpointables(
 
     wanted = CompositeRequest(abstract, into)
     context = context or default_context()
-    with recorded_load(location, context) as recording:
+    with (
+        runtime_of(context).show_progress(progress, "loading") as report_progress,
+        recorded_load(location, context, report=report_progress) as recording,
+    ):
         return CompositeLoad(location, wanted, context, recording).run()

@@ -10,8 +10,10 @@ from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import explains_arguments
+from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import Layout, SaveStrategy
-from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveDraft, SaveNotes, SaveRequest
+from ckptcore.runtime import runtime_of
+from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveDraft, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.writing import PlainSave
 
@@ -27,6 +29,7 @@ def save(
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> None:
     """Save a tree, and return once it is committed. Host arrays are copied block by block as they are written.
@@ -42,6 +45,9 @@ def save(
             checkpoint.
         metadata: JSON, stored with the checkpoint.
         strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
+        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that
+            this process has written and has to write. It is called from any thread; calls do not overlap. The last call
+            has two equal numbers, and comes after the commit. It may raise an exception to stop the save.
         context: options.
 
     Raises:
@@ -50,8 +56,10 @@ def save(
         BackgroundSaveError: an earlier asynchronous save failed, and its error was not retrieved. Call again to save.
         StorageError: the storage failed. An earlier checkpoint is unchanged.
     """
+    context = context or default_context()
     request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
-    perform_save(request, context or default_context())
+    with runtime_of(context).show_progress(progress, "saving") as report:
+        perform_save(request._replace(hooks=SaveHooks(progress=report)), context)
 
 
 @explains_arguments
@@ -85,6 +93,7 @@ def save_checkpointables(
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> None:
     """Save several objects into one checkpoint, each under a name; return once it is committed.
@@ -94,14 +103,16 @@ def save_checkpointables(
         checkpointables: by name: trees, objects with a state (modules, optimizers, iterators), and objects that write
             their own files. Each tree is also a complete checkpoint at ``location/name``.
         layout: the on-disk format of trees.
-        overwrite, metadata, strategy, context: see `save`.
+        overwrite, metadata, strategy, progress, context: see `save`.
 
     Raises:
         InvalidLocationError: a name is invalid.
         Errors of `save`, and errors that the objects raise. Nothing was committed.
     """
+    context = context or default_context()
     request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
-    perform_save(request, context or default_context())
+    with runtime_of(context).show_progress(progress, "saving") as report:
+        perform_save(request._replace(hooks=SaveHooks(progress=report)), context)
 
 
 @explains_arguments

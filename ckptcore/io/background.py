@@ -11,18 +11,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
 from ckptcore.io.requests import call_into, reset_in_children
 from ckptcore.other_libraries import ExplainsAttributes
+from ckptcore.progress import ByteProgress, Progress, ProgressCallback
 from ckptcore.redaction import redacted
 
 __all__ = [
     "BackgroundSaves",
     "BackgroundThreads",
     "LoadHandle",
-    "Progress",
     "SaveHandle",
     "wait_for_saves_to",
 ]
@@ -118,27 +118,13 @@ class BackgroundThreads:
             raise
 
 
-class Progress(NamedTuple):
-    """Progress of a save.
-
-    Attributes:
-        written: bytes of arrays and headers that are in the storage.
-        total: bytes of arrays that this process writes.
-    """
-
-    written: int
-    total: int
-
-
 class SaveHandle(ExplainsAttributes):
     """A save that runs in the background."""
 
-    def __init__(self, location: str, total: int) -> None:
+    def __init__(self, location: str, progress: ByteProgress) -> None:
         self.location = redacted(location)
         self._future: Future[None] = Future()
-        self._total = total
-        self._written = 0
-        self._lock = threading.Lock()
+        self._progress = progress
         self._noticed = False
         self._key = object()  # identifies this handle in reports, which keep no reference to it
         self._saves: weakref.ref[BackgroundSaves] | None = None
@@ -184,20 +170,17 @@ class SaveHandle(ExplainsAttributes):
 
     @property
     def progress(self) -> Progress:
-        """Progress of the save."""
-        return Progress(self._written, self._total)
-
-    def count(self, nbytes: int) -> None:
-        """Add bytes that were written to the storage. Thread-safe."""
-        with self._lock:
-            self._written += nbytes
+        """Bytes of arrays that this process has written, and has to write; equal once the save is committed."""
+        return self._progress.value
 
 
 class LoadHandle(ExplainsAttributes, Generic[T]):
     """A load that runs in the background."""
 
-    def __init__(self, future: Future[T]) -> None:
-        self._future = future
+    def __init__(self, load: Callable[[ProgressCallback], T]) -> None:
+        """Start a load on a new thread. It reports its progress to the function that it is called with."""
+        self._progress = Progress(0, 0)
+        self._future = BackgroundThreads(1, "ckptcore-load").submit(functools.partial(load, self._set_progress))
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the value.
@@ -215,6 +198,14 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
     def done(self) -> bool:
         """Return True if the load is done."""
         return self._future.done()
+
+    @property
+    def progress(self) -> Progress:
+        """Bytes of arrays that this process has loaded, and has to load; zeros until the checkpoint is open."""
+        return self._progress
+
+    def _set_progress(self, done: int, total: int) -> None:
+        self._progress = Progress(done, total)
 
 
 class BackgroundSaves:
@@ -259,10 +250,6 @@ class BackgroundSaves:
     def _forget(self, handle: SaveHandle) -> None:
         with self._lock:
             self._handles = [other for other in self._handles if other is not handle]
-
-    def load(self, work: Callable[[], T]) -> LoadHandle[T]:
-        """Run a load on a new thread."""
-        return LoadHandle(BackgroundThreads(1, "ckptcore-load").submit(work))
 
     def wait(self) -> None:
         """Wait until no save is running. Raises no errors of saves."""
@@ -377,6 +364,7 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
             work()
         finally:
             turn.end()
+        handle._progress.end()
     except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`, or reported at exit
         del work
         _clear_frames(error)

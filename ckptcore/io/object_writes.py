@@ -45,7 +45,7 @@ class ObjectWrites:
             sizes: the sizes of tasks and blocks.
             checksums: True to compute checksums of blocks.
             bounce: free buffers of `Sizes.write` bytes each, into which bytes are copied. Used buffers are returned.
-            progress: called with the number of bytes after each write.
+            progress: called after each write with the number of bytes of arrays in it.
         """
         self._storage = storage
         self._objects = objects
@@ -187,7 +187,8 @@ class ObjectWrites:
         checksums = checksums_of(data, self._sizes.block) if self._checksums else b""
         self._record(target.number, target.key, len(data), checksums)
         if self._progress is not None:
-            self._progress(len(data))
+            sizes = zip(target.segments, target.nbytes, strict=True)
+            self._progress(sum([nbytes for segment, nbytes in sizes if isinstance(segment, ArraySegment)]))
 
     def _write_task(self, target: _Large, task: WriteTask, bounce: memoryview) -> bool:
         """Write a task, and complete the object after the last one. Return False if another thread failed meanwhile.
@@ -207,7 +208,7 @@ class ObjectWrites:
             closers = target.segments.written(task)
         _close_all(closers)
         if self._progress is not None:
-            self._progress(task.stop - task.start)
+            self._progress(sum([nbytes for _, nbytes in task.credits]))
         with self._counting:
             target.unwritten -= 1
             last = target.all_taken and target.unwritten == 0
@@ -340,7 +341,7 @@ class ObjectRecorder:
             storage: the storage.
             threads: write large objects, together with the calling thread.
             checksums: True to record checksums of blocks.
-            progress: called with the number of bytes after each write, from any thread.
+            progress: called after each write with the number of bytes of arrays in it, from any thread.
             sizes: the sizes of tasks and blocks.
         """
         self._storage = storage
@@ -368,8 +369,6 @@ class ObjectRecorder:
         self._storage.put(key, data)
         checksums = checksums_of(data, self._sizes.block) if self._checksums else b""
         self._records[key] = ObjectRecord(key, len(data), checksums)
-        if self._progress is not None:
-            self._progress(len(data))
 
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         """Write an object that consists of these segments, in this order.

@@ -50,6 +50,7 @@ class ObjectReader:
         bytes_got: bytes of all other reads: encoded chunks, and the indexes that locate them.
         requests: ranges of bytes requested for chunks and slices.
         counting: the lock for these counters.
+        progress: called from any thread with the number of bytes that were copied into arrays.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ObjectReader:
             threads: read chunks, together with the calling thread.
             verify: compare checksums.
             strict: refuse objects without a record. Otherwise they are read without verification.
-            progress: called from any thread with the number of bytes that were copied into arrays.
+            progress: see the attribute.
             sizes: the sizes of tasks and blocks.
         """
         self._storage = storage
@@ -80,7 +81,7 @@ class ObjectReader:
         self._threads = threads
         self._verify = verify
         self._strict = strict
-        self._progress = progress
+        self.progress = progress
         suited = requests_of(storage)
         self._concurrency = suited.concurrency
         self._request_bytes = suited.request_bytes
@@ -286,7 +287,7 @@ class ObjectReader:
         yield from complete
         if not tasks:
             return
-        reading = _ChunkReading(self, self._storage, tasks, sums, waiting, self._progress)
+        reading = _ChunkReading(self, self._storage, tasks, sums, waiting, self.progress)
         pool: WorkerPool | None = None
         if len(tasks) > 1 and (self._is_remote or nbytes >= self._sizes.inline):
             others = min(self._threads.parallelism(self._concurrency), len(tasks)) - 1

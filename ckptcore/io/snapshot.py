@@ -10,9 +10,10 @@ from typing import Final, NoReturn
 from ckptcore.errors import SaveLostError
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.progress import ByteProgress
 from ckptcore.protocols import Snapshot
 
-__all__ = ["BoundedSnapshot", "CopiedSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
+__all__ = ["BoundedSnapshot", "CopiedSnapshot", "CountedSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
 
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes of transfers from devices that are started ahead of the writer."""
@@ -223,6 +224,21 @@ class BoundedSnapshot:
 
 def _refuse_to_start(item: int) -> NoReturn:
     raise SaveLostError(f"cannot copy the array {item}: copying has ended")
+
+
+class CountedSnapshot:
+    """Snapshot that counts the bytes of items once they are written, in any layout. See `Snapshot`."""
+
+    def __init__(self, snapshot: Snapshot, progress: ByteProgress) -> None:
+        self.plan = snapshot.plan
+        self.take = snapshot.take
+        self._release = snapshot.release
+        self._progress = progress
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        self._release(item)
+        self._progress.complete(self.plan.items[item].nbytes)
 
 
 class SharedSnapshot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from ckptcore.commit.location import AnyLocation, SubPath
@@ -98,11 +98,13 @@ class MemberRequest:
         name: its name.
         load: function that loads it, given a Context and a recording.
         in_place: True if an object is restored in place.
+        nbytes: bytes of the arrays that are stored.
     """
 
     name: str
     load: Callable[[Context, Recording], object]
     in_place: bool
+    nbytes: int = 0
 
 
 class CompositeLoad:
@@ -161,10 +163,16 @@ class CompositeLoad:
     def plan(self, composite: CompositeCheckpoint) -> Sequence[MemberRequest]:
         """Find the requested objects, and check that they can be loaded. Reads no array, and changes nothing."""
         with self.recording.phase("open"):
-            return list(_plan_requests(composite, self.location, self._wanted, self.context))
+            requests = list(_plan_requests(composite, self.location, self._wanted, self.context))
+        if (progress := self.recording.progress) is not None:
+            progress.later = sum([request.nbytes for request in requests])
+            progress.plan(0)
+        return requests
 
     def load(self, request: MemberRequest, context: Context) -> object:
         """Load one checkpointable."""
+        if self.recording.progress is not None:
+            self.recording.progress.later -= request.nbytes  # planned exactly by its load
         try:
             loaded = request.load(context, self.recording)
         except TargetUndefinedError:
@@ -238,7 +246,7 @@ def _plan_requests(
         request = _request(name, source, member, like, how, in_place, context)
         if in_place and member.kind == "tree":
             check_target(opened, like, context, how)
-        yield request
+        yield replace(request, nbytes=opened.tree.nbytes)
 
 
 def _existing_names(

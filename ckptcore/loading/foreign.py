@@ -29,7 +29,6 @@ from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key
 from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.step_names import StepNames
 
 __all__ = [
     "find_composite",
@@ -94,6 +93,8 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
             return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
     if entry is None and has_members(storage, storage.list_names()):
         raise _lost_root(location)
+    from ckptcore.step_names import StepNames  # only if no layout finds a tree
+
     if entry is None and (steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"])):
         raise CheckpointNotFoundError(_steps_message(location, steps))
     tried = ", ".join([layout.name for layout in registry.layouts()])

@@ -17,6 +17,7 @@ from ckptcore.loading.opening import tree_attempts
 from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.tree import format_path, leaf_paths
+from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import ReadStrategy, ReadThrough, Transforms
 from ckptcore.runtime import Runtime, runtime_of
 
@@ -203,7 +204,7 @@ class Load(Generic[T]):
             from ckptcore.loading.differences import adjusted  # only if arrays are adjusted
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
-        return plan_leaf_reads(checkpoint, matched, self.runtime.workers())
+        return plan_leaf_reads(checkpoint, matched, self.runtime.workers(), self.recording.progress)
 
     def read(self, reading: TreeRead, read_planned: Callable[[TreeRead, Context], None] = read_tree) -> None:
         """Read and build the planned leaves.
@@ -215,7 +216,9 @@ class Load(Generic[T]):
         self.has_begun = True
         if not reading.leaf_reads and reading.opened.is_files:
             return  # the target reads the files
-        with self.recording.phase("read", reading.nbytes):
+        with self.recording.phase("read", nbytes := reading.nbytes):
+            if reading.progress is not None:
+                reading.progress.plan(nbytes)
             read_planned(reading, self.context)
 
     def build(self, reading: TreeRead) -> T:
@@ -239,15 +242,21 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
 
 
 @contextmanager
-def recorded_load(location: AnyLocation, context: Context, *, step: int | None = None) -> Iterator[Recording]:
-    """Record a load until the end of the with block."""
-    recording = Recording("load", str(location), context.observers, step=step, rank=runtime_of(context).job().rank)
+def recorded_load(
+    location: AnyLocation, context: Context, *, step: int | None = None, report: ProgressCallback | None = None
+) -> Iterator[Recording]:
+    """Record a load until the end of the with block, and report its progress to a function."""
+    progress = None if report is None else ByteProgress(report)
+    rank = runtime_of(context).job().rank
+    recording = Recording("load", str(location), context.observers, step=step, rank=rank, progress=progress)
     try:
         yield recording
     except BaseException as error:
         recording.finish(error=error)
         raise
     recording.finish()
+    if progress is not None:
+        progress.end()
 
 
 class ReportBuilder:

@@ -17,6 +17,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import format_path
 from ckptcore.plugins import Plugins
+from ckptcore.progress import ByteProgress
 from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
@@ -91,13 +92,16 @@ def read_leaves(
     return reading.leaves
 
 
-def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None) -> TreeRead:
+def plan_leaf_reads(
+    opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None, progress: ByteProgress | None = None
+) -> TreeRead:
     """Plan the boxes of arrays to read. Build the values, which the metadata contains. Reads and fills nothing.
 
     Args:
         opened: the checkpoint.
         matched: the stored leaf for each leaf.
         executor: the workers of this controller; None: there are none.
+        progress: counts the arrays that are complete.
     """
     tree, filled = opened.tree, matched.filled
     leaves: list[object] = [PLACEHOLDER] * len(matched.numbers)
@@ -138,7 +142,7 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, executor: Executor[Any
                 same.positions.append(position)
                 continue
         leaf_reads.append(leaf_read)
-    return TreeRead(opened, leaf_reads, leaves, filled)
+    return TreeRead(opened, leaf_reads, leaves, filled, progress)
 
 
 def _placement_key(builder: LeafHandler | Executor[Any, Any], abstract: object) -> object:
@@ -165,12 +169,14 @@ class TreeRead:
         leaves: the leaves of the value; arrays are added as they are built.
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
             value.
+        progress: counts the bytes of arrays that are built.
     """
 
     opened: Checkpoint
     leaf_reads: Sequence[LeafRead]
     leaves: list[object]
     filled: list[bool] | None = None
+    progress: ByteProgress | None = None
 
     @property
     def nbytes(self) -> int:
@@ -217,6 +223,8 @@ class TreeRead:
             raise _naming_leaf(self.opened.tree, leaf_read.leaf, error) from error
         for position in leaf_read.positions:
             self.leaves[position] = built
+        if self.progress is not None:
+            self.progress.complete(leaf_read.nbytes)
 
 
 def read_tree(reading: TreeRead, context: Context) -> None:
@@ -238,6 +246,8 @@ def _read_at_workers(reading: TreeRead, leaf_reads: Sequence[LeafRead], context:
     for leaf_read, leaf in zip(leaf_reads, executor.read(reading.opened, wanted, context), strict=True):
         for position in leaf_read.positions:
             reading.leaves[position] = leaf
+        if reading.progress is not None:
+            reading.progress.complete(leaf_read.nbytes)
 
 
 def _naming_leaf(tree: TreeMetadata, leaf: int, error: UnsupportedLeafError) -> UnsupportedLeafError:
@@ -261,6 +271,8 @@ def _batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[Le
 def _read_here(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
     """Read arrays in this process, and build each once it is complete."""
     opened = reading.opened
+    if reading.progress is not None and opened.derived is None:  # derived arrays have other bytes than stored ones
+        opened.store.progress = reading.progress.move
     check_sizes(opened, {leaf_read.leaf for leaf_read in leaf_reads})
     read: list[LeafRead] = []
     held: list[list[HostArray]] = []

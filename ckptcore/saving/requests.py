@@ -15,6 +15,7 @@ from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.tree import JSON
+from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy
 from ckptcore.saving.parts import PartDescription, SavePart
 
@@ -100,11 +101,13 @@ class SaveHooks(NamedTuple):
         allowed: called on the leader before anything is written.
         before_commit: called on each process that commits, right before the commit.
         committed: called on every rank after the commit and before further saves, on the thread that writes.
+        progress: called with the bytes of arrays that this process has written and has to write, from any thread.
     """
 
     allowed: Callable[[], None] | None = None
     before_commit: Callable[[], None] | None = None
     committed: Callable[[], None] | None = None
+    progress: ProgressCallback | None = None
 
 
 class SaveRequest(NamedTuple):

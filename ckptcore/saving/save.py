@@ -17,6 +17,7 @@ from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.progress import ByteProgress
 from ckptcore.protocols import FurtherSaves, Snapshot, WorkerCapture
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, SavePart, SharedItems, TreeCaptured
@@ -39,7 +40,8 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     runtime = runtime_of(context)
     # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
     key = runtime.exchange_key(request.destination.exchange_name)
-    with _recorded(request, context) as recording, recording.phase("blocking"):
+    progress = None if request.hooks.progress is None else ByteProgress(request.hooks.progress)
+    with _recorded(request, context, progress) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
@@ -48,12 +50,16 @@ def perform_save(request: SaveRequest, context: Context) -> None:
             try:
                 with recording.phase("wait_for_previous"):
                     runtime.saves.wait()
+                if progress is not None:
+                    progress.plan(save.nbytes)
                 capture.view()
             except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
                 fail_before_claim(agreement, error)
             _write(save, capture.at_workers, request.hooks.committed)
         finally:
             capture.close()
+    if progress is not None:
+        progress.end()
 
 
 def begin_save(
@@ -72,7 +78,8 @@ def begin_save(
     runtime = runtime_of(context)
     # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
     key = runtime.exchange_key(request.destination.exchange_name)
-    with _recorded(request, context, in_background=True) as recording, recording.phase("blocking"):
+    progress = ByteProgress(request.hooks.progress)
+    with _recorded(request, context, progress, in_background=True) as recording, recording.phase("blocking"):
         agreement = Agreement(runtime.job(), key, recording)
         try:
             with recording.phase("wait_for_previous"):
@@ -84,10 +91,11 @@ def begin_save(
             fail_everywhere(agreement, "describe", error)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
-        handle = SaveHandle(save.target.location.display, save.nbytes)
+        handle = SaveHandle(save.target.location.display, progress)
         memory = StagingMemory(runtime.staging, runtime.io_threads)
         capture, limit = _Capture(save), context.memory.save_bytes
         try:
+            progress.plan(save.nbytes)
             copies_first = limit is None and not _writes_while_copying(save)
             copies = capture.copy(memory, limit)
             if copies_first:
@@ -114,10 +122,12 @@ def begin_save(
 
 
 @contextmanager
-def _recorded(request: SaveRequest, context: Context, *, in_background: bool = False) -> Iterator[Recording]:
+def _recorded(
+    request: SaveRequest, context: Context, progress: ByteProgress | None, *, in_background: bool = False
+) -> Iterator[Recording]:
     """Record a save. A save in the background ends its recording later, unless it fails to start."""
     location, rank = str(request.destination.location), runtime_of(context).job().rank
-    recording = Recording("save", location, context.observers, step=request.notes.step, rank=rank)
+    recording = Recording("save", location, context.observers, step=request.notes.step, rank=rank, progress=progress)
     try:
         yield recording
     except BaseException as error:
@@ -156,21 +166,22 @@ def _write(
     save: Save,
     at_workers: WorkerCapture[Save] | None,
     committed: Callable[[], None] | None,
-    handle: SaveHandle | None = None,
+    *,
+    in_background: bool = False,
 ) -> None:
     """Write and commit the checkpoint, call `committed`, then write the further saves."""
     recording = save.recording
     try:
-        write_save(save, handle, at_workers)
+        write_save(save, at_workers)
     except BaseException as error:
         recording.finish(error=error)
         raise
-    if handle is not None or save.further:  # further saves are separate operations
-        recording.finish(None if handle is None else handle.progress.written)
+    if in_background or save.further:  # further saves are separate operations
+        recording.finish(sum([event.nbytes or 0 for event in recording.events if event.phase == "write"]))
     if committed is not None:
         committed()
     if isinstance(save.strategy, FurtherSaves):
-        save.strategy.after_commit(save, partial(write_save, handle=handle, at_workers=at_workers))
+        save.strategy.after_commit(save, partial(write_save, at_workers=at_workers))
 
 
 def _write_in_background(
@@ -195,7 +206,7 @@ def _write_in_background(
 
     def work() -> None:
         try:
-            _write(save, capture.at_workers, committed, handle)
+            _write(save, capture.at_workers, committed, in_background=True)
         finally:
             capture.close()
             memory.close()

@@ -22,8 +22,8 @@ from ckptcore.commit.target import is_leftover_name, read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording, timeline_to_json
-from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder
+from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.visibility import seen_by_all, sees_claim
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import Receipt, Segment
@@ -39,7 +39,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import SavePart
+from ckptcore.saving.parts import SavePart, TreeCaptured
 from ckptcore.saving.requests import (
     NOTHING_COMMITTED,
     CommitInfo,
@@ -66,12 +66,11 @@ __all__ = [
 logger = logging.getLogger("ckptcore.saving")
 
 
-def write_save(save: Save, handle: SaveHandle | None = None, at_workers: WorkerCapture[Save] | None = None) -> None:
+def write_save(save: Save, at_workers: WorkerCapture[Save] | None = None) -> None:
     """Claim the target, write, and commit. On every rank. Return once the checkpoint is committed.
 
     Args:
         save: the save, with captured parts.
-        handle: counts the bytes written.
         at_workers: the boxes that workers of this controller captured; None if they write none of the save.
 
     Raises:
@@ -91,7 +90,7 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: WorkerC
             with agreement.stage("write", meaning=commit.meaning) as stage:
                 store = commit.store
                 with save.recording.phase("write") as phase:
-                    write_parts(save, store, handle, at_workers)
+                    write_parts(save, store, at_workers)
                     phase.nbytes = sum(
                         [record.size for part in save.parts for receipt in part.receipts for record in receipt.objects]
                     )
@@ -121,23 +120,22 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: WorkerC
         raise
 
 
-def write_parts(
-    save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: WorkerCapture[Save] | None
-) -> None:
+def write_parts(save: Save, store: StorageBackend, at_workers: WorkerCapture[Save] | None) -> None:
     """Write the plans of this process and its workers, store the receipts, and finish the parts that only it saves."""
     if at_workers is None:
-        _write_here(save, store, handle)
+        _write_here(save, store)
     else:
         writes = at_workers.write(save)
         try:
-            _write_here(save, store, handle)
+            _write_here(save, store)
         except BaseException:
             with suppress(Exception):  # wait for the workers: after the abort, none may write
                 writes.result()
             raise
         of_workers = writes.result()
-        if handle is not None:
-            handle.count(sum(record.size for part in of_workers for receipt in part for record in receipt.objects))
+        if save.recording.progress is not None:
+            plans = [plan for part in save.parts for plan in part.worker_plans]
+            save.recording.progress.complete(sum([item.nbytes for plan in plans for item in plan.items]))
         for part, receipts in zip(save.parts, of_workers, strict=True):
             part.receipts = [*part.receipts, *receipts]
     for part in save.parts:
@@ -146,16 +144,19 @@ def write_parts(
             put_root(inside, finish_part(save.info, part, recorder_of(inside, save.context)))
 
 
-def _write_here(save: Save, store: StorageBackend, handle: SaveHandle | None) -> None:
+def _write_here(save: Save, store: StorageBackend) -> None:
     """Write every part of this process."""
     threads, checksums = runtime_of(save.context).io_threads, save.context.io.checksums
-    progress = handle.count if handle is not None else None
+    progress = save.recording.progress
     for part in save.parts:
-        inside = subdirectory(store, part.directory)
-        recorder = ObjectRecorder(inside, threads, checksums=checksums, progress=progress)
-        assert part.captured is not None  # captured before it is written
-        state = part.captured.write(part, recorder)
-        part.captured.close()
+        inside, captured, moved = subdirectory(store, part.directory), part.captured, None
+        assert captured is not None  # captured before it is written
+        counted = captured
+        if progress is not None and isinstance(captured, TreeCaptured):  # files are not counted
+            counted, moved = TreeCaptured(CountedSnapshot(captured.snapshot, progress)), progress.move
+        recorder = ObjectRecorder(inside, threads, checksums=checksums, progress=moved)
+        state = counted.write(part, recorder)
+        captured.close()
         part.receipts = [Receipt(part.plan.rank, part.plan.items, state, recorder.objects)]
 
 

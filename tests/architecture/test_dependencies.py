@@ -14,6 +14,7 @@ from tests.architecture.sources import Source, core_sources, plugin_sources
 CORE_DEPENDENCIES = {"ml_dtypes", "numpy", "pluggy", "xxhash"}
 EXTRA_DEPENDENCIES = {
     "ckptcore.distributions": {"ckptcore_tools"},
+    "ckptcore.progress": {"rich", "tqdm"},  # for a bar, when one is requested
 }
 """Packages that only one part of the core may import, because they come with an extra."""
 
@@ -56,6 +57,7 @@ SHARED = {
     "ckptcore.job",
     "ckptcore.loading",
     "ckptcore.plugins",
+    "ckptcore.progress",
     "ckptcore.runtime",
     "ckptcore.saving",
     "ckptcore.training",
@@ -213,7 +215,7 @@ def test_an_undeclared_import_is_detected(tmp_path: Path) -> None:
 
 def test_the_core_needs_no_extra_to_be_imported() -> None:
     """Only the parts that come with an extra import it; nothing else imports those parts."""
-    parts = tuple(EXTRA_DEPENDENCIES.keys() - {"ckptcore.distributions"})
+    parts = tuple(EXTRA_DEPENDENCIES.keys() - {"ckptcore.distributions", "ckptcore.progress"})
     reached = {
         (source.name, module)
         for source in core_sources()

@@ -19,7 +19,7 @@ HEAVY = (
     "boto3", "botocore", "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "obstore",
     "opentelemetry", "optax", "orbax",
     "pandas", "pytest", "ray", "rich", "safetensors", "scipy", "tensorflow", "tensorstore", "torch",
-    "transformers", "urllib3",
+    "tqdm", "transformers", "urllib3",
 )  # fmt: skip
 """Packages that no program gets for importing ckptcore."""
 

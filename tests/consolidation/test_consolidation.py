@@ -235,7 +235,7 @@ def test_a_source_replaced_meanwhile_is_detected(late: bool, source: Path, tmp_p
     """Early: what is read next is gone. Late: all was read, perhaps some of it of the other save."""
 
     def replace(done: int, total: int) -> None:
-        if not replaced and (done == total or not late):
+        if not replaced and (done >= total - 1 or not late):  # `total` is reported after the commit
             replaced.append(done)
             ckptcore.save(source, {"model": {"w": np.zeros(4)}}, layout="zarr3", overwrite=True, context=FAST)
 

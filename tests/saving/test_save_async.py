@@ -85,7 +85,7 @@ def test_what_changes_afterwards_is_not_in_the_checkpoint(gate: Gate) -> None:
     gate.open.set()
     handle.result()
     assert handle.done() and handle.exception() is None
-    assert handle.progress.written >= handle.progress.total > 0
+    assert handle.progress.done == handle.progress.total > 0
     loaded = ckptcore.load("gate://a/b", context=context)
     assert set(loaded) == {"large", "small", "view"} and all_are(loaded, 1.0)
 

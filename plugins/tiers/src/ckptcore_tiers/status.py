@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptcore.errors import UploadError
-from ckptcore.io.background import Progress
+from ckptcore.results import Progress
 from ckptcore.training.restoring import SkippedStep
 from ckptcore.training.save_decisions import LastSave
 

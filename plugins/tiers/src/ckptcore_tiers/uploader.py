@@ -23,9 +23,9 @@ from ckptcore.errors import (
     UploadError,
 )
 from ckptcore.events import Observer, Recording
-from ckptcore.io.background import Progress
 from ckptcore.io.requests import reset_in_children
 from ckptcore.policies import PreservationPolicy, SaveContext, StepInfo, what_to_delete
+from ckptcore.results import Progress
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import LastSave
 from ckptcore.training.steps import StepDirectory

@@ -30,22 +30,22 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import Recording
+from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.opening import ConsistentRead, open_either, tree_attempts
 from ckptcore.loading.reading import check_sizes
-from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import SaveCommit, WriteStore
+from ckptcore.progress import ByteProgress, ProgressCallback
+from ckptcore.protocols import SaveCommit, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
-from ckptcore_tools.copies.conversion import ReportedSave
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys
@@ -114,7 +114,8 @@ def consolidate_checkpoint(
     # Before anything can fail: the key contains a counter, which must be the same on every rank.
     key = runtime_of(context).exchange_key(destination)
     job = runtime_of(context).job()
-    recording = Recording("save", str(destination), context.observers, rank=job.rank)
+    counted = ByteProgress(progress)
+    recording = Recording("save", str(destination), context.observers, rank=job.rank, progress=counted)
     try:
         nbytes = _consolidate(
             source,
@@ -124,7 +125,6 @@ def consolidate_checkpoint(
             tied,
             files,
             overwrite,
-            progress,
             context,
             Agreement(job, key, recording),
             recording,
@@ -133,6 +133,7 @@ def consolidate_checkpoint(
         recording.finish(error=error)
         raise
     recording.finish(nbytes)
+    counted.end()
 
 
 def _consolidate(
@@ -143,7 +144,6 @@ def _consolidate(
     tied: TiedNames,
     files: Sequence[FilePath],
     overwrite: Overwrite,
-    progress: ProgressCallback | None,
     context: Context,
     agreement: Agreement,
     recording: Recording,
@@ -176,9 +176,8 @@ def _consolidate(
     items = [item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]]
     plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decision["save_id"])
     nbytes = sum(item.nbytes for item in items)
-    handle = ReportedSave(location.display, nbytes, progress) if progress is not None else None
     snapshot = StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes)
-    part = SavePart("", layout, plan, captured=_ConsolidatedFiles(found, snapshot, added_files))
+    part = SavePart("", layout, plan, captured=_ConsolidatedFiles(found, snapshot, added_files, recording))
     save = Save(
         target=CommitTarget(location, overwrite),
         info=CommitInfo(
@@ -195,7 +194,7 @@ def _consolidate(
         context=context,
     )
     try:
-        write_save(save, handle)
+        write_save(save)
     finally:
         part.close()
     return nbytes
@@ -290,10 +289,13 @@ def _assign_objects(objects: Sequence[Sequence[WriteItem]], size: int) -> list[l
 class _ConsolidatedFiles:
     """The files that one process writes. Arrays are read from the source while they are written."""
 
-    def __init__(self, source: _Source, snapshot: StreamedSnapshot, files: Mapping[str, FilePath]) -> None:
+    def __init__(
+        self, source: _Source, snapshot: StreamedSnapshot, files: Mapping[str, FilePath], recording: Recording
+    ) -> None:
         self._source = source
         self._snapshot = snapshot
         self._files = files
+        self._progress = recording.progress
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`.
@@ -302,8 +304,12 @@ class _ConsolidatedFiles:
             CorruptCheckpointError: also if the source was replaced during the save.
         """
         opened = self._source.opened
+        snapshot: Snapshot = self._snapshot
+        if self._progress is not None:
+            self._progress.plan(sum(item.nbytes for item in part.plan.items))
+            snapshot = CountedSnapshot(snapshot, self._progress)
         with _detecting_replacement(opened):
-            state = part.layout.write(self._snapshot, store)
+            state = part.layout.write(snapshot, store)
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
         if not opened.version.still_exists(opened.location):

@@ -26,14 +26,13 @@ from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
-from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning import plan_write
+from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import Layout, Transforms, WriteStore
-from ckptcore.results import SaveHandle
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart, TreeCaptured
 from ckptcore.saving.preparing import save_created
@@ -42,30 +41,9 @@ from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 
-__all__ = ["ReportedSave", "SourceReplacedError", "convert_checkpoint"]
+__all__ = ["SourceReplacedError", "convert_checkpoint"]
 
 _SLICE_BYTES: Final = 1 << 24
-
-
-class ReportedSave(SaveHandle):
-    """A handle of a save that reports progress to a callback."""
-
-    def __init__(self, location: str, total: int, callback: Callable[[int, int], None]) -> None:
-        """Start with zero bytes written.
-
-        Args:
-            location: the location in error messages.
-            total: bytes of the arrays to write.
-            callback: called with bytes written and total bytes, from any thread.
-        """
-        super().__init__(location, total)
-        self._callback = callback
-
-    def count(self, nbytes: int) -> None:
-        """Add written bytes and call the callback."""
-        super().count(nbytes)
-        progress = self.progress
-        self._callback(min(progress.written, progress.total), progress.total)
 
 
 class SourceReplacedError(Exception):
@@ -88,7 +66,8 @@ def convert_checkpoint(
     """Convert a checkpoint. See `ckptcore.copy` with a layout.
 
     Args:
-        source, destination, layout, overwrite, progress, context, transforms: see `ckptcore.copy`.
+        source, destination, layout, overwrite, context, transforms: see `ckptcore.copy`.
+        progress: called with the bytes of arrays done and in total, from any thread.
         copy_id: returns the save id to write, for the save id of the source. None: a new save id.
         before_commit: called before the commit; again if the source is replaced and converted again. Its error stops
             the commit.
@@ -102,11 +81,11 @@ def convert_checkpoint(
     to = resolve_location(destination, runtime_of(context).storages, to_write=True)
     refuse_destination(resolve_location(source, runtime_of(context).storages), to)
     refuse_to_replace(to, overwrite, foreign_checkpoints(context))
-    conversion = _Conversion(
-        to, chosen, overwrite, progress, context, transforms, copy_id, before_commit, expected_root
-    )
+    counted = ByteProgress(progress)
+    conversion = _Conversion(to, chosen, overwrite, counted, context, transforms, copy_id, before_commit, expected_root)
     reading = conversion.reading_context
     ConsistentRead(source, reading, open_either).retry_if_replaced(functools.partial(conversion.convert, source))
+    counted.end()
 
 
 class _Conversion:
@@ -115,7 +94,7 @@ class _Conversion:
         destination: Location,
         layout: Layout,
         overwrite: Overwrite,
-        progress: ProgressCallback | None,
+        progress: ByteProgress,
         context: Context,
         transforms: Transforms,
         copy_id: Callable[[str], str] | None,
@@ -226,8 +205,8 @@ class _Conversion:
         self._remove_previous_attempt()
         display = self._destination.display
         total = sum(part.plan.tree.nbytes for part in parts)
-        handle = ReportedSave(display, total, self._progress) if self._progress is not None else None
-        recording = Recording("save", display, self._context.observers, save_id=save_id)
+        self._progress.plan(total)
+        recording = Recording("save", display, self._context.observers, save_id=save_id, progress=self._progress)
         save = Save(
             target=CommitTarget(self._destination, self._overwrite, functools.partial(self._check, source)),
             info=CommitInfo(
@@ -245,7 +224,7 @@ class _Conversion:
             context=self._context,
         )
         try:
-            write_save(save, handle)
+            write_save(save)
         finally:
             for snapshot in self._snapshots:
                 snapshot.close()
