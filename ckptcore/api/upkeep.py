@@ -5,8 +5,9 @@ from __future__ import annotations
 from ckptcore.commit.delete import delete_checkpoint
 from ckptcore.commit.location import LocationLike, resolve_location
 from ckptcore.context import Context, default_context
-from ckptcore.loading.verify import ProgressCallback, VerifyReport, verify_checkpoint
+from ckptcore.loading.verify import VerifyReport, verify_checkpoint
 from ckptcore.other_libraries import explains_arguments
+from ckptcore.progress import ProgressCallback
 from ckptcore.runtime import runtime_of
 
 __all__ = ["delete", "verify"]
@@ -14,19 +15,22 @@ __all__ = ["delete", "verify"]
 
 @explains_arguments
 def verify(
-    location: LocationLike, *, progress: ProgressCallback | None = None, context: Context | None = None
+    location: LocationLike, *, progress: bool | ProgressCallback = False, context: Context | None = None
 ) -> VerifyReport:
     """Read and check every byte of a checkpoint. The report lists damage, which is not raised as an error.
 
     Args:
         location: a path or URL.
-        progress: called from any thread with the number of bytes checked so far and the total.
+        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes checked so far
+            and the total, called from any thread. The last call has two equal numbers.
         context: options.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to verify.
     """
-    return verify_checkpoint(location, context or default_context(), progress)
+    context = context or default_context()
+    with runtime_of(context).show_progress(progress, "verifying") as report:
+        return verify_checkpoint(location, context, report)
 
 
 @explains_arguments

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 from ckptcore.commit.location import AnyLocation, SubPath
 from ckptcore.commit.references import stored_leaves
@@ -37,12 +37,10 @@ from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
+from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.runtime import runtime_of
 
-__all__ = ["ProgressCallback", "VerifyReport", "verify_checkpoint"]
-
-ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes checked so far, and the total of all objects."""
+__all__ = ["VerifyReport", "verify_checkpoint"]
 
 _BASE_READ_BYTES: Final = 1 << 24
 """Limit of the bytes of an array in a base that are read at once."""
@@ -74,24 +72,28 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_checkpoint(location: AnyLocation, context: Context, progress: ProgressCallback | None) -> VerifyReport:
+def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressCallback | None = None) -> VerifyReport:
     """Check the root, its parts, every block of every object, and the arrays that bases store.
 
-    Damage is reported as a problem, not raised.
+    Damage is reported as a problem, not raised. Progress is passed to `report`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
     """
+    progress = ByteProgress(report)
 
     def verify(found: Checkpoint | CompositeCheckpoint) -> VerifyReport:
         if isinstance(found, Checkpoint):
+            progress.plan(_bytes_to_check(found))
             return _Verification(found, context, progress).run()
         return _verify_composite(found, location, context, progress)
 
     try:
-        return ConsistentRead(location, context, open_either).retry_if_replaced(verify)
+        result = ConsistentRead(location, context, open_either).retry_if_replaced(verify)
     except CorruptCheckpointError as error:
-        return VerifyReport((_problem(error),), 1, 0, ())
+        result = VerifyReport((_problem(error),), 1, 0, ())
+    progress.end()
+    return result
 
 
 def _open_directory(
@@ -104,7 +106,7 @@ def _open_directory(
 
 
 def _verify_composite(
-    composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ProgressCallback | None
+    composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ByteProgress
 ) -> VerifyReport:
     """Verify every checkpointable that exists. Keys in the report begin with its directory."""
     root, present = composite.root, present_members(composite)
@@ -125,18 +127,13 @@ def _verify_composite(
                 key = directory if root is None else f"{directory}/{ROOT_KEY}"
                 problems.append(Problem(key, None, None, (), str(error)))
     objects, done = 0 if root is None else 1 + len(root.parts), 0
-    total = sum(_bytes_to_check(one) for _, one in opened)
+    progress.plan(sum(_bytes_to_check(one) for _, one in opened))
     unverified: list[str] = []
     for directory, one in opened:
-
-        def add_progress(moved: int, _: int, before: int = done) -> None:
-            if progress is not None:
-                progress(before + moved, total)
-
         if root is not None and (one.root is None or one.root.role != "member" or one.root.save_id != root.save_id):
             message = f"{directory} was replaced by another save"
             problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), message))
-        report = _Verification(one, context, add_progress).run()
+        report = _Verification(one, context, progress).run()
         problems.extend(_in_directory(directory, problem) for problem in report.problems)
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
         objects += report.objects
@@ -145,7 +142,10 @@ def _verify_composite(
 
 
 def _bytes_to_check(opened: Checkpoint) -> int:
-    return sum(record.size for record in opened.objects.values()) or opened.tree.nbytes
+    """Return the bytes of all objects, and of arrays in bases. Without objects, those of all arrays."""
+    in_bases = [] if opened.root is None else [opened.tree.leaves[leaf] for leaf in opened.root.references.leaf]
+    nbytes = sum(record.size for record in opened.objects.values())
+    return nbytes + sum(one.spec.nbytes for one in in_bases if isinstance(one, ArrayRecord)) or opened.tree.nbytes
 
 
 def _in_directory(directory: str, problem: Problem) -> Problem:
@@ -162,13 +162,12 @@ def _problem(error: CorruptCheckpointError, opened: Checkpoint | None = None) ->
 class _Verification:
     """Verification of one tree, or of the files of an object."""
 
-    def __init__(self, opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> None:
+    def __init__(self, opened: Checkpoint, context: Context, progress: ByteProgress) -> None:
         self._opened = opened
         self._context = context
         self._threads = runtime_of(context).io_threads
         self._store = ObjectReader(opened.location.store, opened.objects, self._threads, verify=True)
         self._progress = progress
-        self._total = _bytes_to_check(opened)
         self._done = 0
         self._problems: list[Problem] = []
         self._readable: dict[str, int] = {}
@@ -197,8 +196,7 @@ class _Verification:
     def _advance(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        self._progress.complete(nbytes)
 
     def _check_size(self, record: ObjectRecord) -> None:
         """Check the size of an object."""
@@ -274,7 +272,7 @@ class _Verification:
                 _read_in_pieces(checked, leaf, record.spec)
             except CheckpointError as error:
                 self._problems.append(Problem(None, None, None, (format_path(tree.paths[leaf]),), str(error)))
-            self._done += record.spec.nbytes
+            self._advance(record.spec.nbytes)
 
     def _read_arrays(self) -> tuple[str, ...]:
         """Read every array of a checkpoint of other software, which has no recorded checksums of blocks.

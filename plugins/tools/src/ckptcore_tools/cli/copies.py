@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
 import click
@@ -158,8 +158,7 @@ def _copy_steps(
 ) -> ExitCode:
     import ckptcore
 
-    with byte_progress("copying") as bar:
-        progress = _StepsProgress(bar)
+    with byte_progress("copying") as progress:
         report = ckptcore.copy_steps(
             source,
             destination,
@@ -168,7 +167,7 @@ def _copy_steps(
             overwrite=overwrite,
             verify=verify,
             if_in_use=if_in_use,
-            progress=progress.report,
+            progress=progress,
             context=context,
         )
     if as_json:
@@ -176,22 +175,6 @@ def _copy_steps(
     else:
         _print_steps(report, destination)
     return ExitCode.FOUND if report.damaged else ExitCode.OK
-
-
-class _StepsProgress:
-    """Adds up the progress of steps that are copied one after another."""
-
-    def __init__(self, bar: Callable[[int, int], None]) -> None:
-        self._bar = bar
-        self._before = 0
-        self._last: tuple[int, int] | None = None
-
-    def report(self, step: int, done: int, total: int) -> None:
-        """Show the progress of a step, in bytes, on the bar."""
-        if self._last is not None and self._last[0] != step:
-            self._before += self._last[1]
-        self._last = step, total
-        self._bar(self._before + done, self._before + total)
 
 
 def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:

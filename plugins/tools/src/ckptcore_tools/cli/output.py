@@ -9,17 +9,17 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.segment import Segment, Segments
 
 from ckptcore.model import Attribute
+from ckptcore.progress import ProgressCallback, show_bar
 
 __all__ = [
     "UNSET",
@@ -186,20 +186,6 @@ def _style(cell: Cell) -> str:
     return "" if isinstance(cell, str) else cell[1]
 
 
-@contextmanager
-def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar until the body ends. Yield a thread-safe function of bytes done and total bytes."""
-    console = Console(file=sys.stderr)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def byte_progress(title: str) -> AbstractContextManager[ProgressCallback]:
+    """Show a progress bar until the body ends. Gives the function to call with bytes done and total bytes."""
+    return show_bar(title, leave=False)

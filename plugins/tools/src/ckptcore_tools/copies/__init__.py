@@ -10,13 +10,14 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.commit.locks import IfInUse
 from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.loading.verify import ProgressCallback
+from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import Layout, Transforms
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore_tools.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
 from ckptcore_tools.copies.conversion import convert_checkpoint
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
-from ckptcore_tools.copies.steps import StepProgressCallback, StepsCopyReport, copy_run
+from ckptcore_tools.copies.steps import StepsCopyReport, copy_run
 from ckptcore_tools.subtrees import SubtreePath
 
 __all__ = ["CopyReport", "StepsCopyReport", "copy", "copy_steps", "copy_whole"]
@@ -29,7 +30,7 @@ def copy(
     *,
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
-    progress: ProgressCallback | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> CopyReport: ...
 
@@ -42,7 +43,7 @@ def copy(
     layout: str | Layout,
     transforms: Transforms = (),
     overwrite: Overwrite = False,
-    progress: ProgressCallback | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> None: ...
 
@@ -57,7 +58,7 @@ def copy(
     tied: TiedNames = "each",
     files: Sequence[FilePath] = (),
     overwrite: Overwrite = False,
-    progress: ProgressCallback | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> None: ...
 
@@ -73,7 +74,7 @@ def copy(
     files: Sequence[FilePath] = (),
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
-    progress: ProgressCallback | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> CopyReport | None:
     """Copy a committed checkpoint to another location or storage. The source is never changed.
@@ -113,8 +114,10 @@ def copy(
         overwrite: see `save`.
         verify: ``"passing"``: verify bytes as they are copied. ``"read-back"``: also read the copy and compare it. For
             copies byte for byte.
-        progress: called with bytes done and total bytes, from any thread. With `subtree`, counts only this
-            process.
+        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of bytes done and total bytes
+            of this process: of objects, or of arrays if they are written again. It is called from any thread; calls do
+            not overlap. The last call has two equal numbers. It may raise an exception to stop the copy. If the source
+            is replaced during the copy, the total grows by the bytes that are copied again.
         context: options.
 
     Returns:
@@ -148,14 +151,17 @@ def copy(
         names = tied or "each"
         if names not in ("each", "once"):
             raise ValueError(f"copy(tied={tied!r}): expected 'each' or 'once'")
-        consolidate_checkpoint(source, destination, subtree, written, names, files, overwrite, progress, context)
+        with runtime_of(context).show_progress(progress, "consolidating") as report:
+            consolidate_checkpoint(source, destination, subtree, written, names, files, overwrite, report, context)
         return None
     if layout is not None:
-        convert_checkpoint(source, destination, layout, overwrite, progress, context, transforms)
+        with runtime_of(context).show_progress(progress, "converting") as report:
+            convert_checkpoint(source, destination, layout, overwrite, report, context, transforms)
         return None
     if transforms:
         raise ValueError("copy(transforms=...) needs a layout, because the arrays are written again")
-    return copy_whole(source, destination, context, overwrite=overwrite, verify=verify, progress=progress)
+    with runtime_of(context).show_progress(progress, "copying") as report:
+        return copy_whole(source, destination, context, overwrite=overwrite, verify=verify, progress=report)
 
 
 def _safetensors(layout: str | Layout | None) -> SafetensorsLayout:
@@ -179,7 +185,7 @@ def copy_steps(
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
     if_in_use: IfInUse = "error",
-    progress: StepProgressCallback | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> StepsCopyReport:
     """Copy the committed steps of a run to another directory, under the same names, with the metadata of the run.
@@ -194,7 +200,8 @@ def copy_steps(
         names: the naming of the steps. None: the usual names.
         overwrite, verify: see `copy`. `overwrite` also replaces the metadata of the destination.
         if_in_use: what to do if another job owns the destination; see `Checkpointer`.
-        progress: called with a step, its bytes at the destination and its total bytes, from any thread.
+        progress: see `copy`. The total is an estimate until the last step: steps after the current one count as if they
+            were equally large.
         context: options.
 
     Raises:
@@ -204,14 +211,16 @@ def copy_steps(
         DirectoryInUseError: if another job writes steps to the destination.
         CheckpointError: see `copy`. Steps that are damaged at the source are listed in the report.
     """
-    return copy_run(
-        source,
-        destination,
-        context or default_context(),
-        steps=steps,
-        names=names,
-        overwrite=overwrite,
-        verify=verify,
-        if_in_use=if_in_use,
-        progress=progress,
-    )
+    context = context or default_context()
+    with runtime_of(context).show_progress(progress, "copying") as report:
+        return copy_run(
+            source,
+            destination,
+            context,
+            steps=steps,
+            names=names,
+            overwrite=overwrite,
+            verify=verify,
+            if_in_use=if_in_use,
+            progress=report,
+        )

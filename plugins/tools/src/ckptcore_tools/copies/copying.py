@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -37,8 +36,9 @@ from ckptcore.errors import (
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.opening import ATTEMPTS, replaced_too_often
-from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
+from ckptcore.loading.verify import verify_checkpoint
 from ckptcore.model.metadata import ObjectRecord
+from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
@@ -97,7 +97,8 @@ def copy_checkpoint(
     """See `ckptcore.copy`.
 
     Args:
-        source, destination, context, overwrite, verify, progress: see `ckptcore.copy`.
+        source, destination, context, overwrite, verify: see `ckptcore.copy`.
+        progress: called with bytes done and total bytes, from any thread.
         is_stopped: called before each range. If it returns True, the copy raises `CancelledError`. Copied objects are
             kept for the next copy.
         before_commit: called when everything but the root is copied. Its error stops the copy. Copied objects are kept.
@@ -108,6 +109,7 @@ def copy_checkpoint(
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
     to = resolve_location(destination, runtime_of(context).storages, to_write=True)
     refuse_destination(resolve_location(source, runtime_of(context).storages), to)
+    counted = ByteProgress(progress)
     for _ in range(ATTEMPTS):
         manifest = read_manifest(source, context, without=to)
         if copy_referring is not None and manifest.root is not None and bases_of_root(manifest.root.data):
@@ -115,13 +117,17 @@ def copy_checkpoint(
             if report is None:
                 continue
             return report
-        copy = _CopyAttempt(manifest, to, verify, progress, is_stopped, before_commit, context)
+        counted.plan(manifest.nbytes)
+        copy = _CopyAttempt(manifest, to, verify, counted, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
             to.commits.sweep(to)
-            return copy.report_of_complete()
+            report = copy.report_of_complete()
+            counted.end()
+            return report
         _refuse_other_composite(manifest, to)
         try:
             if copy.attempt(overwrite):
+                counted.end()
                 return copy.report()
         except (CheckpointExistsError, SaveLostError) as error:
             # Another copy of the same save may have committed first, or have taken over this one's claim.
@@ -157,7 +163,7 @@ class _CopyAttempt:
         manifest: Manifest,
         destination: Location,
         verify: CopyVerification,
-        progress: ProgressCallback | None,
+        progress: ByteProgress,
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
         context: Context,
@@ -172,10 +178,8 @@ class _CopyAttempt:
         self._context = context
         self._records = (*manifest.objects, *manifest.markers)
         self._total = manifest.nbytes
-        self._done = 0
         self._kept = 0
         self._roots_bytes = 0
-        self._lock = threading.Lock()
         self._transfer: Transfer = self._begin(destination.store)
 
     def _begin(self, store: StorageBackend) -> Transfer:
@@ -183,16 +187,10 @@ class _CopyAttempt:
             self._manifest.location.store,
             store,
             runtime_of(self._context).io_threads,
-            sent=self._count_done,
+            sent=self._progress.complete,
             is_stopped=self._is_stopped,
         )
         return self._transfer
-
-    def _count_done(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
 
     def is_there(self) -> bool:
         """Return True if the destination is this save already."""
@@ -213,7 +211,6 @@ class _CopyAttempt:
             CorruptCheckpointError: if verification is requested and the destination is damaged.
         """
         self._kept = self._total
-        self._count_done(self._total)
         if self._verify == "read-back":
             self._verify_copied(self._records)
         return self.report()
@@ -299,7 +296,7 @@ class _CopyAttempt:
 
     def _count_root(self, nbytes: int) -> None:
         self._roots_bytes += nbytes
-        self._count_done(nbytes)
+        self._progress.complete(nbytes)
 
     def _keep_complete(self, store: StorageBackend) -> frozenset[str]:
         """Return the keys of objects that an earlier copy completed, and remove its other objects.
@@ -326,7 +323,7 @@ class _CopyAttempt:
         if kept:
             store.sync([record.key for record in kept])  # the earlier copy may have failed before it synced them
             self._kept = sum(record.size for record in kept)
-            self._count_done(self._kept)
+            self._progress.complete(self._kept)
         return keys
 
     def _verify_copied(self, records: Sequence[ObjectRecord]) -> None:
@@ -410,7 +407,10 @@ def copy_whole(
                 )
             except SourceReplacedError:
                 return None
-        return _report(destination, context, kept=kept, verify=verify)
+        report = _report(destination, context, kept=kept, verify=verify)
+        if kept and progress is not None:
+            progress(report.nbytes, report.nbytes)
+        return report
 
     return copy_checkpoint(
         source,
@@ -445,7 +445,7 @@ def _report(destination: AnyLocation, context: Context, *, kept: bool, verify: C
         raise SaveLostError(f"{location.display} was replaced or deleted right after the copy. Copy again")
     read_back = 0
     if verify == "read-back":
-        report = verify_checkpoint(destination, context, None)
+        report = verify_checkpoint(destination, context)
         for problem in report.problems:
             raise CorruptCheckpointError(
                 f"{location.display}: the copy is damaged: {problem.message}. Copy again", key=problem.key

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeAlias
 
 from ckptcore.commit.location import LocationLike, SubPath, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
@@ -18,16 +16,14 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
 )
+from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
 from ckptcore.training.path_directory import read_directory_metadata, write_directory_metadata
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 
-__all__ = ["StepProgressCallback", "StepsCopyReport", "copy_run"]
-
-StepProgressCallback: TypeAlias = Callable[[int, int, int], None]
-"""Called with a step, its bytes at the destination and its total bytes."""
+__all__ = ["StepsCopyReport", "copy_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ def copy_run(
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
     if_in_use: IfInUse = "error",
-    progress: StepProgressCallback | None = None,
+    progress: ProgressCallback | None = None,
 ) -> StepsCopyReport:
     """See `ckptcore.copy_steps`."""
     from_steps, to_steps = (
@@ -80,9 +76,12 @@ def copy_run(
     store = to_steps.open_to_write()
     with commit_method(store).locks(to_steps.display).own(if_in_use) as lock:
         _copy_metadata(from_steps.store, store, overwrite)
-        copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, progress, context)
+        counted = _StepsProgress(progress, len(chosen))
+        copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, counted, context)
         for step in chosen:
             copy.step(step)
+            counted.end_step()
+    counted.report(0, 0)
     return copy.report()
 
 
@@ -110,6 +109,26 @@ def _copy_metadata(source: StorageBackend, destination: StorageBackend, overwrit
         write_directory_metadata(destination, metadata)
 
 
+class _StepsProgress:
+    """Adds up the progress of steps that are copied one after another."""
+
+    def __init__(self, report: ProgressCallback | None, count: int) -> None:
+        self._report = report
+        self._left = count
+        self._before = self._done = 0
+
+    def report(self, done: int, total: int) -> None:
+        """Report the progress of the current step. The steps after it count as if they were equally large."""
+        self._done = self._before + done
+        if self._report is not None:
+            self._report(self._done, self._before + total * self._left)
+
+    def end_step(self) -> None:
+        """End the current step, also one that was not copied."""
+        self._left -= 1
+        self._before = self._done
+
+
 class _RunCopy:
     """Copies steps one after another and collects the report."""
 
@@ -120,7 +139,7 @@ class _RunCopy:
         lock: Lock,
         overwrite: Overwrite,
         verify: CopyVerification,
-        progress: StepProgressCallback | None,
+        progress: _StepsProgress,
         context: Context,
     ) -> None:
         self._source = source
@@ -160,7 +179,7 @@ class _RunCopy:
                 self._context,
                 overwrite=self._overwrite,
                 verify=self._verify,
-                progress=None if self._progress is None else partial(self._progress, step),
+                progress=self._progress.report,
             )
         except (CheckpointNotFoundError, ObjectNotFoundError, CorruptCheckpointError) as error:
             if not self._source.recheck(step):
