@@ -211,6 +211,10 @@ class FallbackStorage(StorageBackend):
         """See `StorageBackend`. Lists only near objects."""
         return self._near.list_names(prefix)
 
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
+        """See `StorageBackend`. None, because a listing would have only near objects."""
+        return None
+
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""
         self._near.delete(keys)
