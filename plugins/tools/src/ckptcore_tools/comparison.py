@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -31,8 +31,10 @@ from ckptcore.model import (
     format_path,
 )
 from ckptcore.planning import plan_read
+from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.results import CheckpointMetadata
-from ckptcore_tools.differences import Difference, DifferenceKind, Differences, ProgressCallback
+from ckptcore.runtime import runtime_of
+from ckptcore_tools.differences import Difference, DifferenceKind, Differences
 from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
 from ckptcore_tools.locations import describe_directories
 
@@ -46,7 +48,7 @@ def diff(
     absolute: float = 0.0,
     relative: float = 0.0,
     values: bool = True,
-    progress: ProgressCallback | None = None,
+    progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> Differences:
     """Compare two checkpoints: structure, dtypes, shapes and elements, several checkpointables name by name.
@@ -59,7 +61,7 @@ def diff(
         absolute, relative: elements are equal if they differ by at most ``absolute + relative * |b|``. If both are 0,
             the bits are compared.
         values: False to compare only structure, dtypes and shapes. No array is read.
-        progress: called with the compared bytes of `a` and their total.
+        progress: True for a bar on stderr, or a function of the compared bytes of `a` and their total.
         context: options.
 
     Raises:
@@ -74,14 +76,14 @@ def diff(
         context,
     )
     found = list(comparison.structure_differences(with_dtypes=not values))
-    if values:
-        found.extend(comparison.content_differences(progress or _ignore))
+    with runtime_of(context).show_progress(progress, "comparing") as report:
+        counted = ByteProgress(report)
+        if values:
+            counted.plan(comparison.nbytes)
+            found.extend(comparison.content_differences(counted.complete))
+        counted.end()
     nbytes = comparison.nbytes if values else 0
     return Differences(str(a), str(b), tuple(found), comparison.leaves, comparison.files, nbytes)
-
-
-def _ignore(done: int, total: int) -> None:
-    """Ignore the progress."""
 
 
 def boxes_within(spec: ArraySpec, max_bytes: int) -> Iterator[Box]:
@@ -228,22 +230,20 @@ class TreeComparison:
             if path not in a and _parent_exists(path, a):
                 yield _difference(path, "only_in_b", None, b.describe(path))
 
-    def content_differences(self, progress: ProgressCallback) -> Iterator[Difference]:
+    def content_differences(self, add_progress: Callable[[int], None]) -> Iterator[Difference]:
         """Yield the differences of dtypes and elements between arrays of one shape.
 
         Args:
-            progress: called with compared bytes of `a` and total bytes.
+            add_progress: called with the bytes of `a` that were compared.
         """
         distances: dict[_ArrayPair, Distance] = {}
-        done, total = 0, self.nbytes
         for batch in self._batches():
             elements_a = self._a.reader.read({pair.a: box for pair, box in batch.boxes})
             elements_b = self._b.reader.read({pair.b: box for pair, box in batch.boxes})
             for pair, box in batch.boxes:
                 box_distance = distance(elements_a[pair.a], elements_b[pair.b], self._tolerance)
                 distances[pair] = distances.get(pair, SAME) + box_distance.within(box)
-                done += box.size * self._a.array(pair.a).spec.numpy_dtype.itemsize
-                progress(done, total)
+                add_progress(box.size * self._a.array(pair.a).spec.numpy_dtype.itemsize)
         for pair in self._pairs:
             spec_a, spec_b = self._a.array(pair.a).spec, self._b.array(pair.b).spec
             total_distance = distances.get(pair, SAME)
@@ -371,16 +371,15 @@ class FilesComparison:
             if key not in self._a.objects:
                 yield Difference(key, (key,), "only_in_b", b="file")
 
-    def content_differences(self, progress: ProgressCallback) -> Iterator[Difference]:
+    def content_differences(self, add_progress: Callable[[int], None]) -> Iterator[Difference]:
         """Yield files of equal size with different bytes.
 
         Args:
-            progress: called with compared bytes of `a` and total bytes.
+            add_progress: called with the bytes of `a` that were compared.
 
         Raises:
             CorruptCheckpointError: if a file is damaged.
         """
-        done, total = 0, self.nbytes
         for key in self._comparable():
             differing, nbytes = 0, self._a.objects[key].size
             for start in range(0, nbytes, _FILE_SLICE_BYTES):
@@ -388,8 +387,7 @@ class FilesComparison:
                 differing += int(
                     np.count_nonzero(_bytes(self._a, key, start, stop) != _bytes(self._b, key, start, stop))
                 )
-                done += stop - start
-                progress(done, total)
+                add_progress(stop - start)
             if differing:
                 yield Difference(key, (key,), "bytes", elements=nbytes, distance=Distance(differing, None))
 
@@ -467,21 +465,15 @@ class _CheckpointComparison:
             if directory not in a:
                 yield _in_checkpointable(directory, _root_difference("only_in_b", None, _kind(found)))
 
-    def content_differences(self, progress: ProgressCallback) -> Iterator[Difference]:
+    def content_differences(self, add_progress: Callable[[int], None]) -> Iterator[Difference]:
         """Yield the differences between elements and between the bytes of files.
 
         Args:
-            progress: called with compared bytes of `a` and total bytes.
+            add_progress: called with the bytes of `a` that were compared.
         """
-        before, total = 0, self.nbytes
         for directory, comparison in self._comparisons():
-
-            def report(done: int, _: int, before: int = before) -> None:
-                progress(before + done, total)
-
-            for difference in comparison.content_differences(report):
+            for difference in comparison.content_differences(add_progress):
                 yield _in_checkpointable(directory, difference)
-            before += comparison.nbytes
 
     def _comparisons(self) -> Iterator[tuple[str, TreeComparison | FilesComparison]]:
         for directory in self._a:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
 
 from ckptcore.model import JSON, TreePath
 from ckptcore_tools.elements import Distance
 
-__all__ = ["Difference", "DifferenceKind", "Differences", "ProgressCallback"]
-
-ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""A function of the bytes done and the total bytes."""
+__all__ = ["Difference", "DifferenceKind", "Differences"]
 
 DifferenceKind: TypeAlias = Literal[
     "only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values", "size", "bytes"
