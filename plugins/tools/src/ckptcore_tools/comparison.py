@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from functools import cached_property
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,6 @@ from ckptcore.model import (
     LeafRecord,
     Node,
     Skeleton,
-    TreeMetadata,
     TreePath,
     format_path,
 )
@@ -38,7 +38,7 @@ from ckptcore_tools.differences import Difference, DifferenceKind, Differences
 from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
 from ckptcore_tools.locations import describe_directories
 
-__all__ = ["BoxReader", "FilesComparison", "Side", "TreeComparison", "boxes_within", "diff"]
+__all__ = ["ArrayPair", "BoxReader", "FilesComparison", "Side", "TreeComparison", "boxes_within", "diff"]
 
 
 def diff(
@@ -113,8 +113,9 @@ def _boxes(
 class BoxReader:
     """Reads boxes of the arrays of one checkpoint."""
 
-    def __init__(self, location: str, context: Context) -> None:
-        self._state = OpenState(location, context)
+    def __init__(self, state: OpenState) -> None:
+        """Read from an open checkpoint."""
+        self._state = state
 
     def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
         """Read one box of each of these arrays. Keys are leaf numbers."""
@@ -145,15 +146,22 @@ class Side:
     Attributes:
         reader: reads the elements.
         tree: the tree.
-        leaves: the number of each leaf, by path.
-        containers: the kind of each container, by path.
     """
 
-    def __init__(self, location: str, tree: TreeMetadata, context: Context) -> None:
-        self.reader = BoxReader(location, context)
-        self.tree = tree
-        self.leaves: Mapping[TreePath, int] = {path: number for number, path in enumerate(tree.paths)}
-        self.containers: Mapping[TreePath, str] = dict(_containers(tree.skeleton))
+    def __init__(self, state: OpenState) -> None:
+        """Compare an open checkpoint. Reads no array."""
+        self.reader = BoxReader(state)
+        self.tree = state.opened.tree
+
+    @cached_property
+    def leaves(self) -> Mapping[TreePath, int]:
+        """The number of each leaf, by path."""
+        return {path: number for number, path in enumerate(self.tree.paths)}
+
+    @cached_property
+    def containers(self) -> Mapping[TreePath, str]:
+        """The kind of each container, by path."""
+        return dict(_containers(self.tree.skeleton))
 
     def __contains__(self, path: TreePath) -> bool:
         return path in self.leaves or path in self.containers
@@ -173,8 +181,7 @@ class Side:
         return record
 
 
-@dataclass(frozen=True, slots=True)
-class _ArrayPair:
+class ArrayPair(NamedTuple):
     """An array of the same shape in both trees: its first path, and its leaf number in each."""
 
     path: TreePath
@@ -187,7 +194,7 @@ class _Batch:
     """Boxes that are read together, at most one per array."""
 
     nbytes: int = 0
-    boxes: list[tuple[_ArrayPair, Box]] = field(default_factory=list)
+    boxes: list[tuple[ArrayPair, Box]] = field(default_factory=list)
 
 
 class TreeComparison:
@@ -197,7 +204,6 @@ class TreeComparison:
         self._a = a
         self._b = b
         self._tolerance = tolerance
-        self._pairs = list(self._paired_arrays())
 
     @property
     def leaves(self) -> int:
@@ -207,7 +213,12 @@ class TreeComparison:
     @property
     def nbytes(self) -> int:
         """Number of bytes of `a` that `content_differences` compares."""
-        return sum(self._a.array(pair.a).spec.nbytes for pair in self._pairs)
+        return sum(self._a.array(pair.a).spec.nbytes for pair in self.pairs)
+
+    @cached_property
+    def pairs(self) -> Sequence[ArrayPair]:
+        """The arrays that exist in both trees with one shape. Tied arrays are there once."""
+        return list(self._paired_arrays())
 
     def structure_differences(self, *, with_dtypes: bool) -> Iterator[Difference]:
         """Yield the differences that can be found without reading arrays.
@@ -236,15 +247,8 @@ class TreeComparison:
         Args:
             add_progress: called with the bytes of `a` that were compared.
         """
-        distances: dict[_ArrayPair, Distance] = {}
-        for batch in self._batches():
-            elements_a = self._a.reader.read({pair.a: box for pair, box in batch.boxes})
-            elements_b = self._b.reader.read({pair.b: box for pair, box in batch.boxes})
-            for pair, box in batch.boxes:
-                box_distance = distance(elements_a[pair.a], elements_b[pair.b], self._tolerance)
-                distances[pair] = distances.get(pair, SAME) + box_distance.within(box)
-                add_progress(box.size * self._a.array(pair.a).spec.numpy_dtype.itemsize)
-        for pair in self._pairs:
+        distances = self._distances(self.pairs, add_progress)
+        for pair in self.pairs:
             spec_a, spec_b = self._a.array(pair.a).spec, self._b.array(pair.b).spec
             total_distance = distances.get(pair, SAME)
             if not total_distance.differing and spec_a.dtype == spec_b.dtype:
@@ -254,8 +258,24 @@ class TreeComparison:
                 kinds = ("values", None, None)
             yield replace(_difference(pair.path, *kinds), elements=spec_a.size, distance=total_distance)
 
-    def _paired_arrays(self) -> Iterator[_ArrayPair]:
-        """Yield the arrays that exist in both trees with one shape. Tied arrays are yielded once."""
+    def distance_of(self, pair: ArrayPair, add_progress: Callable[[int], None]) -> Distance:
+        """Read one array of both trees, and return how its elements differ. See `content_differences`."""
+        return self._distances([pair], add_progress).get(pair, SAME)
+
+    def _distances(
+        self, pairs: Sequence[ArrayPair], add_progress: Callable[[int], None]
+    ) -> Mapping[ArrayPair, Distance]:
+        distances: dict[ArrayPair, Distance] = {}
+        for batch in self._batches(pairs):
+            elements_a = self._a.reader.read({pair.a: box for pair, box in batch.boxes})
+            elements_b = self._b.reader.read({pair.b: box for pair, box in batch.boxes})
+            for pair, box in batch.boxes:
+                box_distance = distance(elements_a[pair.a], elements_b[pair.b], self._tolerance)
+                distances[pair] = distances.get(pair, SAME) + box_distance.within(box)
+                add_progress(box.size * self._a.array(pair.a).spec.numpy_dtype.itemsize)
+        return distances
+
+    def _paired_arrays(self) -> Iterator[ArrayPair]:
         a, b = self._a, self._b
         seen: set[tuple[int, int]] = set()
         for path, number_a in a.leaves.items():
@@ -268,13 +288,13 @@ class TreeComparison:
             numbers = (a.tree.aliases.get(number_a, number_a), b.tree.aliases.get(number_b, number_b))
             if record_a.spec.shape == record_b.spec.shape and numbers not in seen:
                 seen.add(numbers)
-                yield _ArrayPair(path, *numbers)
+                yield ArrayPair(path, *numbers)
 
-    def _batches(self) -> Iterator[_Batch]:
+    def _batches(self, pairs: Sequence[ArrayPair]) -> Iterator[_Batch]:
         batch = _Batch()
         taken_a: set[int] = set()
         taken_b: set[int] = set()
-        for pair in self._pairs:
+        for pair in pairs:
             spec_a, spec_b = self._a.array(pair.a).spec, self._b.array(pair.b).spec
             wider = spec_a if spec_a.nbytes >= spec_b.nbytes else spec_b
             for box in boxes_within(wider, _BATCH_BYTES):
@@ -425,7 +445,7 @@ class _CheckpointComparison:
             if found_a.layout == found_b.layout == FilesLayout.name:
                 self._files[directory] = FilesComparison(location_a, location_b, context)
             elif FilesLayout.name not in (found_a.layout, found_b.layout):
-                sides = Side(location_a, found_a.tree, context), Side(location_b, found_b.tree, context)
+                sides = Side(OpenState(location_a, context)), Side(OpenState(location_b, context))
                 self._trees[directory] = TreeComparison(*sides, tolerance)
 
     @property
