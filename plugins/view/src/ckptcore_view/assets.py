@@ -1,0 +1,51 @@
+"""The files of the page, and the script of the charting library."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["CHARTS", "MODULES", "charts_script", "import_map", "page_file", "page_html"]
+
+MODULES: Final = (
+    "app", "array", "boxes", "charts", "checkpoint", "differences", "documents", "dom", "run", "tree"
+)  # fmt: skip
+"""The modules of the page, each in a file of its own. They import each other as ``view/NAME``."""
+
+CHARTS: Final = "plotly.min.js"
+"""The name under which the page requests the charting library."""
+
+
+def page_file(name: str) -> str:
+    """Return the text of a file of the page."""
+    return (importlib.resources.files(__package__) / "page" / name).read_text(encoding="utf-8")
+
+
+def charts_script() -> str:
+    """Return the script of plotly.js, which the package plotly contains."""
+    from plotly.offline import get_plotlyjs  # slow to import, and only used if a chart is shown
+
+    return str(get_plotlyjs())
+
+
+def import_map(addresses: Mapping[str, str]) -> str:
+    """Return the JSON that tells the browser the address of each module."""
+    return json.dumps({"imports": {f"view/{name}": address for name, address in addresses.items()}})
+
+
+def page_html(*, imports: str, style: str, data: str, nonce: str, policy: str = "") -> str:
+    """Return the HTML of the page.
+
+    Args:
+        imports: the import map, as JSON.
+        style: HTML that includes the style.
+        data: HTML with data for the page; empty if it is served.
+        nonce: marks the scripts that the content security policy allows.
+        policy: the content security policy, for a page without a server.
+    """
+    html = page_file("index.html")
+    for name, text in (("policy", policy), ("imports", imports), ("style", style), ("data", data), ("nonce", nonce)):
+        html = html.replace(f"{{{{{name}}}}}", text)
+    return html

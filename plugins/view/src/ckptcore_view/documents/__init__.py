@@ -1,0 +1,59 @@
+"""Documents: what the page shows, as JSON. Each has a name and a few parameters, as in a URL.
+
+::
+
+    checkpoint   a checkpoint: its origin, files and timeline, and its checkpointables
+    array        an array without its elements: shards, chunks and objects
+    elements     elements of an array: statistics, and slices
+    differences  what differs between two checkpoints
+    run          the steps of a run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from ckptcore.model import JSON
+from ckptcore_view.documents.array import array_document
+from ckptcore_view.documents.checkpoint import checkpoint_document, tree_document
+from ckptcore_view.documents.differences import difference_document, differences_document
+from ckptcore_view.documents.elements import elements_document, statistics_document
+from ckptcore_view.documents.request import BadRequestError, CancelledError, Request
+from ckptcore_view.documents.run import run_document
+from ckptcore_view.viewed import Viewed
+
+__all__ = ["DOCUMENTS", "BadRequestError", "CancelledError", "Document", "Request", "document_of"]
+
+Document: TypeAlias = Mapping[str, JSON]
+
+
+def _view_document(viewed: Viewed, request: Request) -> Document:
+    return {"location": viewed.location, "kind": viewed.kind, "other": viewed.other or None}
+
+
+DOCUMENTS: Final[Mapping[str, Callable[[Viewed, Request], Document]]] = {
+    "view": _view_document,
+    "run": run_document,
+    "checkpoint": checkpoint_document,
+    "tree": tree_document,
+    "array": array_document,
+    "statistics": statistics_document,
+    "elements": elements_document,
+    "differences": differences_document,
+    "difference": difference_document,
+}
+"""The function that makes each document, by name."""
+
+
+def document_of(viewed: Viewed, name: str, request: Request) -> Document:
+    """Return a document.
+
+    Raises:
+        BadRequestError: there is no such document, or a parameter is wrong.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    make = DOCUMENTS.get(name)
+    if make is None:
+        raise BadRequestError(f"there is no document {name[:80]!r}")
+    return make(viewed, request)

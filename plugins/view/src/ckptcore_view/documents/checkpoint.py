@@ -1,0 +1,201 @@
+"""Documents about a checkpoint: its origin, files, timeline and checkpointables; and its tree."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from ckptcore_tools.locations import describe_and_check
+
+from ckptcore.builtin.files import FilesLayout
+from ckptcore.context import Context
+from ckptcore.events import Event, timeline_from_json
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
+from ckptcore.loading.completeness import FileCheck, Problem
+from ckptcore.loading.opening import member_opener, present_members
+from ckptcore.model import JSON, ArrayRecord, LeafRecord, format_path
+from ckptcore.results import CheckpointMetadata
+from ckptcore_view.documents.request import Request, number_to_json
+from ckptcore_view.viewed import OpenTree, Viewed
+
+__all__ = ["checkpoint_document", "tree_document"]
+
+_MAX_FILES: Final = 2_000
+_MAX_EVENTS: Final = 500
+_MAX_PROBLEMS: Final = 200
+_MAX_PLACES: Final = 64
+"""Limit of states that processes saved for themselves, of which the page has links."""
+_MAX_VALUE_CHARACTERS: Final = 200
+
+
+def checkpoint_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
+    """Return the origin, files and timeline of a checkpoint. Parameter: ``at``, its place."""
+    place = request.text("at")
+    composite = viewed.members(place)
+    if composite is None:
+        return viewed.read_current(place, lambda opened: _tree_checkpoint(opened, viewed.context))
+    found, files = describe_and_check(viewed.locate(place), viewed.context)
+    return {**_composite_checkpoint(composite, found), "problems": _problems(files.problems)}
+
+
+def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
+    checkpoint, root, outline = opened.checkpoint, opened.checkpoint.root, opened.outline
+    location = opened.location
+    files = FileCheck(context).check(checkpoint, location, member_opener(checkpoint, location, context))
+    data = checkpoint.version.root
+    timeline = None if root is None else root.timeline
+    return {
+        **_origin(checkpoint.origin, location),
+        "save_id": None if root is None else root.save_id,
+        "digest": f"sha256:{hashlib.sha256(data).hexdigest()}" if root and isinstance(data, bytes) else None,
+        "kind": "files" if checkpoint.is_files else "tree",
+        "layout": checkpoint.layout.name,
+        "bases": [base.path for base in root.references.bases] if root else [],
+        "totals": {
+            "arrays": outline.arrays[0],
+            "values": sum(not isinstance(record, ArrayRecord) for record in checkpoint.tree.leaves),
+            "parameters": outline.parameters[0],
+            "nbytes": outline.nbytes[0],
+        },
+        "files": _files(checkpoint),
+        "problems": _problems(files.problems),
+        "timeline": _timeline([] if timeline is None else timeline_from_json(timeline)),
+    }
+
+
+def _origin(origin: Origin | CheckpointMetadata, location: str) -> dict[str, JSON]:
+    return {
+        "location": location,
+        "writer": origin.writer,
+        "created": origin.created,
+        "custom": json.dumps(dict(origin.custom), ensure_ascii=False, indent=2) if origin.custom else None,
+        "metrics": {name: number_to_json(value) for name, value in origin.metrics.items()},
+    }
+
+
+def _problems(problems: Sequence[Problem]) -> JSON:
+    return [[problem.key, problem.message] for problem in problems[:_MAX_PROBLEMS]]
+
+
+def _files(checkpoint: Checkpoint) -> JSON:
+    """Return the largest files, their number and their size. Sizes of foreign files are not recorded."""
+    records = sorted(checkpoint.objects.values(), key=lambda record: -record.size)
+    if not records and checkpoint.root is None:
+        names = list(itertools.islice(_listed(checkpoint, ""), _MAX_FILES + 1))
+        return {"count": len(names), "nbytes": None, "files": [[name, None, False] for name in names[:_MAX_FILES]]}
+    return {
+        "count": len(records),
+        "nbytes": sum(record.size for record in records),
+        "files": [[record.key, record.size, bool(record.checksums)] for record in records[:_MAX_FILES]],
+    }
+
+
+def _listed(checkpoint: Checkpoint, prefix: str) -> Iterator[str]:
+    for name in checkpoint.store.list_names(prefix):
+        path = f"{prefix}{name}"
+        if name.endswith("/"):
+            yield from _listed(checkpoint, path)
+        else:
+            yield path
+
+
+def _timeline(events: Sequence[Event]) -> JSON:
+    """Return the longest events, in the order in which they began. Times are in seconds."""
+    longest = sorted(events, key=lambda event: -event.seconds)[:_MAX_EVENTS]
+    first = min((event.began for event in events), default=0.0)
+    return [
+        {
+            "phase": event.phase,
+            "rank": event.rank,
+            "began": event.began - first,
+            "seconds": event.seconds,
+            "nbytes": event.nbytes,
+            "error": event.error,
+        }
+        for event in sorted(longest, key=lambda event: (event.began, -event.seconds, event.rank))
+    ]
+
+
+def _composite_checkpoint(composite: CompositeCheckpoint, found: CheckpointMetadata) -> Mapping[str, JSON]:
+    directories = present_members(composite)
+    return {
+        **_origin(found, composite.location.display),
+        "save_id": found.save_id,
+        "digest": found.digest,
+        "kind": "checkpointables",
+        "checkpointables": [
+            _checkpointable(name, one, found.checkpointables.processes.get(name), directories.get(name, ()))
+            for name, one in found.checkpointables.items()
+        ],
+        "deleted": list(found.checkpointables.deleted),
+        "unreadable": dict(found.checkpointables.unreadable),
+        "timeline": _timeline(found.timeline),
+    }
+
+
+def _checkpointable(
+    name: str, found: CheckpointMetadata, processes: int | None, directories: Sequence[str]
+) -> Mapping[str, JSON]:
+    arrays = [record for record in found.tree.leaves if isinstance(record, ArrayRecord)]
+    return {
+        "name": name,
+        "places": list(directories[:_MAX_PLACES]),
+        "processes": processes,
+        "kind": "files" if found.layout == FilesLayout.name else "tree",
+        "layout": found.layout,
+        "arrays": len(arrays),
+        "parameters": sum(record.spec.size for record in arrays),
+        "nbytes": found.nbytes,
+    }
+
+
+def tree_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
+    """Return the rows of a tree in columns. Parameter: ``at``, its place."""
+    return viewed.read(request.text("at"), _tree)
+
+
+def _tree(opened: OpenTree) -> Mapping[str, JSON]:
+    outline, tree = opened.outline, opened.tree
+    types: dict[str, int] = {}
+    known: dict[int, int] = {}  # equal arrays share a record, so most types are found by identity
+    column: list[int] = []
+    values: dict[str, JSON] = {}
+    for row, leaf in enumerate(outline.leaves):
+        if leaf < 0:
+            kind = outline.kinds.get(row, "")
+            column.append(types.setdefault(kind, len(types)))
+            continue
+        record = tree.leaves[leaf]
+        number = known.get(id(record))
+        if number is None:
+            number = known[id(record)] = types.setdefault(_type_text(record), len(types))
+        column.append(number)
+        if not isinstance(record, ArrayRecord):
+            values[str(row)] = _value_text(record.value)
+    return {
+        "names": list(outline.names),
+        "depths": list(outline.depths),
+        "stops": list(outline.stops),
+        "leaves": list(outline.leaves),
+        "arrays": list(outline.arrays),
+        "parameters": list(outline.parameters),
+        "nbytes": list(outline.nbytes),
+        "types": list(types),
+        "type": column,
+        "values": values,
+        "tied": {str(leaf): format_path(tree.paths[target]) for leaf, target in tree.aliases.items()},
+    }
+
+
+def _type_text(record: LeafRecord) -> str:
+    if not isinstance(record, ArrayRecord):
+        return record.kind
+    return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
+
+
+def _value_text(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[: _MAX_VALUE_CHARACTERS - 1]}…"

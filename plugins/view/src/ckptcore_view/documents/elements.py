@@ -1,0 +1,149 @@
+"""Documents about the elements of an array: statistics of all of them, and a slice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import EllipsisType
+from typing import Final
+
+import numpy as np
+from ckptcore_tools.elements import numbers_of
+from ckptcore_tools.statistics import statistics_of
+
+from ckptcore.loading.indexing import index_box
+from ckptcore.model import JSON, HostArray
+from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
+from ckptcore_view.viewed import OpenTree, Viewed
+
+__all__ = ["elements_document", "parse_index", "statistics_document"]
+
+_MAX_ELEMENTS: Final = 1 << 16
+_WINDOW: Final = 64
+"""Rows and columns of the first slice that is shown."""
+
+_PART: Final = re.compile(r"\s*(?:(\.\.\.)|(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?\s*(?::\s*(-?\d{1,18})?)?)\s*")
+
+
+def statistics_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
+    """Return the statistics of an array. Reads all of its elements.
+
+    Parameters: ``at``, the place of its tree, and ``leaf``, its number. With ``of``, the number is that of an array in
+    the tree at this place, and the array with the same path is read: so the norms of an array over steps are read.
+    """
+    leaf = request.number("leaf")
+    if "of" not in request.parameters:
+        return viewed.read(request.text("at"), lambda opened: _statistics(opened, leaf, request))
+    path = viewed.read(request.text("of"), lambda opened: opened.path(leaf))
+    return viewed.read(request.text("at"), lambda opened: _statistics(opened, opened.leaf_at(path), request))
+
+
+def _statistics(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
+    found = statistics_of(_while_wanted(opened.boxes(leaf), request))
+    if found is None:
+        return {"numbers": False}
+    histogram = found.histogram
+    return {
+        "numbers": True,
+        "elements": found.elements,
+        "nan": found.nan,
+        "infinite": found.infinite,
+        "zeros": found.zeros,
+        "minimum": number_to_json(found.minimum),
+        "maximum": number_to_json(found.maximum),
+        "mean": number_to_json(found.mean),
+        "deviation": number_to_json(found.deviation),
+        "norm": number_to_json(found.norm),
+        "histogram": None
+        if histogram is None
+        else {"start": histogram.start, "stop": histogram.stop, "counts": list(histogram.counts)},
+    }
+
+
+def _while_wanted(boxes: Iterator[HostArray], request: Request) -> Iterator[HostArray]:
+    """Yield boxes as long as somebody waits for the document."""
+    for box in boxes:
+        request.check_wanted()
+        yield box
+
+
+def elements_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
+    """Return a slice of an array with at most two axes.
+
+    Parameters: ``at`` and ``leaf`` as for the statistics; ``index``, an index of NumPy such as ``[0, 0:64, ::8]``, by
+    default the first rows and columns.
+    """
+    leaf = request.number("leaf")
+    return viewed.read(request.text("at"), lambda opened: _elements(opened, leaf, request.text("index")))
+
+
+def _elements(opened: OpenTree, leaf: int, text: str) -> Mapping[str, JSON]:
+    array = opened.array(leaf)
+    index = parse_index(text) if text.strip() else _first_window(array.shape)
+    try:
+        shape = index_box(index, array.shape).shape
+    except IndexError as error:
+        raise BadRequestError(f"{text[:80]!r}: {error}") from error
+    if len(shape) > 2:
+        raise BadRequestError(f"{format_index(index)} has {len(shape)} axes: select one index on all but two axes")
+    if int(np.prod(shape, dtype=object)) > _MAX_ELEMENTS:
+        raise BadRequestError(
+            f"{format_index(index)} has {' × '.join(map(str, shape))} elements, more than {_MAX_ELEMENTS:,}: "
+            "use smaller ranges or steps, such as 0:4096:16"
+        )
+    elements = np.asarray(array[index])
+    numbers = numbers_of(elements)
+    if numbers is not None and numbers.dtype.kind == "c":
+        numbers = np.abs(numbers)
+    rows = (elements.astype(str) if numbers is None else numbers).reshape(-1, shape[-1] if shape else 1)
+    return {
+        "index": format_index(index),
+        "shape": list(shape),
+        "numbers": numbers is not None,
+        "complex": "complex" in elements.dtype.name,
+        "rows": [[number_to_json(element) for element in row] for row in rows.tolist()],
+    }
+
+
+def parse_index(text: str) -> tuple[int | slice | EllipsisType, ...]:
+    """Parse an index of integers, slices and ``...``, with or without brackets.
+
+    Raises:
+        BadRequestError: it is something else.
+    """
+    parts = text.strip().removeprefix("[").removesuffix("]").split(",")
+    index: list[int | slice | EllipsisType] = []
+    for part in parts if len(parts) > 1 or parts[0].strip() else ():
+        found = _PART.fullmatch(part)
+        if found is None:
+            raise BadRequestError(
+                f"{text[:80]!r} is not an index: expected integers and ranges, such as [0, 0:64, ::8]"
+            )
+        dots, number, *ends = found.groups()
+        if dots:
+            index.append(...)
+        elif number is not None:
+            index.append(int(number))
+        else:
+            index.append(slice(*[None if end is None else int(end) for end in ends]))
+    return tuple(index)
+
+
+def format_index(index: Sequence[int | slice | EllipsisType]) -> str:
+    """Return an index as text."""
+    return f"[{', '.join(map(_part_text, index))}]"
+
+
+def _part_text(part: int | slice | EllipsisType) -> str:
+    if part is ...:
+        return "..."
+    if not isinstance(part, slice):
+        return str(part)
+    start, stop = ("" if end is None else str(end) for end in (part.start, part.stop))
+    return f"{start}:{stop}" + ("" if part.step is None else f":{part.step}")
+
+
+def _first_window(shape: tuple[int, ...]) -> tuple[int | slice, ...]:
+    """Return the first rows and columns of the last two axes. An array of one axis is shown further."""
+    window = _WINDOW if len(shape) > 1 else _WINDOW * 8
+    return tuple([0 if axis < len(shape) - 2 else slice(0, min(extent, window)) for axis, extent in enumerate(shape)])

@@ -1,0 +1,67 @@
+"""Requests: the parameters of a document, checked, and the question whether anyone still waits for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ckptcore.model import JSON
+
+__all__ = ["BadRequestError", "CancelledError", "Request", "number_to_json"]
+
+
+class BadRequestError(ValueError):
+    """A parameter of a document is missing or wrong."""
+
+
+class CancelledError(Exception):
+    """Nobody waits for the document any more."""
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The parameters of a document.
+
+    Attributes:
+        parameters: their texts, by name.
+        is_cancelled: returns True if nobody waits for the document any more.
+    """
+
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    is_cancelled: Callable[[], bool] = _never
+
+    def text(self, name: str) -> str:
+        """Return a parameter; empty if it is missing."""
+        return self.parameters.get(name, "")
+
+    def number(self, name: str) -> int:
+        """Return a parameter that is a natural number.
+
+        Raises:
+            BadRequestError: it is missing, or something else.
+        """
+        text = self.text(name)
+        if not text.isdecimal() or not text.isascii() or len(text) > 12:
+            raise BadRequestError(f"{name} is {text[:40]!r}: expected a number")
+        return int(text)
+
+    def check_wanted(self) -> None:
+        """Raise CancelledError if nobody waits for the document any more."""
+        if self.is_cancelled():
+            raise CancelledError
+
+
+def number_to_json(number: complex | bool | str | None) -> JSON:
+    """Return a number for JSON: as text if JSON or JavaScript cannot represent it."""
+    if isinstance(number, complex):
+        return str(number)
+    if isinstance(number, float):
+        return number if math.isfinite(number) else str(number)
+    if isinstance(number, int) and not isinstance(number, bool) and abs(number) > 1 << 53:
+        return str(number)
+    return number

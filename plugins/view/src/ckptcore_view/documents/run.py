@@ -1,0 +1,90 @@
+"""The document about a run: its steps, what a policy would keep, and the job that saves there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ckptcore_tools.policy_text import parse_preservation
+from ckptcore_tools.retention import plan_deletions
+from ckptcore_tools.run_steps import StepStatus, find_owner, find_pinned, read_steps
+
+from ckptcore.io.requests import requests_of
+from ckptcore.model import JSON
+from ckptcore.training.steps import StepDirectory
+from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
+from ckptcore_view.viewed import Viewed
+
+__all__ = ["run_document"]
+
+_STEPS: Final = 200
+"""Steps that are read if the request does not say how many: each costs a read of its root."""
+
+_MAX_STEPS: Final = 5_000
+
+
+def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
+    """Return the steps of a run, ascending.
+
+    Parameters: ``last``, the number of steps to read, the newest ones; ``policy``, the text of a preservation policy.
+    """
+    steps = viewed.steps()
+    candidates = steps.candidates()
+    last = min(request.number("last") if "last" in request.parameters else _STEPS, _MAX_STEPS)
+    chosen = candidates[len(candidates) - last :] if last < len(candidates) else candidates
+    pinned = find_pinned(steps.store, viewed.location) or frozenset()
+    decisions = _decisions(viewed, steps, request.text("policy"))
+    owner = find_owner(steps.store)
+    return {
+        "location": viewed.location,
+        "now": time.time(),
+        "owner": None if owner is None else owner.description,
+        "older": len(candidates) - len(chosen),
+        "leftovers": list(steps.leftovers),
+        "policy": request.text("policy") or None,
+        "steps": [
+            _step(status, status.name in pinned, decisions.get(status.step)) for status in _read(viewed, steps, chosen)
+        ],
+    }
+
+
+def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int]) -> Sequence[StepStatus]:
+    """Read the steps. The page asks again and again, so committed steps in object stores are read once."""
+    is_remote = requests_of(steps.store).concurrency > 1
+    known = viewed.known_steps if is_remote else {}
+    found = {status.step: status for step in chosen if (status := known.get(steps.name(step))) is not None}
+    for status in read_steps(steps, [step for step in chosen if step not in found], viewed.context):
+        found[status.step] = status
+        if is_remote and status.state == "committed":
+            known[status.name] = status
+    return [found[step] for step in chosen]
+
+
+def _step(status: StepStatus, is_pinned: bool, decision: tuple[bool, Sequence[str]] | None) -> Mapping[str, JSON]:
+    return {
+        "step": status.step,
+        "name": status.name,
+        "state": status.state,
+        "created": status.created,
+        "nbytes": status.nbytes,
+        "seconds": status.seconds,
+        "blocked": status.blocked_seconds,
+        "metrics": {name: number_to_json(value) for name, value in status.metrics.items()},
+        "pinned": is_pinned,
+        "error": status.error,
+        "kept": None if decision is None else decision[0],
+        "reasons": [] if decision is None else list(decision[1]),
+    }
+
+
+def _decisions(viewed: Viewed, steps: StepDirectory, text: str) -> Mapping[int, tuple[bool, Sequence[str]]]:
+    """Return for each step whether a policy keeps it, and why."""
+    if not text.strip():
+        return {}
+    try:
+        policy = parse_preservation(text)
+    except ValueError as error:
+        raise BadRequestError(str(error)) from error
+    plan = plan_deletions(steps, policy, time.time(), viewed.context)
+    return {decision.status.step: (not decision.delete, decision.reasons) for decision in plan.decisions}

@@ -1,0 +1,60 @@
+/** Documents: what the page shows, as JSON, from the server or from the report that contains this page. */
+
+const kept = new Map();
+let embedded = null;
+
+/**
+ * Load a document.
+ * @param {string} name
+ * @param {Record<string, string | number>} [parameters]
+ * @param {AbortSignal} [signal] stops the request; the server then stops reading.
+ * @returns {Promise<any>}
+ */
+export async function loadDocument(name, parameters = {}, signal = undefined) {
+  const key = `${name}?${new URLSearchParams(parameters)}`;
+  if (isReport()) {
+    embedded ??= decompress("documents").then(JSON.parse);
+    const found = (await embedded)[key];
+    if (found === undefined) throw new Error("This report does not contain it. Use `ckptcore view` without --out.");
+    if (found.error) throw new Error(found.error);
+    return found;
+  }
+  const response = await fetch(`documents/${key}`, { signal });
+  const found = await response.json();
+  if (!response.ok) throw new Error(found.error ?? response.statusText);
+  return found;
+}
+
+/** Load a document that does not change while the page is open. It is requested once. */
+export function loadOnce(name, parameters) {
+  const key = `${name}?${new URLSearchParams(parameters)}`;
+  if (!kept.has(key)) {
+    const loading = loadDocument(name, parameters);
+    loading.catch(() => kept.delete(key));
+    kept.set(key, loading);
+  }
+  return kept.get(key);
+}
+
+/** Forget documents that were loaded once: the checkpoints may have been replaced. */
+export function forgetDocuments() {
+  kept.clear();
+}
+
+/** Return true if this page is a report, which has no server. */
+export function isReport() {
+  return document.getElementById("documents") !== null;
+}
+
+/** Return true if the report contains a document. */
+export async function isInReport(name, parameters) {
+  embedded ??= decompress("documents").then(JSON.parse);
+  return `${name}?${new URLSearchParams(parameters)}` in (await embedded);
+}
+
+/** Return the text of an element that contains Base64 of compressed text. */
+export async function decompress(id) {
+  const encoded = document.getElementById(id).textContent.trim();
+  const bytes = Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}

@@ -1,0 +1,128 @@
+/** Elements of the page, and numbers as text. Names of a checkpoint may be hostile: they only become text nodes. */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/**
+ * Create an HTML element.
+ * @param {string} tag
+ * @param {Record<string, any>} [properties] attributes; functions are listeners of events.
+ * @param {...any} children nodes, text, or arrays of them; null and false are left out.
+ * @returns {HTMLElement}
+ */
+export function h(tag, properties, ...children) {
+  return fill(document.createElement(tag), properties, children);
+}
+
+/** Create an SVG element. See `h`. */
+export function svg(tag, properties, ...children) {
+  return fill(document.createElementNS(SVG, tag), properties, children);
+}
+
+function fill(element, properties, children) {
+  for (const [name, value] of Object.entries(properties ?? {})) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Show a message for an error. */
+export function errorMessage(error) {
+  return h("p", { class: "message bad", role: "alert" }, error.message ?? String(error));
+}
+
+/**
+ * Create a list of facts. Facts without a value are left out.
+ * @param {Array<[string, any]>} facts
+ */
+export function factList(facts) {
+  const known = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h(
+    "dl",
+    { class: "facts" },
+    known.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
+}
+
+/**
+ * Create a table. Columns whose heading begins with "#" have numbers.
+ * @param {string[]} headings
+ * @param {any[][]} rows nodes or text.
+ * @param {string} label describes the table.
+ */
+export function table(headings, rows, label) {
+  const isNumber = headings.map((heading) => heading.startsWith("#"));
+  const cell = (tag, content, column) =>
+    h(tag, { class: isNumber[column] ? "number" : tag === "td" && column === headings.length - 1 ? "wrap" : null }, content);
+  return h(
+    "div",
+    { class: "wide", tabindex: 0, role: "region", "aria-label": label },
+    h(
+      "table",
+      {},
+      h("thead", {}, h("tr", {}, headings.map((heading, column) => cell("th", heading.replace("#", ""), column)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((content, column) => cell("td", content ?? "", column))))),
+    ),
+  );
+}
+
+/** Bytes in decimal units with three digits, as the command line shows them: "1.02 kB". */
+export function formatSize(nbytes) {
+  if (nbytes === null || nbytes === undefined) return "";
+  return formatUnits(nbytes, ["B", "kB", "MB", "GB", "TB", "PB", "EB"], " ");
+}
+
+/** A count with three digits: "1.02M". */
+export function formatCount(count) {
+  return formatUnits(count, ["", "k", "M", "B", "T", "P", "E"], "");
+}
+
+function formatUnits(amount, units, space) {
+  let unit = 0;
+  while (amount >= 999.5 && unit < units.length - 1) {
+    amount /= 1000;
+    unit += 1;
+  }
+  const digits = unit === 0 ? 0 : amount < 9.995 ? 2 : amount < 99.95 ? 1 : 0;
+  return `${amount.toFixed(digits)}${space}${units[unit]}`;
+}
+
+/** A whole number with separators: "1,234". */
+export function formatWhole(number) {
+  return typeof number === "number" ? number.toLocaleString("en") : String(number);
+}
+
+/** A number with six digits. Text stands for numbers that JSON cannot represent. */
+export function formatNumber(number) {
+  if (typeof number !== "number") return number === null || number === undefined ? "" : String(number);
+  return String(Number(number.toPrecision(6)));
+}
+
+/** Seconds: "1.2 ms", "3.4 s", "5 min". */
+export function formatSeconds(seconds) {
+  if (seconds === null || seconds === undefined) return "";
+  if (seconds < 1) return `${Number((seconds * 1000).toPrecision(3))} ms`;
+  if (seconds < 120) return `${Number(seconds.toPrecision(3))} s`;
+  return `${Math.round(seconds / 60)} min`;
+}
+
+/** The age of a time in ISO 8601. `now` is in seconds since the epoch. */
+export function formatAge(created, now) {
+  const seconds = now - Date.parse(created ?? "") / 1000;
+  if (Number.isNaN(seconds)) return created ?? "";
+  for (const [length, unit] of [
+    [86400, "days"],
+    [3600, "h"],
+    [60, "min"],
+  ]) {
+    if (seconds >= 2 * length) return `${Math.floor(seconds / length).toLocaleString("en")} ${unit}`;
+  }
+  return `${Math.max(0, Math.round(seconds))} s`;
+}
+
+/** A number and its noun: "1 array", "2 arrays". */
+export function plural(count, noun, several = `${noun}s`) {
+  return `${formatWhole(count)} ${count === 1 ? noun : several}`;
+}

@@ -1,0 +1,170 @@
+"""The server of the page: an ASGI application on 127.0.0.1, with a secret token in its URL.
+
+Only programs that know the URL can read the checkpoint. Requests must name this machine as their host, so that no web
+site can reach the server under a name of its own, and the page loads nothing from other hosts.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import anyio
+import anyio.to_thread
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.redaction import redacted
+from ckptcore_view.assets import CHARTS, MODULES, charts_script, import_map, page_file, page_html
+from ckptcore_view.documents import BadRequestError, CancelledError, Document, Request, document_of
+from ckptcore_view.viewed import Viewed
+
+__all__ = ["ViewServer", "application"]
+
+_HOST: Final = "127.0.0.1"
+
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of every response. The referrer would tell the token to other sites."""
+
+
+def content_policy(nonce: str) -> str:
+    """Return the content security policy: everything comes from this server. plotly.js adds styles to the page."""
+    return (
+        f"default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def application(viewed: Viewed, token: str) -> Starlette:
+    """Return the application that serves the page and its documents below ``/TOKEN/``."""
+
+    def authorized(serve: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def guarded(request: HttpRequest) -> Response:
+            if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
+                return PlainTextResponse("not found", 404, _HEADERS)
+            return await serve(request)
+
+        return guarded
+
+    async def page(_: HttpRequest) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        html = page_html(
+            imports=import_map({name: f"./{name}.js" for name in MODULES}),
+            style='<link rel="stylesheet" href="style.css">',
+            data="",
+            nonce=nonce,
+        )
+        headers = {**_HEADERS, "Content-Security-Policy": content_policy(nonce)}
+        return Response(html, media_type="text/html", headers=headers)
+
+    async def file(request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name == CHARTS:
+            text, media_type = await anyio.to_thread.run_sync(charts_script), "text/javascript"
+        elif name == "style.css":
+            text, media_type = page_file(name), "text/css"
+        elif name.endswith(".js") and name[:-3] in MODULES:
+            text, media_type = page_file(name), "text/javascript"
+        else:
+            return PlainTextResponse("not found", 404, _HEADERS)
+        return Response(text, media_type=media_type, headers=_HEADERS)
+
+    async def document(request: HttpRequest) -> Response:
+        name, parameters = request.path_params["name"], dict(request.query_params)
+        found, status = await _while_connected(request, lambda wanted: _document(viewed, name, parameters, wanted))
+        return JSONResponse(found, status, _HEADERS)
+
+    return Starlette(
+        routes=[
+            Route("/{token}/", authorized(page)),
+            Route("/{token}/documents/{name}", authorized(document)),
+            Route("/{token}/{name}", authorized(file)),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[_HOST, "localhost"])],
+    )
+
+
+def _document(
+    viewed: Viewed, name: str, parameters: Mapping[str, str], is_cancelled: Callable[[], bool]
+) -> tuple[Document, int]:
+    """Return a document, or an error as a document, and its HTTP status."""
+    try:
+        return document_of(viewed, name, Request(parameters, is_cancelled)), 200
+    except CancelledError:
+        return {"error": "cancelled"}, 499
+    except BadRequestError as error:
+        return {"error": str(error)}, 400
+    except CheckpointNotFoundError as error:
+        return {"error": redacted(str(error))}, 404
+    except (CheckpointError, OSError, MemoryError) as error:
+        return {"error": redacted(str(error) or type(error).__name__)}, 500
+
+
+async def _while_connected(
+    request: HttpRequest, work: Callable[[Callable[[], bool]], tuple[Document, int]]
+) -> tuple[Document, int]:
+    """Call a function on a thread. Its argument tells whether the client has closed the connection."""
+    left = threading.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        found = await anyio.to_thread.run_sync(work, left.is_set)
+        tasks.cancel_scope.cancel()
+    return found
+
+
+class ViewServer:
+    """A running server. Use it in a ``with`` statement.
+
+    Attributes:
+        url: the address of the page, with the token.
+    """
+
+    def __init__(self, viewed: Viewed, *, port: int = 0) -> None:
+        """Bind to a port of 127.0.0.1; 0 for a free one.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        token = secrets.token_urlsafe(24)
+        self._socket = socket.create_server((_HOST, port))
+        self.url = f"http://{_HOST}:{self._socket.getsockname()[1]}/{token}/"
+        settings = uvicorn.Config(
+            application(viewed, token), log_level="error", access_log=False, lifespan="off", server_header=False
+        )
+        self._server = uvicorn.Server(settings)
+
+    def run(self) -> None:
+        """Serve until the program is interrupted."""
+        self._server.run(sockets=[self._socket])
+
+    def __enter__(self) -> ViewServer:
+        """Serve on a thread."""
+        self._thread = threading.Thread(target=self.run, name="ckptcore-view", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, and wait until the server has stopped."""
+        self._server.should_exit = True
+        self._thread.join()

@@ -1,0 +1,134 @@
+"""Shards: the boxes of an array on devices and processes, from what a checkpoint records about its sharding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptcore.model import ArrayRecord, Box
+
+__all__ = ["Sharding", "sharding_of"]
+
+_MAX_OWNERS: Final = 4096
+"""Shardings over more devices are shown without their shards: the notes of a hostile checkpoint may have any mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The shards of an array.
+
+    Attributes:
+        owner: what owns a shard: "device", "mesh position" or "" if only the boundaries between shards are known.
+        shards: the owners of each box, in the order of the first owner.
+    """
+
+    owner: str
+    shards: Mapping[Box, Sequence[str]]
+
+
+def sharding_of(record: ArrayRecord) -> Sharding | None:
+    """Return the shards of an array; None if it was not sharded, or its sharding is not known.
+
+    The notes of a record are those of its leaf handler: a `NamedSharding` or `SingleDeviceSharding` of JAX, or a
+    DTensor of PyTorch. They may be hostile.
+    """
+    shape = record.spec.shape
+    for describe in (_named_sharding, _single_device, _dtensor):
+        try:
+            found = describe(record.notes, shape)
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+            continue  # notes of a handler that is not known here
+        if found is not None:
+            return found
+    return _between_cuts(record)
+
+
+def _named_sharding(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Sharding | None:
+    noted = notes["sharding"]
+    if noted["type"] != "NamedSharding":
+        return None
+    mesh: Mapping[str, int] = noted["mesh"]
+    axes_of = [_mesh_axes(axes) for axes in noted["spec"]]
+    axes_of += [()] * (len(shape) - len(axes_of))
+    count = _mesh_size(list(mesh.values()))
+    if len(axes_of) != len(shape) or count is None:
+        return None
+    devices = noted.get("devices", range(count))
+    shards: dict[Box, list[str]] = {}
+    for device, position in zip(devices, itertools.product(*map(range, mesh.values())), strict=True):
+        coordinate = dict(zip(mesh, position, strict=True))
+        ranges = []
+        for extent, axes in zip(shape, axes_of, strict=True):
+            parts, part = math.prod([mesh[axis] for axis in axes]), 0
+            for axis in axes:
+                part = part * mesh[axis] + coordinate[axis]
+            ranges.append(_chunk(0, extent, parts, part))
+        _add(shards, ranges, str(device))
+    return Sharding("device", shards)
+
+
+def _mesh_axes(axes: Any) -> Sequence[str]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _single_device(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Sharding | None:
+    noted = notes["sharding"]
+    if noted["type"] != "SingleDeviceSharding":
+        return None
+    return Sharding("device", {Box.whole(shape): [str(noted["device"])]})
+
+
+def _dtensor(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Sharding | None:
+    """Apply the placements one after the other: each divides what the ones before it left, as `torch.chunk` does."""
+    noted = notes["dtensor"]
+    mesh: Sequence[int] = noted["mesh"]
+    placements: Sequence[Mapping[str, Any]] = noted["placements"]
+    if _mesh_size(mesh) is None or {placement["kind"] for placement in placements} - {"Shard", "Replicate"}:
+        return None  # a strided shard is not one box
+    shards: dict[Box, list[str]] = {}
+    for position in itertools.product(*map(range, mesh)):
+        ranges = [(0, extent) for extent in shape]
+        for size, part, placement in zip(mesh, position, placements, strict=True):
+            if placement["kind"] == "Shard":
+                axis = placement["dim"]
+                start, stop = ranges[axis]
+                ranges[axis] = _chunk(start, stop, size, part)
+        _add(shards, ranges, ", ".join(map(str, position)))
+    return Sharding("mesh position", shards)
+
+
+def _mesh_size(mesh: Sequence[int]) -> int | None:
+    """Return the number of positions of a mesh; None if it is not plausible."""
+    if not all(type(size) is int and 0 < size <= _MAX_OWNERS for size in mesh):
+        return None
+    count = math.prod(mesh)
+    return count if count <= _MAX_OWNERS else None
+
+
+def _chunk(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
+    """Return one of the parts of a range. All but the last ones have the same size, and the last ones may be empty."""
+    step = -(-(stop - start) // parts)
+    return min(start + step * part, stop), min(start + step * (part + 1), stop)
+
+
+def _add(shards: dict[Box, list[str]], ranges: Sequence[tuple[int, int]], owner: str) -> None:
+    box = Box(tuple([start for start, _ in ranges]), tuple([stop for _, stop in ranges]))
+    shards.setdefault(box, []).append(owner)
+
+
+def _between_cuts(record: ArrayRecord) -> Sharding | None:
+    """Return the boxes between the recorded boundaries, without owners."""
+    if record.cuts is None or math.prod([len(cuts) + 1 for cuts in record.cuts]) > _MAX_OWNERS:
+        return None
+    axes = [
+        list(itertools.pairwise((0, *cuts, extent)))
+        for cuts, extent in zip(record.cuts, record.spec.shape, strict=True)
+    ]
+    shards: dict[Box, list[str]] = {}
+    for ranges in itertools.product(*axes):
+        box = Box(tuple([start for start, _ in ranges]), tuple([stop for _, stop in ranges]))
+        shards[box] = []
+    return Sharding("", shards)

@@ -1,0 +1,249 @@
+"""Viewed locations: the run, the checkpoints and the trees that the page can show, opened when they are looked at."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Final, Literal, TypeAlias, TypeVar
+
+from ckptcore_tools.comparison import Side
+from ckptcore_tools.locations import child_location, names_in
+from ckptcore_tools.outline import Outline, outline_of
+from ckptcore_tools.run_steps import StepStatus, find_steps
+
+from ckptcore.context import Context
+from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError, UncommittedCheckpointError
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.load import LoadRequest
+from ckptcore.loading.loaded_boxes import iter_boxes
+from ckptcore.loading.open_state import OpenState
+from ckptcore.loading.opening import ConsistentRead, open_either
+from ckptcore.loading.stored_arrays import StoredArray
+from ckptcore.model import ArrayRecord, HostArray, TreeMetadata, TreePath, format_path
+from ckptcore.select import names
+from ckptcore.step_names import StepNames
+from ckptcore.training.steps import StepDirectory
+
+__all__ = ["OTHER", "OpenTree", "Viewed", "ViewedKind"]
+
+OTHER: Final = "//other"
+"""The place of the checkpoint that the viewed one is compared with. No name in a storage begins with slashes."""
+
+ViewedKind: TypeAlias = Literal["run", "tree", "checkpointables"]
+
+_MAX_OPEN: Final = 8
+"""Limit of open checkpoints. Each keeps files open, and its tree in memory."""
+
+T = TypeVar("T")
+
+
+class OpenTree:
+    """An open checkpoint of one tree, or of files. Thread-safe.
+
+    Attributes:
+        location: its location.
+        state: reads its arrays, and notices if it is replaced.
+    """
+
+    def __init__(self, location: str, context: Context) -> None:
+        """Open a checkpoint. Reads no array.
+
+        Raises:
+            CompositeCheckpointError: it has several checkpointables.
+            CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+        """
+        self.location = location
+        self.state = OpenState(location, context)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint."""
+        return self.state.opened
+
+    @property
+    def tree(self) -> TreeMetadata:
+        """Its tree."""
+        return self.state.opened.tree
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The rows of its tree."""
+        return outline_of(self.tree)
+
+    @cached_property
+    def side(self) -> Side:
+        """One side of a comparison with another checkpoint."""
+        return Side(self.state)
+
+    def path(self, leaf: int) -> TreePath:
+        """Return the path of an array.
+
+        Raises:
+            CheckpointNotFoundError: there is no such array.
+        """
+        self.record(leaf)
+        return self.tree.paths[leaf]
+
+    def leaf_at(self, path: TreePath) -> int:
+        """Return the number of the array at a path.
+
+        Raises:
+            CheckpointNotFoundError: there is no such array.
+        """
+        leaf = self.side.leaves.get(path)
+        if leaf is None or not isinstance(self.tree.leaves[leaf], ArrayRecord):
+            raise CheckpointNotFoundError(f"{self.location} has no array {format_path(path)}")
+        return leaf
+
+    def array(self, leaf: int) -> StoredArray:
+        """Return an array, which is read when it is indexed."""
+        return StoredArray(self.state, leaf, self.path(leaf), self.record(leaf).spec)
+
+    def record(self, leaf: int) -> ArrayRecord:
+        """Return the record of an array.
+
+        Raises:
+            CheckpointNotFoundError: there is no such array.
+        """
+        leaves = self.tree.leaves
+        record = leaves[leaf] if 0 <= leaf < len(leaves) else None
+        if not isinstance(record, ArrayRecord):
+            raise CheckpointNotFoundError(f"{self.location} has no array with the number {leaf}")
+        return record
+
+    def boxes(self, leaf: int) -> Iterator[HostArray]:
+        """Read an array in boxes, with bounded memory."""
+        chosen = LoadRequest(select=names(self.path(leaf)))
+        return (box.elements for box in iter_boxes(self.state, chosen, ()))
+
+    def is_current(self) -> bool:
+        """Return True if the checkpoint was not replaced since it was opened."""
+        opened = self.checkpoint
+        return opened.version.has_current_root(opened.location)
+
+
+class Viewed:
+    """What the page shows: a run, a checkpoint of one tree, or one of several checkpointables. Thread-safe.
+
+    Each thing in it has a *place*: a path relative to the viewed location, with ``/`` between its parts. The place of
+    the location itself is empty. A step of a run has the place ``200``, a checkpointable in it ``200/model``.
+
+    Attributes:
+        location: the viewed location, as the user wrote it.
+        other: the location that it is compared with; empty if there is none.
+        kind: what it is.
+        known_steps: committed steps of a run in an object store that were read before, by name.
+    """
+
+    def __init__(
+        self, location: str, context: Context, *, other: str = "", step_names: StepNames | None = None
+    ) -> None:
+        """Find out what a location is.
+
+        Args:
+            location: a path or URL of a run or checkpoint.
+            context: options.
+            other: a checkpoint to compare with.
+            step_names: the names of steps; None for the usual names.
+
+        Raises:
+            CheckpointNotFoundError: there is neither a checkpoint nor a run.
+            CheckpointError: the checkpoint cannot be read.
+        """
+        self.location = location
+        self.other = other
+        self.context = context
+        self._step_names = StepNames() if step_names is None else step_names
+        self.known_steps: dict[str, StepStatus] = {}
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, OpenTree] = OrderedDict()
+        self.kind: ViewedKind = self._find_kind()
+        if other:
+            self.members(OTHER)  # raises if it cannot be read
+
+    def steps(self) -> StepDirectory:
+        """List the steps of the run."""
+        return find_steps(self.location, self._step_names, self.context)
+
+    def locate(self, place: str) -> str:
+        """Return the location of a place.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing. Places come from a URL, so only names that are listed are used.
+        """
+        location, path = self.location, place
+        if place == OTHER or place.startswith(f"{OTHER}/"):
+            location, path = self.other, place[len(OTHER) + 1 :]
+        for name in path.split("/") if path else ():
+            if name not in {listed.rstrip("/") for listed in names_in(location, self.context)}:
+                raise CheckpointNotFoundError(f"{location} has no {name!r}")
+            location = child_location(location, name)
+        if not location:
+            raise CheckpointNotFoundError("there is no other checkpoint to compare with: use --compare")
+        return location
+
+    def members(self, place: str) -> CompositeCheckpoint | None:
+        """Return the checkpoint of several checkpointables at a place; None for one tree.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it cannot be read.
+        """
+        found = ConsistentRead(self.locate(place), self.context, open_either).open()
+        return found if isinstance(found, CompositeCheckpoint) else None
+
+    def read(self, place: str, read: Callable[[OpenTree], T]) -> T:
+        """Call a function with the open tree at a place. Open it again if it was replaced meanwhile.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it cannot be read.
+            Errors of `read`.
+        """
+        with self._lock:
+            opened = self._open.get(place)
+        if opened is not None:
+            try:
+                return read(opened)
+            except CheckpointNotFoundError:
+                if opened.is_current():
+                    raise
+        return read(self._open_tree(place))
+
+    def read_current(self, place: str, read: Callable[[OpenTree], T]) -> T:
+        """Call a function with the open tree at a place, as it is now. See `read`."""
+        with self._lock:
+            opened = self._open.get(place)
+        if opened is not None and opened.is_current():
+            return self.read(place, read)
+        return read(self._open_tree(place))
+
+    def _open_tree(self, place: str) -> OpenTree:
+        opened = OpenTree(self.locate(place), self.context)
+        with self._lock:
+            self._open[place] = opened
+            self._open.move_to_end(place)
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)  # closed once no thread reads from it
+        return opened
+
+    def _find_kind(self) -> ViewedKind:
+        try:
+            found = ConsistentRead(self.location, self.context, open_either).open()
+        except UncommittedCheckpointError:
+            raise
+        except CheckpointNotFoundError as error:
+            if not self._is_run():
+                raise CheckpointNotFoundError(
+                    f"{self.location} is neither a checkpoint nor a directory with steps: {error}"
+                ) from error
+            return "run"
+        return "checkpointables" if isinstance(found, CompositeCheckpoint) else "tree"
+
+    def _is_run(self) -> bool:
+        """Return True for a directory that has steps, or is empty: its first step may be saved later."""
+        try:
+            steps = self.steps()
+        except (CheckpointNotFoundError, InvalidLocationError):
+            return False
+        return bool(steps.candidates() or steps.leftovers or not names_in(self.location, self.context))
