@@ -1,0 +1,134 @@
+/** The differences between two trees: structure, and on demand the elements of each array. */
+
+import { isInReport, isReport, loadDocument, loadOnce } from "view/documents";
+import { errorMessage, formatNumber, formatSize, formatWhole, h, plural, table } from "view/dom";
+
+const OTHER = "//other";
+
+/** Show the differences between the tree at the place of the page and another one. */
+export async function showDifferences(_, page, body, signal) {
+  const choices = await choicesOf(page);
+  const other = choices.some((choice) => choice.place === page.other) ? page.other : choices.at(-1)?.place;
+  if (other === undefined) {
+    body.replaceChildren(h("p", { class: "muted" }, "There is no other step to compare with."));
+    return;
+  }
+  const select = h(
+    "select",
+    { change: (event) => page.go({ at: page.at, tab: "differences", other: event.target.value }) },
+    choices.map((choice) => h("option", { value: choice.place, selected: choice.place === other }, choice.title)),
+  );
+  const result = h("div", {}, h("p", { class: "muted" }, "Comparing …"));
+  body.replaceChildren(h("div", { class: "bar" }, h("label", {}, "Compare with", select)), result);
+  try {
+    const found = await loadOnce("differences", { at: page.at, other });
+    if (!signal.aborted) result.replaceChildren(structure(found), await elements(found, page.at, other, signal));
+  } catch (error) {
+    if (!signal.aborted) result.replaceChildren(errorMessage(error));
+  }
+}
+
+/** Return the places to compare with: the other checkpoint, or the other steps of the run, oldest first. */
+async function choicesOf(page) {
+  const inside = page.at.includes("/") ? page.at.slice(page.at.indexOf("/")) : "";
+  if (page.view.other) {
+    const place = page.view.kind === "run" ? OTHER : page.at ? `${OTHER}/${page.at}` : OTHER;
+    return [{ place, title: page.view.other }];
+  }
+  const run = await loadDocument("run", {});
+  const own = page.at.split("/")[0];
+  const step = run.steps.find((one) => one.name === own)?.step ?? 0;
+  const others = run.steps.filter((one) => one.name !== own && (one.state === "committed" || one.state === "foreign"));
+  others.sort((a, b) => Math.abs(b.step - step) - Math.abs(a.step - step) || b.step - a.step);
+  const places = others.map((one) => ({ place: `${one.name}${inside}`, title: `step ${one.step}` }));
+  if (!isReport()) return places;
+  const known = await Promise.all(places.map(({ place }) => isInReport("differences", { at: page.at, other: place })));
+  return places.filter((_, number) => known[number]);
+}
+
+function structure(found) {
+  const rows = found.differences.map((one) => [
+    h("span", { class: "name" }, one.path),
+    one.kind.replaceAll("_", " "),
+    one.a ?? "",
+    one.b ?? "",
+  ]);
+  const more = found.count - found.differences.length;
+  return h(
+    "section",
+    {},
+    h("h3", {}, found.count === 0 ? "The same structure, dtypes and values" : `${plural(found.count, "difference")} in structure, dtypes and values`),
+    h("p", { class: "muted" }, `A: ${found.a}, B: ${found.b}`),
+    rows.length > 0 && table(["path", "what differs", "A", "B"], rows, "Differences"),
+    more > 0 && h("p", { class: "muted" }, `and ${formatWhole(more)} more`),
+  );
+}
+
+async function elements(found, at, other, signal) {
+  const cells = new Map();
+  const worst = h("div");
+  const rows = found.pairs.map((pair) => {
+    const state = h("span", { class: "muted" }, "not compared");
+    const [largest, norm] = [h("span"), h("span")];
+    cells.set(pair.leaf, { state, largest, norm });
+    const button = h("button", { type: "button", click: () => compare(pair, true) }, "Compare");
+    return [largest, norm, formatSize(pair.nbytes), isReport() ? "" : button, state, h("span", { class: "name" }, pair.path)];
+  });
+  const compare = async (pair, isShown) => {
+    const { state, largest, norm } = cells.get(pair.leaf);
+    state.replaceChildren("reading …");
+    try {
+      const one = await loadDocument("difference", { at, other, leaf: pair.leaf }, signal);
+      const same = one.differing === 0;
+      state.className = same ? "good" : "warning";
+      state.replaceChildren(same ? "the same" : `${formatWhole(one.differing)} of ${formatWhole(one.elements)} differ`);
+      largest.replaceChildren(same ? "" : formatNumber(one.largest));
+      norm.replaceChildren(same ? "" : formatNumber(one.norm));
+      if (isShown) worst.replaceChildren(worstElements(one));
+    } catch (error) {
+      state.className = "bad";
+      if (!signal.aborted) state.replaceChildren(error.message);
+      throw error;
+    }
+  };
+  const all = h("button", { type: "button" }, `Compare the elements of ${plural(found.pairs.length, "array")}, ${formatSize(found.nbytes)} of each`);
+  const status = h("span", { class: "muted", role: "status" });
+  const compareAll = async () => {
+    all.disabled = true;
+    let done = 0;
+    for (const pair of found.pairs) {
+      if (signal.aborted) return;
+      await compare(pair, false).catch(() => null);
+      done += 1;
+      status.replaceChildren(`${done} of ${found.pairs.length}`);
+    }
+    all.disabled = false;
+  };
+  all.addEventListener("click", compareAll);
+  if (isReport()) {
+    for (const pair of found.pairs) if (await isInReport("difference", { at, other, leaf: pair.leaf })) await compare(pair, true);
+  }
+  return h(
+    "section",
+    {},
+    h("h3", {}, "Elements of arrays"),
+    found.pairs.length === 0
+      ? h("p", { class: "muted" }, "No array is in both with the same shape.")
+      : [
+          isReport() ? "" : h("div", { class: "bar" }, all, status),
+          worst,
+          table(["#largest error", "#norm of difference", "#size", "", "elements", "array"], rows, "Elements of arrays"),
+        ],
+  );
+}
+
+function worstElements(one) {
+  if (one.worst.length === 0) return h("p", { class: "good" }, `${one.path}: the same`);
+  const rows = one.worst.map((element) => [
+    h("span", { class: "name" }, `[${element.index.join(", ")}]`),
+    formatNumber(element.a),
+    formatNumber(element.b),
+    formatNumber(element.error),
+  ]);
+  return h("section", {}, h("h3", {}, `Worst elements of ${one.path}`), table(["index", "#A", "#B", "#error"], rows, "Worst elements"));
+}

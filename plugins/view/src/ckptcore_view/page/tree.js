@@ -1,0 +1,231 @@
+/** The tree of a checkpoint: a grid of which only the visible rows are in the page, because it may have 100,000. */
+
+import { formatCount, formatSize, formatWhole, h, plural } from "view/dom";
+
+const ROW = 28;
+const SPARE = 10;
+const FIRST_ROWS = 60;
+
+export class Tree {
+  /**
+   * @param {object} rows the columns of the document "tree".
+   * @param {(row: number) => void} choose called with a leaf that the user chooses.
+   */
+  constructor(rows, choose) {
+    this.rows = rows;
+    this.choose = choose;
+    this.isOpen = new Uint8Array(rows.names.length);
+    this.matches = null;
+    this.active = 0;
+    this.chosen = -1;
+    this.openFirst();
+    this.count = h("span", { class: "muted", role: "status" });
+    this.inner = h("div", { class: "rows", role: "presentation" });
+    this.grid = h("div", { class: "tree", role: "treegrid", tabindex: 0, "aria-label": "Tree" }, this.inner);
+    this.grid.addEventListener("scroll", () => this.draw());
+    this.grid.addEventListener("keydown", (event) => this.press(event));
+    new ResizeObserver(() => this.draw()).observe(this.grid);
+    const search = h("input", { type: "search", placeholder: "Search names", "aria-label": "Search names" });
+    search.addEventListener("input", () => this.search(search.value));
+    this.element = h(
+      "div",
+      {},
+      h("div", { class: "bar" }, h("span", { class: "bar grow" }, search), this.count),
+      this.grid,
+    );
+    this.list();
+  }
+
+  /** Open as many levels as fit into the first rows. */
+  openFirst() {
+    const { depths, stops } = this.rows;
+    let level = [0];
+    let shown = 1;
+    while (level.length > 0) {
+      const next = level.flatMap((row) => this.childrenOf(row));
+      shown += next.length;
+      if (shown > FIRST_ROWS && depths[level[0]] > 0) break;
+      for (const row of level) this.isOpen[row] = 1;
+      level = next.filter((row) => stops[row] > row + 1);
+    }
+  }
+
+  childrenOf(row) {
+    const found = [];
+    for (let child = row + 1; child < this.rows.stops[row]; child = this.rows.stops[child]) found.push(child);
+    return found;
+  }
+
+  /** Make the list of rows that are not folded away. */
+  list() {
+    const { stops, names } = this.rows;
+    const visible = [];
+    for (let row = 0; row < names.length; ) {
+      if (this.matches !== null && !this.matches[row]) {
+        row = stops[row];
+        continue;
+      }
+      visible.push(row);
+      row = this.isOpen[row] ? row + 1 : stops[row];
+    }
+    this.visible = visible;
+    this.grid.setAttribute("aria-rowcount", visible.length);
+    this.inner.style.height = `${visible.length * ROW}px`;
+    if (!visible.includes(this.active)) this.active = visible[0] ?? 0;
+    this.draw();
+  }
+
+  /** Put the rows that can be seen into the page. */
+  draw() {
+    const first = Math.max(0, Math.floor(this.grid.scrollTop / ROW) - SPARE);
+    const last = Math.min(this.visible.length, Math.ceil((this.grid.scrollTop + this.grid.clientHeight) / ROW) + SPARE);
+    const drawn = [];
+    for (let at = first; at < last; at += 1) drawn.push(this.drawRow(at));
+    this.inner.replaceChildren(...drawn);
+    this.grid.setAttribute("aria-activedescendant", `row-${this.active}`);
+  }
+
+  drawRow(at) {
+    const row = this.visible[at];
+    const { names, depths, stops, leaves, types, type, parameters, nbytes, arrays, values, tied } = this.rows;
+    const hasChildren = stops[row] > row + 1;
+    const isLeaf = leaves[row] >= 0;
+    const shared = tied[leaves[row]];
+    const detail = values[row] ?? (shared === undefined ? null : `= ${shared}`);
+    const kind = [types[type[row]], !isLeaf && arrays[row] > 0 && plural(arrays[row], "array"), detail];
+    const text = kind.filter(Boolean).join(isLeaf ? " " : ", ");
+    const element = h(
+      "div",
+      {
+        class: row === this.active ? "row active" : "row",
+        id: `row-${row}`,
+        role: "row",
+        "aria-level": depths[row] + 1,
+        "aria-rowindex": at + 1,
+        "aria-expanded": hasChildren ? String(this.isOpen[row] === 1) : null,
+        "aria-selected": String(row === this.chosen),
+        click: () => this.act(row),
+      },
+      h(
+        "span",
+        { class: "name", role: "gridcell", title: names[row] },
+        h("span", { class: "twist", "aria-hidden": "true" }, hasChildren ? (this.isOpen[row] ? "▾" : "▸") : ""),
+        names[row],
+      ),
+      h("span", { class: "muted", role: "gridcell", title: text }, text),
+      h(
+        "span",
+        { class: "number parameters", role: "gridcell", title: `${formatWhole(parameters[row])} parameters` },
+        arrays[row] > 0 && formatCount(parameters[row]),
+      ),
+      h("span", { class: "number", role: "gridcell", title: `${formatWhole(nbytes[row])} bytes` }, arrays[row] > 0 && formatSize(nbytes[row])),
+    );
+    element.style.top = `${at * ROW}px`;
+    element.style.setProperty("--depth", depths[row]);
+    return element;
+  }
+
+  /** Open or close a row, or choose a leaf. */
+  act(row) {
+    this.active = row;
+    if (this.rows.leaves[row] >= 0) {
+      this.chosen = row;
+      this.draw();
+      this.choose(row);
+      return;
+    }
+    this.isOpen[row] = this.isOpen[row] ? 0 : 1;
+    this.list();
+  }
+
+  /** Choose the leaf with a number, and open the rows above it. */
+  show(leaf) {
+    const row = this.rows.leaves.indexOf(leaf);
+    if (row < 0) return;
+    for (let above = 0; above < row; ) {
+      if (this.rows.stops[above] > row) {
+        this.isOpen[above] = 1;
+        above += 1;
+      } else above = this.rows.stops[above];
+    }
+    this.chosen = row;
+    this.active = row;
+    this.list();
+    this.scrollToActive();
+  }
+
+  press(event) {
+    const at = this.visible.indexOf(this.active);
+    const page = Math.max(1, Math.floor(this.grid.clientHeight / ROW) - 1);
+    const isOpen = this.isOpen[this.active] === 1;
+    const hasChildren = this.rows.stops[this.active] > this.active + 1;
+    const moves = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: this.visible.length - 1 };
+    if (event.key in moves) {
+      this.active = this.visible[Math.min(Math.max(moves[event.key], 0), this.visible.length - 1)];
+      this.draw();
+    } else if (event.key === "Enter" || event.key === " ") this.act(this.active);
+    else if (event.key === "ArrowRight" && hasChildren && !isOpen) this.act(this.active);
+    else if (event.key === "ArrowRight" && hasChildren) this.active = this.visible[at + 1] ?? this.active;
+    else if (event.key === "ArrowLeft" && hasChildren && isOpen) this.act(this.active);
+    else if (event.key === "ArrowLeft") this.active = this.parentOf(this.active);
+    else return;
+    event.preventDefault();
+    this.draw();
+    this.scrollToActive();
+  }
+
+  parentOf(row) {
+    for (let above = row - 1; above >= 0; above -= 1) if (this.rows.depths[above] < this.rows.depths[row]) return above;
+    return 0;
+  }
+
+  scrollToActive() {
+    const top = this.visible.indexOf(this.active) * ROW;
+    if (top < this.grid.scrollTop) this.grid.scrollTop = top;
+    else if (top + ROW > this.grid.scrollTop + this.grid.clientHeight) this.grid.scrollTop = top + ROW - this.grid.clientHeight;
+    this.draw();
+  }
+
+  /** Show only leaves whose path has each of the words, and the rows that contain them. */
+  search(text) {
+    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    if (words.length === 0) {
+      this.matches = null;
+      this.count.replaceChildren();
+      this.list();
+      return;
+    }
+    const { depths, leaves } = this.rows;
+    const paths = this.paths();
+    this.matches = new Uint8Array(paths.length);
+    const above = [];
+    let found = 0;
+    for (let row = 0; row < paths.length; row += 1) {
+      above.length = depths[row];
+      above.push(row);
+      if (leaves[row] < 0 || !words.every((word) => paths[row].includes(word))) continue;
+      found += 1;
+      for (let depth = above.length - 1; depth >= 0 && !this.matches[above[depth]]; depth -= 1) {
+        this.matches[above[depth]] = 1;
+        this.isOpen[above[depth]] = 1;
+      }
+    }
+    this.count.replaceChildren(found === 0 ? "nothing found" : `${formatWhole(found)} found`);
+    this.grid.scrollTop = 0;
+    this.list();
+  }
+
+  /** Return the path of each row in lower case, its names joined by slashes. */
+  paths() {
+    if (this.lowerPaths) return this.lowerPaths;
+    const { names, depths } = this.rows;
+    const parts = [];
+    this.lowerPaths = names.map((name, row) => {
+      parts.length = Math.max(0, depths[row] - 1);
+      if (depths[row] > 0) parts.push(name.toLowerCase());
+      // Names that were divided at dots are found by their dots, too.
+      return `${parts.join("/")} ${parts.join(".")}`;
+    });
+    return this.lowerPaths;
+  }
+}
