@@ -107,6 +107,7 @@ DISTRIBUTIONS: Final = (
         },
         internals={"main": "cli"},
     ),
+    Distribution("view", "ckptcore_view", internals={"to_html": "notebook"}),
 )
 
 

@@ -33,6 +33,7 @@ from ckptcore.loading.opening import (
 from ckptcore.loading.stored_trees import abstract_tree, transformed
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
+from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 
@@ -93,7 +94,7 @@ class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointMetadata:
+class CheckpointMetadata(ShownInNotebooks):
     """Metadata of a checkpoint, without its arrays.
 
     A checkpoint has either one tree (`contents`) or several objects (`checkpointables`). A checkpoint of other software

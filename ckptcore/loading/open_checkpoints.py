@@ -22,6 +22,7 @@ from ckptcore.loading.reading import default_handlers, read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, TreePath, format_path, leaf_count
+from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.runtime import runtime_of
 
@@ -38,7 +39,7 @@ StoredPath: TypeAlias = str | int | Sequence[Key]
 _TEXT_KINDS = ("str", "bytes")
 
 
-class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
+class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
     """A container of an open checkpoint, as a mapping of its keys in order. Lists and tuples have indices as keys.
 
     Each value is a `StoredTree` for a container, a `StoredArray` for an array, or a small value itself.
@@ -220,8 +221,13 @@ class OpenCheckpoint(StoredTree):
         super().__init__(state, skeleton if isinstance(skeleton, Node) else Node("dict", (), ()), (), 0)
 
     def __repr__(self) -> str:
-        state = "closed" if self._state.is_closed else f"{self._node.kind} of {len(self)}"
+        state = "closed" if self.is_closed else f"{self._node.kind} of {len(self)}"
         return f"<OpenCheckpoint: {state}>"
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._state.is_closed
 
     def __enter__(self) -> Self:
         """Return the checkpoint itself."""

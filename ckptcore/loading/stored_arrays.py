@@ -19,6 +19,7 @@ from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.runtime import runtime_of
 
 __all__ = ["StoredArray"]
@@ -36,7 +37,7 @@ _BATCH_PARTS: Final = 1024
 """Limit of boxes that are read at once."""
 
 
-class StoredArray:
+class StoredArray(ShownInNotebooks):
     """An array of an open checkpoint. Indexing reads the requested elements, without the rest of the array.
 
     Indexing may also read bytes around them: the rest of blocks that are verified, the rest of compressed chunks, and

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
 
 from ckptcore.model import JSON, TreePath
+from ckptcore.notebooks import ShownInNotebooks
 from ckptcore_tools.elements import Distance
 
 __all__ = ["Difference", "DifferenceKind", "Differences"]
@@ -40,7 +41,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Differences(Sequence[Difference]):
+class Differences(ShownInNotebooks, Sequence[Difference]):
     """All differences between two checkpoints. It is empty, and therefore false, if they are the same.
 
     Attributes:

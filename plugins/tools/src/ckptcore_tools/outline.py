@@ -7,14 +7,17 @@ Names with dots, such as the keys of a PyTorch state dict, are folded: the keys 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from ckptcore import select
 from ckptcore.model import ArrayRecord, Attribute, Key, Node, TreeMetadata
 from ckptcore.model.tree import leaf_count
 
-__all__ = ["Outline", "outline_of"]
+__all__ = ["Outline", "leaf_filter", "outline_of"]
+
+_GLOB_CHARACTERS: Final = frozenset("*?[")
 
 _MAX_FOLDS: Final = 30
 """Keys with more dots are not folded: a hostile checkpoint may have thousands."""
@@ -104,6 +107,22 @@ def _leaf_totals(tree: TreeMetadata) -> Iterator[tuple[int, int, int]]:
         if totals is None:
             totals = known[id(record)] = (1, record.spec.size, record.spec.nbytes)
         yield totals
+
+
+def leaf_filter(pattern: str) -> Callable[[TreeMetadata], Sequence[int]]:
+    """Return a function that returns the leaves of a tree that match a pattern, ascending.
+
+    A pattern with ``*``, ``?`` or ``[`` is one of `ckptcore.select.glob`. Any other text selects the paths that contain
+    it, with keys joined by ``/``. An empty pattern selects all leaves.
+
+    Raises:
+        ValueError: the pattern is invalid.
+    """
+    if not _GLOB_CHARACTERS.isdisjoint(pattern):
+        selection = select.glob(pattern)
+    else:
+        selection = select.where(lambda path, leaf: pattern in path)
+    return lambda tree: sorted(selection.leaves(select.LeafTable(tree.paths, lambda: tree.leaves)))
 
 
 def _totals(amounts: Sequence[int], stops: Sequence[int]) -> Sequence[int]:

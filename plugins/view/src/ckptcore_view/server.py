@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from typing import Final, Self
 
 import anyio
 import anyio.to_thread
@@ -158,7 +158,7 @@ class ViewServer:
         """Serve until the program is interrupted."""
         self._server.run(sockets=[self._socket])
 
-    def __enter__(self) -> ViewServer:
+    def __enter__(self) -> Self:
         """Serve on a thread."""
         self._thread = threading.Thread(target=self.run, name="ckptcore-view", daemon=True)
         self._thread.start()

@@ -13,6 +13,9 @@ from ckptcore_tools.locations import child_location, names_in
 from ckptcore_tools.outline import Outline, outline_of
 from ckptcore_tools.run_steps import StepStatus, find_steps
 
+from ckptcore.commit.location import resolve_location
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.target import root_version
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError, UncommittedCheckpointError
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
@@ -22,6 +25,7 @@ from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import ArrayRecord, HostArray, TreeMetadata, TreePath, format_path
+from ckptcore.runtime import runtime_of
 from ckptcore.select import names
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
@@ -133,12 +137,19 @@ class Viewed:
     Attributes:
         location: the viewed location, as the user wrote it.
         other: the location that it is compared with; empty if there is none.
+        policy: the text of the preservation policy of which the page of a run shows what it keeps; empty for none.
         kind: what it is.
         known_steps: committed steps of a run in an object store that were read before, by name.
     """
 
     def __init__(
-        self, location: str, context: Context, *, other: str = "", step_names: StepNames | None = None
+        self,
+        location: str,
+        context: Context,
+        *,
+        other: str = "",
+        policy: str = "",
+        step_names: StepNames | None = None,
     ) -> None:
         """Find out what a location is.
 
@@ -146,6 +157,7 @@ class Viewed:
             location: a path or URL of a run or checkpoint.
             context: options.
             other: a checkpoint to compare with.
+            policy: the text of a preservation policy.
             step_names: the names of steps; None for the usual names.
 
         Raises:
@@ -154,6 +166,7 @@ class Viewed:
         """
         self.location = location
         self.other = other
+        self.policy = policy
         self.context = context
         self._step_names = StepNames() if step_names is None else step_names
         self.known_steps: dict[str, StepStatus] = {}
@@ -190,7 +203,11 @@ class Viewed:
         Raises:
             CheckpointError: there is no checkpoint, or it cannot be read.
         """
-        found = ConsistentRead(self.locate(place), self.context, open_either).open()
+        location = self.locate(place)
+        root = root_version(resolve_location(location, runtime_of(self.context).storages).store)
+        if isinstance(root, bytes) and (summary := summarize_root(root)).committed and summary.members is None:
+            return None  # fast path: the tree is not parsed
+        found = ConsistentRead(location, self.context, open_either).open()
         return found if isinstance(found, CompositeCheckpoint) else None
 
     def read(self, place: str, read: Callable[[OpenTree], T]) -> T:
@@ -229,7 +246,7 @@ class Viewed:
 
     def _find_kind(self) -> ViewedKind:
         try:
-            found = ConsistentRead(self.location, self.context, open_either).open()
+            return "tree" if self.members("") is None else "checkpointables"
         except UncommittedCheckpointError:
             raise
         except CheckpointNotFoundError as error:
@@ -238,7 +255,6 @@ class Viewed:
                     f"{self.location} is neither a checkpoint nor a directory with steps: {error}"
                 ) from error
             return "run"
-        return "checkpointables" if isinstance(found, CompositeCheckpoint) else "tree"
 
     def _is_run(self) -> bool:
         """Return True for a directory that has steps, or is empty: its first step may be saved later."""

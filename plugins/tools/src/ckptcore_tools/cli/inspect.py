@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import click
 
 import ckptcore
-from ckptcore import select
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.root import Member
 from ckptcore.events import Event
@@ -29,13 +28,12 @@ from ckptcore_tools.cli.treeview import format_lines, tree_lines
 from ckptcore_tools.cli.verify import problem_documents
 from ckptcore_tools.formatting import format_count, format_metrics, format_problems, format_size
 from ckptcore_tools.locations import child_location, describe_and_check
-from ckptcore_tools.outline import Outline, outline_of
+from ckptcore_tools.outline import Outline, leaf_filter, outline_of
 from ckptcore_tools.statistics import ArrayStatistics, read_statistics
 from ckptcore_tools.timelines import format_timeline
 
 __all__ = ["command"]
 
-_GLOB_CHARACTERS: Final = frozenset("*?[")
 _STATISTICS: Final = (
     "elements", "nan", "infinite", "zeros", "minimum", "maximum", "mean", "deviation", "norm",
 )  # fmt: skip
@@ -82,7 +80,10 @@ def command(
     is read. --depth, --objects and --timeline apply to text only. With --filter, JSON has only the leaves that match,
     and everything else of the whole checkpoint.
     """
-    choose = _filter_of(pattern)
+    try:
+        choose = leaf_filter(pattern or "")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--filter") from error
     found, files = describe_and_check(location, command_context())
     trees = {name: one.tree for name, one in _parts(found).items() if one.layout != FilesLayout.name}
     chosen = {name: choose(tree) for name, tree in trees.items()}
@@ -124,24 +125,6 @@ def command(
 def _parts(found: CheckpointMetadata) -> Mapping[str, CheckpointMetadata]:
     """Return each checkpointable by name. A checkpoint that is one tree has the name ""."""
     return found.checkpointables if found.is_composite else {"": found}
-
-
-def _filter_of(pattern: str | None) -> Callable[[TreeMetadata], Sequence[int]]:
-    """Return a function that returns the leaves of a tree that match a pattern. See the option ``--filter``.
-
-    Raises:
-        click.BadParameter: if the pattern is invalid.
-    """
-    if pattern is None:
-        return lambda tree: range(len(tree.leaves))
-    if not _GLOB_CHARACTERS.isdisjoint(pattern):
-        try:
-            selection = select.glob(pattern)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--filter") from error
-    else:
-        selection = select.where(lambda path, leaf: pattern in path)
-    return lambda tree: sorted(selection.leaves(select.LeafTable(tree.paths, lambda: tree.leaves)))
 
 
 def _read_statistics(

@@ -29,7 +29,7 @@ Document: TypeAlias = Mapping[str, JSON]
 
 
 def _view_document(viewed: Viewed, request: Request) -> Document:
-    return {"location": viewed.location, "kind": viewed.kind, "other": viewed.other or None}
+    return {"location": viewed.location, "kind": viewed.kind, "other": viewed.other or None, "policy": viewed.policy}
 
 
 DOCUMENTS: Final[Mapping[str, Callable[[Viewed, Request], Document]]] = {

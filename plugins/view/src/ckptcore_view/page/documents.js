@@ -11,15 +11,13 @@ let embedded = null;
  * @returns {Promise<any>}
  */
 export async function loadDocument(name, parameters = {}, signal = undefined) {
-  const key = `${name}?${new URLSearchParams(parameters)}`;
   if (isReport()) {
-    embedded ??= decompress("documents").then(JSON.parse);
-    const found = (await embedded)[key];
+    const found = (await reportDocuments())[keyOf(name, parameters)];
     if (found === undefined) throw new Error("This report does not contain it. Use `ckptcore view` without --out.");
     if (found.error) throw new Error(found.error);
     return found;
   }
-  const response = await fetch(`documents/${key}`, { signal });
+  const response = await fetch(`documents/${name}?${new URLSearchParams(parameters)}`, { signal });
   const found = await response.json();
   if (!response.ok) throw new Error(found.error ?? response.statusText);
   return found;
@@ -27,7 +25,7 @@ export async function loadDocument(name, parameters = {}, signal = undefined) {
 
 /** Load a document that does not change while the page is open. It is requested once. */
 export function loadOnce(name, parameters) {
-  const key = `${name}?${new URLSearchParams(parameters)}`;
+  const key = keyOf(name, parameters);
   if (!kept.has(key)) {
     const loading = loadDocument(name, parameters);
     loading.catch(() => kept.delete(key));
@@ -48,8 +46,16 @@ export function isReport() {
 
 /** Return true if the report contains a document. */
 export async function isInReport(name, parameters) {
+  return keyOf(name, parameters) in (await reportDocuments());
+}
+
+function keyOf(name, parameters) {
+  return [name, ...Object.entries(parameters).map(([key, value]) => `${key}=${value}`)].join("\n");
+}
+
+function reportDocuments() {
   embedded ??= decompress("documents").then(JSON.parse);
-  return `${name}?${new URLSearchParams(parameters)}` in (await embedded);
+  return embedded;
 }
 
 /** Return the text of an element that contains Base64 of compressed text. */

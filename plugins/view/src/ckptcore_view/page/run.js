@@ -221,7 +221,7 @@ class Norms {
       found.push(this.choice(row));
     }
     this.list.replaceChildren(...found);
-    if (isReport() && this.lines.size === 0) found.slice(0, 8).forEach((item) => item.querySelector("input").click());
+    if (isReport() && this.lines.size === 0) for (const item of found.slice(0, 8)) item.querySelector("input").click();
   }
 
   choice(row) {

@@ -1,0 +1,85 @@
+"""``ckptcore view``: shows a checkpoint or run in the browser, or writes a report."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import webbrowser
+from typing import Final
+
+import click
+from ckptcore_tools.cli.command import NAMED_HELP, ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.output import print_document, print_line, printable
+
+from ckptcore.step_names import StepNames
+from ckptcore_view.report import write_report
+from ckptcore_view.viewed import Viewed
+
+__all__ = ["command"]
+
+_GARBAGE_THRESHOLD: Final = 200_000
+"""New objects before garbage is collected. A tree of 100,000 arrays has so many objects, and no garbage among them."""
+
+
+@checkpoint_command("view", "Show a checkpoint or run in the browser.")
+@click.argument("location")
+@click.option("--out", type=click.Path(dir_okay=False), metavar="FILE", help="Write a report to FILE; do not serve.")
+@click.option("--compare", metavar="LOCATION", help="A checkpoint to compare with.")
+@click.option("--policy", default="", metavar="POLICY", help="Show what a policy keeps; see `ckptcore gc --help`.")
+@click.option(
+    "--arrays", multiple=True, metavar="PATTERN",
+    help="With --out: read these arrays for statistics, norms and differences. Repeatable. Default: all arrays of a "
+    "checkpoint of at most 1 GB.",
+)  # fmt: skip
+@click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server. Default: a free one.")
+@click.option("--open", "open_browser", is_flag=True, help="Open the page in the default browser.")
+def command(
+    as_json: bool,
+    location: str,
+    out: str | None,
+    compare: str | None,
+    policy: str,
+    arrays: tuple[str, ...],
+    named: str | None,
+    port: int,
+    open_browser: bool,
+) -> ExitCode:
+    """Show the checkpoint or run at LOCATION: its tree, arrays, files and timeline; steps, metrics and norms.
+
+    The page is served on 127.0.0.1 until the command is interrupted. Its URL has a secret token: who knows it can read
+    the checkpoint. An array is read when it is looked at. With --out, the page is one HTML file that needs no network.
+    """
+    context = command_context()
+    try:
+        step_names = None if named is None else StepNames.of(named)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--named") from error
+    if out is not None:
+        write_report(
+            out,
+            location,
+            arrays=arrays or None,
+            compare=compare,
+            policy=policy,
+            step_names=step_names,
+            context=context,
+        )
+        if as_json:
+            print_document("view", location=location, report=out)
+        else:
+            print_line(f"written: {printable(out)}")
+        return ExitCode.OK
+    from ckptcore_view.server import ViewServer  # a report needs no server
+
+    server = ViewServer(Viewed(location, context, other=compare or "", step_names=step_names, policy=policy), port=port)
+    if as_json:
+        print_document("view", location=location, url=server.url)
+    else:
+        print_line(server.url)
+    sys.stdout.flush()
+    if open_browser:
+        webbrowser.open(server.url)
+    gc.set_threshold(_GARBAGE_THRESHOLD)
+    server.run()
+    return ExitCode.OK
