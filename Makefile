@@ -77,6 +77,7 @@ check: lint types docs  ## lint, format, import order, types and documentation; 
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/biome ci
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.words
 

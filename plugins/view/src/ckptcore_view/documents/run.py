@@ -38,7 +38,6 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     owner = find_owner(steps.store)
     return {
         "location": viewed.location,
-        "now": time.time(),
         "owner": None if owner is None else owner.description,
         "older": len(candidates) - len(chosen),
         "leftovers": list(steps.leftovers),

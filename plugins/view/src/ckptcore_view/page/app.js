@@ -7,7 +7,7 @@ import { errorMessage, h } from "view/dom";
 import { showRun } from "view/run";
 
 const SCHEMES = ["light dark", "light", "dark"];
-const TITLES = { "light dark": "Colours: system", light: "Colours: light", dark: "Colours: dark" };
+const TITLES = { "light dark": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 
 let showing = new AbortController();
 
@@ -59,6 +59,7 @@ function pageOf(view) {
     other: parameters.get("other") ?? "",
     policy: parameters.get("policy") ?? view.policy ?? "",
     part: parameters.get("part") ?? "",
+    along: parameters.get("along") ?? "step",
     leaf: /^\d+$/.test(leaf ?? "") ? Number(leaf) : null,
     link,
     go: (values) => location.assign(link(values)),
@@ -69,10 +70,17 @@ function pageOf(view) {
 /** Return links to the places that contain the present one. */
 function trail(page) {
   const names = page.at ? page.at.split("/") : [];
-  const parts = [h("a", { href: page.link({}) }, page.view.location.split("/").filter(Boolean).at(-1) ?? page.view.location)];
+  const parts = [
+    h("a", { href: page.link({}) }, page.view.location.split("/").filter(Boolean).at(-1) ?? page.view.location),
+  ];
   names.forEach((name, number) => {
     const at = names.slice(0, number + 1).join("/");
-    parts.push(" › ", number === names.length - 1 ? h("span", { "aria-current": "page" }, name) : h("a", { href: page.link({ at }) }, name));
+    parts.push(
+      " › ",
+      number === names.length - 1
+        ? h("span", { "aria-current": "page" }, name)
+        : h("a", { href: page.link({ at }) }, name),
+    );
   });
   return parts;
 }
@@ -97,7 +105,7 @@ function setUpTheme() {
 /** Some browsers refuse to store anything for a file: then the choice lasts as long as the page. */
 function remembered() {
   try {
-    return localStorage.getItem("ckptcore-colours");
+    return localStorage.getItem("ckptcore-theme");
   } catch {
     return null;
   }
@@ -105,7 +113,7 @@ function remembered() {
 
 function remember(scheme) {
   try {
-    localStorage.setItem("ckptcore-colours", scheme);
+    localStorage.setItem("ckptcore-theme", scheme);
   } catch {
     // See `remembered`.
   }

@@ -95,7 +95,8 @@ async function showElements(at, leaf, array, section, signal) {
     try {
       const found = await loadDocument("elements", parameters, signal);
       input.value = found.index;
-      const text = () => table(found.rows[0]?.map((_, column) => `${column}`) ?? [], found.rows.slice(0, 200), "Elements");
+      const text = () =>
+        table(found.rows[0]?.map((_, column) => `${column}`) ?? [], found.rows.slice(0, 200), "Elements");
       shown.replaceChildren(found.numbers ? elementsChart(found) : text());
     } catch (error) {
       if (!signal.aborted) shown.replaceChildren(errorMessage(error));
@@ -149,7 +150,11 @@ function chunksSection({ shape, chunks }) {
     heading,
     h("p", { class: "muted" }, `${plural(chunks.count, "chunk")} in ${plural(chunks.objects.length, "object")}`),
     drawBoxes("Chunks, with a colour for each object", shape, boxes, "object"),
-    h("details", {}, h("summary", {}, "Bytes"), table(["range", "stored", "#offset", "#size", "object"], rows, "Chunks")),
+    h(
+      "details",
+      {},
+      h("summary", {}, "Bytes"),
+      table(["range", "stored", "#offset", "#size", "object"], rows, "Chunks"),
+    ),
   );
 }
-

@@ -15,13 +15,20 @@ const MOST_ROWS = 200;
  */
 export function drawBoxes(title, shape, boxes, heading) {
   const [rows, columns] = chosenAxes(shape, boxes);
-  const slab = boxes.filter((box) => shape.every((_, axis) => axis === rows || axis === columns || box.from[axis] === 0));
+  const slab = boxes.filter((box) =>
+    shape.every((_, axis) => axis === rows || axis === columns || box.from[axis] === 0),
+  );
   const tall = rows === null ? 1 : shape[rows] || 1;
   const wide = columns === null ? 1 : shape[columns] || 1;
   const height = rows === null ? 48 : Math.round(WIDTH * Math.min(0.5, Math.max(0.12, tall / wide)));
   const drawing = svg(
     "svg",
-    { class: "boxes", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}: ${boxes.length} boxes.` },
+    {
+      class: "boxes",
+      viewBox: `0 0 ${WIDTH} ${height}`,
+      role: "img",
+      "aria-label": `${title}: ${boxes.length} boxes.`,
+    },
     slab.map((box) => {
       const [left, right] = span(box, columns, wide, WIDTH);
       const [top, bottom] = span(box, rows, tall, height);
@@ -41,7 +48,7 @@ export function drawBoxes(title, shape, boxes, heading) {
     {},
     h("figcaption", {}, title),
     drawing,
-    h("p", { class: "muted" }, axesText(shape, rows, columns, slab.length, boxes.length)),
+    h("p", { class: "muted" }, axesText(rows, columns, slab.length, boxes.length)),
     h("details", {}, h("summary", {}, "Data"), table(["range", heading], data, title)),
   );
 }
@@ -60,7 +67,7 @@ function chosenAxes(shape, boxes) {
   return order.slice(0, 2).sort((a, b) => a - b);
 }
 
-function axesText(shape, rows, columns, drawn, all) {
+function axesText(rows, columns, drawn, all) {
   const axes = [rows === null ? null : `down: axis ${rows}`, columns === null ? null : `across: axis ${columns}`];
   const text = axes.filter((axis) => axis !== null).join(", ");
   return drawn === all ? text : `${text}; ${drawn} of ${all} boxes, those at index 0 of the other axes`;

@@ -124,7 +124,11 @@ export function histogramChart({ start, stop, counts }) {
     "Histogram",
     `${counts.length} bins from ${formatNumber(start)} to ${formatNumber(stop)}.`,
     [trace],
-    { bargap: 0, xaxis: { title: { text: "element" } }, yaxis: { title: { text: "count" }, ...(logarithmic && { type: "log" }) } },
+    {
+      bargap: 0,
+      xaxis: { title: { text: "element" } },
+      yaxis: { title: { text: "count" }, ...(logarithmic && { type: "log" }) },
+    },
     { headings: ["elements from, to", "#count"], rows },
   );
 }
@@ -136,7 +140,10 @@ export function elementsChart({ index, shape, rows }) {
   if (shape.length < 2) {
     const trace = { type: "scatter", mode: numbers[0].length > 60 ? "lines" : "lines+markers", y: numbers[0] };
     const layout = { xaxis: { title: { text: "position" } }, showlegend: false };
-    const data = { headings: ["#position", "#element"], rows: rows[0].slice(0, 500).map((one, at) => [at, formatNumber(one)]) };
+    const data = {
+      headings: ["#position", "#element"],
+      rows: rows[0].slice(0, 500).map((one, at) => [at, formatNumber(one)]),
+    };
     return chart(title, "A line through the elements.", [trace], layout, data);
   }
   const largest = Math.max(...numbers.flat().map((number) => Math.abs(number ?? 0)), Number.MIN_VALUE);

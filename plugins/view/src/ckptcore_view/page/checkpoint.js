@@ -4,7 +4,7 @@ import { showArray } from "view/array";
 import { chart, plain } from "view/charts";
 import { showDifferences } from "view/differences";
 import { isInReport, isReport, loadDocument, loadOnce } from "view/documents";
-import { factList, formatNumber, formatSeconds, formatSize, formatWhole, h, plural, table } from "view/dom";
+import { factList, formatNumber, formatSeconds, formatSize, formatTime, formatWhole, h, plural, table } from "view/dom";
 import { Tree } from "view/tree";
 
 /**
@@ -38,7 +38,14 @@ export async function showCheckpoint(page, main, signal) {
     ),
     body,
   );
-  const show = { tree: showTree, parts: showParts, files: showFiles, timeline: showTimeline, differences: showDifferences, origin: showOrigin };
+  const show = {
+    tree: showTree,
+    parts: showParts,
+    files: showFiles,
+    timeline: showTimeline,
+    differences: showDifferences,
+    origin: showOrigin,
+  };
   await show[tab](found, page, body, signal);
 }
 
@@ -47,12 +54,17 @@ function summary(found) {
   return factList([
     ["layout", found.layout],
     ["written by", found.writer],
-    ["created", found.created],
+    ["created", formatTime(found.created)],
     ["arrays", totals && formatWhole(totals.arrays)],
     ["values", totals?.values ? formatWhole(totals.values) : null],
     ["parameters", totals && formatWhole(totals.parameters)],
     ["size", totals ? formatSize(totals.nbytes) : null],
-    ["files", found.files?.count ? `${formatWhole(found.files.count)}${found.files.nbytes === null ? "" : `, ${formatSize(found.files.nbytes)}`}` : null],
+    [
+      "files",
+      found.files?.count
+        ? `${formatWhole(found.files.count)}${found.files.nbytes === null ? "" : `, ${formatSize(found.files.nbytes)}`}`
+        : null,
+    ],
     ...Object.entries(found.metrics).map(([name, value]) => [name, formatNumber(value)]),
   ]);
 }
@@ -64,7 +76,11 @@ function problems(found) {
     { class: "message bad", role: "alert" },
     h("strong", {}, `Damaged: ${plural(found.length, "problem")}. `),
     "Run `ckptcore verify` for details.",
-    h("ul", {}, found.slice(0, 10).map(([, message]) => h("li", {}, message))),
+    h(
+      "ul",
+      {},
+      found.slice(0, 10).map(([, message]) => h("li", {}, message)),
+    ),
   );
 }
 
@@ -109,18 +125,27 @@ async function showParts(found, page, body) {
         return known[number] ? h("a", { href: page.link({ at: place }) }, name) : name;
       });
       return [
-        h("span", { class: "name" }, links.flatMap((link, number) => (number ? [", ", link] : [link]))),
+        h(
+          "span",
+          { class: "name" },
+          links.flatMap((link, number) => (number ? [", ", link] : [link])),
+        ),
         one.kind === "files" ? "files" : one.layout,
         one.kind === "files" ? "" : formatWhole(one.arrays),
         one.kind === "files" ? "" : formatWhole(one.parameters),
         formatSize(one.nbytes),
-        one.processes === null || one.processes === undefined ? "" : `${plural(one.processes, "process", "processes")} separately`,
+        one.processes === null || one.processes === undefined
+          ? ""
+          : `${plural(one.processes, "process", "processes")} separately`,
       ];
     }),
   );
   const headings = ["name", "layout", "#arrays", "#parameters", "#size", "saved by"];
-  const reasons = Object.entries(found.unreadable).map(([name, reason]) => h("p", { class: "warning" }, `${name} cannot be read: ${reason}`));
-  const deleted = found.deleted.length > 0 && h("p", { class: "muted" }, `Deleted or lost: ${found.deleted.join(", ")}`);
+  const reasons = Object.entries(found.unreadable).map(([name, reason]) =>
+    h("p", { class: "warning" }, `${name} cannot be read: ${reason}`),
+  );
+  const deleted =
+    found.deleted.length > 0 && h("p", { class: "muted" }, `Deleted or lost: ${found.deleted.join(", ")}`);
   body.replaceChildren(table(headings, rows, "Checkpointables"), ...reasons, deleted || "");
 }
 
@@ -150,7 +175,11 @@ function showTimeline({ timeline }, _, body) {
     y: labels,
     base: timeline.map((event) => event.began * 1000),
     x: timeline.map((event) => Math.max(event.seconds * 1000, 0.001)),
-    text: timeline.map((event) => plain([formatSeconds(event.seconds), formatSize(event.nbytes), speed(event), event.error].filter(Boolean).join(", "))),
+    text: timeline.map((event) =>
+      plain(
+        [formatSeconds(event.seconds), formatSize(event.nbytes), speed(event), event.error].filter(Boolean).join(", "),
+      ),
+    ),
     textposition: "none",
     hovertemplate: "%{y}: %{text}<extra></extra>",
     marker: { color: timeline.map((event) => (event.error ? "#b0564a" : "#4c8dd6")) },
@@ -170,7 +199,9 @@ function showTimeline({ timeline }, _, body) {
     event.error ?? "",
   ]);
   const data = { headings: ["phase", "#rank", "#began", "#took", "#bytes", "#speed", "error"], rows };
-  body.replaceChildren(chart("Phases of the save", `${plural(timeline.length, "phase")} over time.`, [trace], layout, data));
+  body.replaceChildren(
+    chart("Phases of the save", `${plural(timeline.length, "phase")} over time.`, [trace], layout, data),
+  );
 }
 
 function showOrigin(found, _, body) {
@@ -186,4 +217,3 @@ function showOrigin(found, _, body) {
     found.custom ? h("section", {}, h("h3", {}, "Metadata"), h("pre", { tabindex: 0 }, found.custom)) : "",
   );
 }
-

@@ -57,7 +57,13 @@ function structure(found) {
   return h(
     "section",
     {},
-    h("h3", {}, found.count === 0 ? "The same structure, dtypes and values" : `${plural(found.count, "difference")} in structure, dtypes and values`),
+    h(
+      "h3",
+      {},
+      found.count === 0
+        ? "The same structure, dtypes and values"
+        : `${plural(found.count, "difference")} in structure, dtypes and values`,
+    ),
     h("p", { class: "muted" }, `A: ${found.a}, B: ${found.b}`),
     rows.length > 0 && table(["path", "what differs", "A", "B"], rows, "Differences"),
     more > 0 && h("p", { class: "muted" }, `and ${formatWhole(more)} more`),
@@ -72,7 +78,14 @@ async function elements(found, at, other, signal) {
     const [largest, norm] = [h("span"), h("span")];
     cells.set(pair.leaf, { state, largest, norm });
     const button = h("button", { type: "button", click: () => compare(pair, true) }, "Compare");
-    return [largest, norm, formatSize(pair.nbytes), isReport() ? "" : button, state, h("span", { class: "name" }, pair.path)];
+    return [
+      h("span", { class: "name" }, pair.path),
+      formatSize(pair.nbytes),
+      largest,
+      norm,
+      isReport() ? "" : button,
+      state,
+    ];
   });
   const compare = async (pair, isShown) => {
     const { state, largest, norm } = cells.get(pair.leaf);
@@ -91,7 +104,11 @@ async function elements(found, at, other, signal) {
       throw error;
     }
   };
-  const all = h("button", { type: "button" }, `Compare the elements of ${plural(found.pairs.length, "array")}, ${formatSize(found.nbytes)} of each`);
+  const all = h(
+    "button",
+    { type: "button" },
+    `Compare the elements of ${plural(found.pairs.length, "array")}, ${formatSize(found.nbytes)} of each`,
+  );
   const status = h("span", { class: "muted", role: "status" });
   const compareAll = async () => {
     all.disabled = true;
@@ -106,7 +123,8 @@ async function elements(found, at, other, signal) {
   };
   all.addEventListener("click", compareAll);
   if (isReport()) {
-    for (const pair of found.pairs) if (await isInReport("difference", { at, other, leaf: pair.leaf })) await compare(pair, true);
+    for (const pair of found.pairs)
+      if (await isInReport("difference", { at, other, leaf: pair.leaf })) await compare(pair, true);
   }
   return h(
     "section",
@@ -117,7 +135,11 @@ async function elements(found, at, other, signal) {
       : [
           isReport() ? "" : h("div", { class: "bar" }, all, status),
           worst,
-          table(["#largest error", "#norm of difference", "#size", "", "elements", "array"], rows, "Elements of arrays"),
+          table(
+            ["array", "#size", "#largest error", "#norm of difference", "", "elements"],
+            rows,
+            "Elements of arrays",
+          ),
         ],
   );
 }
@@ -130,5 +152,10 @@ function worstElements(one) {
     formatNumber(element.b),
     formatNumber(element.error),
   ]);
-  return h("section", {}, h("h3", {}, `Worst elements of ${one.path}`), table(["index", "#A", "#B", "#error"], rows, "Worst elements"));
+  return h(
+    "section",
+    {},
+    h("h3", {}, `Worst elements of ${one.path}`),
+    table(["index", "#A", "#B", "#error"], rows, "Worst elements"),
+  );
 }

@@ -24,7 +24,9 @@ function fill(element, properties, children) {
     else if (value === true) element.setAttribute(name, "");
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -55,15 +57,37 @@ export function factList(facts) {
 export function table(headings, rows, label) {
   const isNumber = headings.map((heading) => heading.startsWith("#"));
   const cell = (tag, content, column) =>
-    h(tag, { class: isNumber[column] ? "number" : tag === "td" && column === headings.length - 1 ? "wrap" : null }, content);
+    h(
+      tag,
+      { class: isNumber[column] ? "number" : tag === "td" && column === headings.length - 1 ? "wrap" : null },
+      content,
+    );
   return h(
     "div",
     { class: "wide", tabindex: 0, role: "region", "aria-label": label },
     h(
       "table",
       {},
-      h("thead", {}, h("tr", {}, headings.map((heading, column) => cell("th", heading.replace("#", ""), column)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((content, column) => cell("td", content ?? "", column))))),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          headings.map((heading, column) => cell("th", heading.replace("#", ""), column)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            row.map((content, column) => cell("td", content ?? "", column)),
+          ),
+        ),
+      ),
     ),
   );
 }
@@ -108,18 +132,10 @@ export function formatSeconds(seconds) {
   return `${Math.round(seconds / 60)} min`;
 }
 
-/** The age of a time in ISO 8601. `now` is in seconds since the epoch. */
-export function formatAge(created, now) {
-  const seconds = now - Date.parse(created ?? "") / 1000;
-  if (Number.isNaN(seconds)) return created ?? "";
-  for (const [length, unit] of [
-    [86400, "days"],
-    [3600, "h"],
-    [60, "min"],
-  ]) {
-    if (seconds >= 2 * length) return `${Math.floor(seconds / length).toLocaleString("en")} ${unit}`;
-  }
-  return `${Math.max(0, Math.round(seconds))} s`;
+/** A time in ISO 8601, in the time zone of the browser: "2026-11-27 18:53:54". */
+export function formatTime(time) {
+  const date = new Date(time ?? "");
+  return Number.isNaN(date.getTime()) ? (time ?? "") : date.toLocaleString("sv");
 }
 
 /** A number and its noun: "1 array", "2 arrays". */

@@ -2,7 +2,18 @@
 
 import { chart, plain } from "view/charts";
 import { isInReport, isReport, loadDocument, loadOnce } from "view/documents";
-import { errorMessage, factList, formatAge, formatNumber, formatSeconds, formatSize, formatWhole, h, plural, table } from "view/dom";
+import {
+  errorMessage,
+  factList,
+  formatNumber,
+  formatSeconds,
+  formatSize,
+  formatTime,
+  formatWhole,
+  h,
+  plural,
+  table,
+} from "view/dom";
 
 const REFRESH_MS = 3000;
 const STYLES = { committed: "good", foreign: "good", uncommitted: "warning", other: "muted" };
@@ -35,27 +46,46 @@ export async function showRun(page, main, signal) {
 async function showSteps(page, body, signal) {
   const shown = h("div");
   const message = h("div", { role: "status" });
-  let policy = page.policy;
+  let { policy, along } = page;
   let last = "";
   const refresh = async () => {
     const run = await loadDocument("run", policy ? { policy } : {}, signal);
-    const { now, ...rest } = run;
-    const text = JSON.stringify(rest);
-    if (text !== last) {
-      last = text;
-      const known = new Set();
-      for (const one of run.steps) if (!isReport() || (await isInReport("checkpoint", { at: one.name }))) known.add(one.name);
-      shown.replaceChildren(...stepParts(run, page, known));
-    }
+    const text = JSON.stringify([run, along]);
+    if (text === last) return;
+    last = text;
+    const known = new Set();
+    for (const one of run.steps)
+      if (!isReport() || (await isInReport("checkpoint", { at: one.name }))) known.add(one.name);
+    const focused = document.activeElement?.getAttribute("href");
+    shown.replaceChildren(...stepParts(run, page, known, along));
+    if (focused) [...shown.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
   };
+  const select = h(
+    "select",
+    {
+      change: () => {
+        along = select.value;
+        page.replace({ tab: "steps", policy, along });
+        refresh();
+      },
+    },
+    ["step", "time"].map((name) => h("option", { value: name, selected: name === along }, name)),
+  );
   const form = h(
     "form",
     { class: "bar" },
+    h("label", {}, "Charts by", select),
     h(
       "label",
       { class: "grow" },
       "Policy",
-      h("input", { name: "policy", value: policy, placeholder: "latest_n=3,best_n=1:loss:min", spellcheck: "false", class: "name" }),
+      h("input", {
+        name: "policy",
+        value: policy,
+        placeholder: "latest_n=3,best_n=1:loss:min",
+        spellcheck: "false",
+        class: "name",
+      }),
     ),
     h("button", { type: "submit" }, "Show what it keeps"),
   );
@@ -67,7 +97,7 @@ async function showSteps(page, body, signal) {
     refresh().then(
       () => {
         message.replaceChildren();
-        page.replace({ tab: "steps", policy });
+        page.replace({ tab: "steps", policy, along });
       },
       (error) => {
         policy = before;
@@ -75,7 +105,7 @@ async function showSteps(page, body, signal) {
       },
     );
   });
-  body.replaceChildren(...(isReport() ? [] : [form]), message, shown);
+  body.replaceChildren(isReport() ? h("div", { class: "bar" }, form.firstChild) : form, message, shown);
   await refresh();
   if (!isReport()) keepRefreshing(refresh, message, signal);
 }
@@ -97,7 +127,7 @@ async function keepRefreshing(refresh, message, signal) {
   }
 }
 
-function stepParts(run, page, known) {
+function stepParts(run, page, known, along) {
   const sizes = run.steps.reduce((sum, one) => sum + (one.nbytes ?? 0), 0);
   return [
     factList([
@@ -106,56 +136,90 @@ function stepParts(run, page, known) {
       ["size", formatSize(sizes)],
       ["owner", run.owner ?? "none"],
     ]),
-    ...run.leftovers.map((name) => h("p", { class: "warning" }, `Unfinished: ${name}, of a save or deletion that is running or failed`)),
+    ...run.leftovers.map((name) =>
+      h("p", { class: "warning" }, `Unfinished: ${name}, of a save or deletion that is running or failed`),
+    ),
     run.steps.length === 0 ? h("p", { class: "muted" }, "No step was saved yet.") : "",
     stepTable(run, page, known),
-    ...charts(run),
+    ...charts(run, along),
   ];
 }
 
 function stepTable(run, page, known) {
   const hasPolicy = run.policy !== null;
   const metrics = [...new Set(run.steps.flatMap((one) => Object.keys(one.metrics)))];
-  const rows = run.steps.toReversed().map((one) => [
-    known.has(one.name) && one.state !== "uncommitted" && one.state !== "other"
-      ? h("a", { href: page.link({ at: one.name }) }, formatWhole(one.step))
-      : formatWhole(one.step),
-    formatAge(one.created, run.now),
-    formatSize(one.nbytes),
-    formatSeconds(one.seconds),
-    formatSeconds(one.blocked),
-    ...metrics.map((name) => formatNumber(one.metrics[name])),
-    h("span", { class: STYLES[one.state] ?? "bad" }, one.state),
-    [
-      one.pinned && "pinned",
-      hasPolicy && (one.kept ? `kept: ${one.reasons.join("; ")}` : h("span", { class: "warning" }, "deleted")),
-      one.error && h("span", { class: "bad" }, one.error),
-    ]
-      .filter(Boolean)
-      .flatMap((note, number) => (number ? [" · ", note] : [note])),
-  ]);
-  const headings = ["#step", "#age", "#size", "#duration", "#blocked", ...metrics.map((name) => `#${name}`), "state", hasPolicy ? "policy, notes" : "notes"];
+  const rows = run.steps
+    .toReversed()
+    .map((one) => [
+      known.has(one.name) && one.state !== "uncommitted" && one.state !== "other"
+        ? h("a", { href: page.link({ at: one.name }) }, formatWhole(one.step))
+        : formatWhole(one.step),
+      formatTime(one.created),
+      formatSize(one.nbytes),
+      formatSeconds(one.seconds),
+      formatSeconds(one.blocked),
+      ...metrics.map((name) => formatNumber(one.metrics[name])),
+      h("span", { class: STYLES[one.state] ?? "bad" }, one.state),
+      [
+        one.pinned && "pinned",
+        hasPolicy &&
+          (one.kept ? `kept: ${one.reasons.join("; ")}` : h("span", { class: "warning" }, "would be deleted")),
+        one.error && h("span", { class: "bad" }, one.error),
+      ]
+        .filter(Boolean)
+        .flatMap((note, number) => (number ? [" · ", note] : [note])),
+    ]);
+  const headings = [
+    "#step",
+    "saved",
+    "#size",
+    "#duration",
+    "#blocked",
+    ...metrics.map((name) => `#${name}`),
+    "state",
+    hasPolicy ? "policy, notes" : "notes",
+  ];
   return rows.length > 0 ? h("section", {}, table(headings, rows, "Steps")) : "";
 }
 
-function charts(run) {
+/** Charts of the steps, along their numbers or the times at which they were saved. */
+function charts(run, along) {
   const saved = run.steps.filter((one) => one.nbytes !== null);
   if (saved.length < 2) return [];
-  const x = saved.map((one) => one.step);
-  const axis = { title: { text: "step" } };
-  const line = (name, values, more = {}) => ({ type: "scatter", mode: "lines+markers", name: plain(name), x, y: values, ...more });
+  const x = saved.map((one) => (along === "time" ? one.created : one.step));
+  const axis = along === "time" ? { type: "date" } : { title: { text: "step" } };
+  const line = (name, values, more = {}) => ({
+    type: "scatter",
+    mode: "lines+markers",
+    name: plain(name),
+    x,
+    y: values,
+    ...more,
+  });
   const found = [
     chart(
       "Duration of saves",
       "Seconds of each save, and seconds during which the training was blocked.",
-      [line("duration", saved.map((one) => one.seconds)), line("blocked", saved.map((one) => one.blocked))],
+      [
+        line(
+          "duration",
+          saved.map((one) => one.seconds),
+        ),
+        line(
+          "blocked",
+          saved.map((one) => one.blocked),
+        ),
+      ],
       { xaxis: axis, yaxis: { title: { text: "seconds" }, rangemode: "tozero" } },
-      { headings: ["#step", "#duration", "#blocked"], rows: saved.map((one) => [one.step, formatSeconds(one.seconds), formatSeconds(one.blocked)]) },
+      {
+        headings: ["#step", "#duration", "#blocked"],
+        rows: saved.map((one) => [one.step, formatSeconds(one.seconds), formatSeconds(one.blocked)]),
+      },
     ),
     chart(
       "Size",
       "Bytes of each step.",
-      [{ type: "bar", x, y: saved.map((one) => one.nbytes), hovertemplate: "step %{x}: %{y:.3s}B<extra></extra>" }],
+      [{ type: "bar", x, y: saved.map((one) => one.nbytes), hovertemplate: "%{x}: %{y:.3s}B<extra></extra>" }],
       { xaxis: axis, yaxis: { title: { text: "bytes" }, tickformat: ".2s" } },
       { headings: ["#step", "#size"], rows: saved.map((one) => [one.step, formatSize(one.nbytes)]) },
     ),
@@ -163,7 +227,15 @@ function charts(run) {
   for (const name of new Set(saved.flatMap((one) => Object.keys(one.metrics)))) {
     const values = saved.map((one) => (typeof one.metrics[name] === "number" ? one.metrics[name] : null));
     const rows = saved.map((one) => [one.step, formatNumber(one.metrics[name])]);
-    found.push(chart(name, "A metric over the steps.", [line(name, values)], { xaxis: axis }, { headings: ["#step", `#${name}`], rows }));
+    found.push(
+      chart(
+        name,
+        "A metric over the steps.",
+        [line(name, values)],
+        { xaxis: axis },
+        { headings: ["#step", `#${name}`], rows },
+      ),
+    );
   }
   return found;
 }
@@ -181,7 +253,9 @@ async function showNorms(page, body, signal) {
   const first = await loadOnce("checkpoint", { at: newest.name });
   if (first.kind === "checkpointables" && !page.part) {
     const parts = first.checkpointables.filter((one) => one.kind === "tree").map((one) => one.places[0]);
-    const links = parts.map((part) => h("li", {}, h("a", { href: page.link({ tab: "norms", part }), class: "name" }, part)));
+    const links = parts.map((part) =>
+      h("li", {}, h("a", { href: page.link({ tab: "norms", part }), class: "name" }, part)),
+    );
     body.replaceChildren(h("p", {}, "Choose a checkpointable:"), h("ul", {}, links));
     return;
   }
@@ -195,13 +269,17 @@ class Norms {
     Object.assign(this, { rows, steps, place, of, signal });
     this.lines = new Map();
     this.paths = pathsOf(rows);
-    this.list = h("ul", { class: "name" });
+    this.list = h("ul", { class: "name choices" });
     this.status = h("p", { class: "muted", role: "status" });
     this.figure = h("div");
     const search = h("input", { type: "search", placeholder: "Search names", "aria-label": "Search arrays" });
     search.addEventListener("input", () => this.search(search.value));
     this.elements = [
-      h("p", { class: "muted" }, `The norm of an array in ${plural(steps.length, "step")}. Each chosen array is read from every step.`),
+      h(
+        "p",
+        { class: "muted" },
+        `The norm of an array in ${plural(steps.length, "step")}. Each chosen array is read from every step.`,
+      ),
       h("div", { class: "bar" }, h("span", { class: "bar grow" }, search)),
       this.list,
       this.status,
@@ -228,7 +306,11 @@ class Norms {
     const leaf = this.rows.leaves[row];
     const box = h("input", { type: "checkbox", checked: this.lines.has(leaf) });
     box.addEventListener("change", () => (box.checked ? this.add(row) : this.remove(leaf)));
-    return h("li", {}, h("label", {}, box, ` ${this.paths[row]} `, h("span", { class: "muted" }, formatSize(this.rows.nbytes[row]))));
+    return h(
+      "li",
+      {},
+      h("label", {}, box, ` ${this.paths[row]} `, h("span", { class: "muted" }, formatSize(this.rows.nbytes[row]))),
+    );
   }
 
   parameters(step, leaf) {
@@ -257,11 +339,24 @@ class Norms {
   draw() {
     const x = this.steps.map((one) => one.step);
     const lines = [...this.lines.values()];
-    const traces = lines.map(({ name, norms }) => ({ type: "scatter", mode: "lines+markers", name: plain(name), x, y: norms }));
-    const layout = { height: 360, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "norm" } }, showlegend: true };
+    const traces = lines.map(({ name, norms }) => ({
+      type: "scatter",
+      mode: "lines+markers",
+      name: plain(name),
+      x,
+      y: norms,
+    }));
+    const layout = {
+      height: 360,
+      xaxis: { title: { text: "step" } },
+      yaxis: { title: { text: "norm" } },
+      showlegend: true,
+    };
     const rows = x.map((step, at) => [step, ...lines.map(({ norms }) => formatNumber(norms[at]))]);
     const data = { headings: ["#step", ...lines.map(({ name }) => `#${name}`)], rows };
-    this.figure.replaceChildren(lines.length > 0 ? chart("Norms over steps", plural(lines.length, "line"), traces, layout, data) : "");
+    this.figure.replaceChildren(
+      lines.length > 0 ? chart("Norms over steps", plural(lines.length, "line"), traces, layout, data) : "",
+    );
   }
 }
 

@@ -118,7 +118,11 @@ export class Tree {
         { class: "number parameters", role: "gridcell", title: `${formatWhole(parameters[row])} parameters` },
         arrays[row] > 0 && formatCount(parameters[row]),
       ),
-      h("span", { class: "number", role: "gridcell", title: `${formatWhole(nbytes[row])} bytes` }, arrays[row] > 0 && formatSize(nbytes[row])),
+      h(
+        "span",
+        { class: "number", role: "gridcell", title: `${formatWhole(nbytes[row])} bytes` },
+        arrays[row] > 0 && formatSize(nbytes[row]),
+      ),
     );
     element.style.top = `${at * ROW}px`;
     element.style.setProperty("--depth", depths[row]);
@@ -159,7 +163,14 @@ export class Tree {
     const page = Math.max(1, Math.floor(this.grid.clientHeight / ROW) - 1);
     const isOpen = this.isOpen[this.active] === 1;
     const hasChildren = this.rows.stops[this.active] > this.active + 1;
-    const moves = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: this.visible.length - 1 };
+    const moves = {
+      ArrowDown: at + 1,
+      ArrowUp: at - 1,
+      PageDown: at + page,
+      PageUp: at - page,
+      Home: 0,
+      End: this.visible.length - 1,
+    };
     if (event.key in moves) {
       this.active = this.visible[Math.min(Math.max(moves[event.key], 0), this.visible.length - 1)];
       this.draw();
@@ -182,7 +193,8 @@ export class Tree {
   scrollToActive() {
     const top = this.visible.indexOf(this.active) * ROW;
     if (top < this.grid.scrollTop) this.grid.scrollTop = top;
-    else if (top + ROW > this.grid.scrollTop + this.grid.clientHeight) this.grid.scrollTop = top + ROW - this.grid.clientHeight;
+    else if (top + ROW > this.grid.scrollTop + this.grid.clientHeight)
+      this.grid.scrollTop = top + ROW - this.grid.clientHeight;
     this.draw();
   }
 
