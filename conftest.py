@@ -41,6 +41,7 @@ _SYSTEM: Final = frozenset(
         "examples",
         "plugins/ray_coordinator/tests",
         "plugins/storage_s3/tests",
+        "plugins/view/tests/page",
         "tests/controller",
         "tests/crashes",
         "tests/examples",

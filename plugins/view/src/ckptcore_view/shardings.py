@@ -39,7 +39,7 @@ def sharding_of(record: ArrayRecord) -> Sharding | None:
     for describe in (_named_sharding, _single_device, _dtensor):
         try:
             found = describe(record.notes, shape)
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             continue  # notes of a handler that is not known here
         if found is not None:
             return found

@@ -101,6 +101,10 @@ class OpenTree:
             raise CheckpointNotFoundError(f"{self.location} has no array {format_path(path)}")
         return leaf
 
+    def stored(self, leaf: int) -> int:
+        """Return the number of the leaf that stores the elements of an array: another one if it is tied."""
+        return self.tree.aliases.get(leaf, leaf)
+
     def array(self, leaf: int) -> StoredArray:
         """Return an array, which is read when it is indexed."""
         return StoredArray(self.state, leaf, self.path(leaf), self.record(leaf).spec)

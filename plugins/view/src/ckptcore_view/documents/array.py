@@ -32,7 +32,7 @@ def array_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 def _array(opened: OpenTree, leaf: int) -> Mapping[str, JSON]:
     record, tree = opened.record(leaf), opened.tree
-    stored = tree.aliases.get(leaf, leaf)
+    stored = opened.stored(leaf)
     return {
         "path": format_path(tree.paths[leaf]),
         "kind": record.kind,

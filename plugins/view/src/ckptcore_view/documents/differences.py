@@ -38,7 +38,7 @@ def _differences(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSO
         "arrays": len(comparison.pairs),
         "nbytes": comparison.nbytes,
         "pairs": [
-            {"path": format_path(pair.path), "leaf": pair.a, "nbytes": a.record(pair.a).spec.nbytes}
+            {"path": format_path(pair.path), "leaf": a.side.leaves[pair.path], "nbytes": a.record(pair.a).spec.nbytes}
             for pair in comparison.pairs[:_MAX_ROWS]
         ],
     }
@@ -59,7 +59,7 @@ def difference_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 def _difference(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON]:
     leaf = request.number("leaf")
     path = a.path(leaf)
-    pair = ArrayPair(path, leaf, b.leaf_at(path))
+    pair = ArrayPair(path, a.stored(leaf), b.stored(b.leaf_at(path)))
     spec, other = a.record(pair.a).spec, b.record(pair.b).spec
     if spec.shape != other.shape:
         raise BadRequestError(f"{format_path(path)} is {spec} in {a.location} and {other} in {b.location}")

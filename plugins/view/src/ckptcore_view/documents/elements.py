@@ -82,7 +82,7 @@ def _elements(opened: OpenTree, leaf: int, text: str) -> Mapping[str, JSON]:
     index = parse_index(text) if text.strip() else _first_window(array.shape)
     try:
         shape = index_box(index, array.shape).shape
-    except IndexError as error:
+    except (IndexError, ValueError) as error:
         raise BadRequestError(f"{text[:80]!r}: {error}") from error
     if len(shape) > 2:
         raise BadRequestError(f"{format_index(index)} has {len(shape)} axes: select one index on all but two axes")

@@ -1,0 +1,65 @@
+"""Runs, checkpoints and documents for the tests of the viewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ckptcore_view.documents import Request, document_of
+from ckptcore_view.viewed import Viewed
+
+import ckptcore
+from ckptcore.context import default_context
+
+Load = Callable[..., Any]
+
+
+def state(scale: float = 1.0) -> dict[str, Any]:
+    """A tree with dotted names, values and arrays of several shapes."""
+    weight = np.arange(64 * 48, dtype=np.float32).reshape(64, 48) * np.float32(scale)
+    return {
+        "model": {
+            "layers.0.weight": weight,
+            "layers.0.bias": np.zeros(48, np.float32),
+            "layers.1.weight": weight[:2] + 1,
+            "layers.1.bias": np.full(48, np.nan, np.float32),
+            "head": weight,
+        },
+        "step": 5,
+        "name": "a run",
+        "cube": np.ones((2, 3, 4), np.int16),
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of one tree."""
+    ckptcore.save(tmp_path / "checkpoint", state(), metadata={"note": "for tests"})
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with the steps 10, 20 and 30, and metrics."""
+    with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(step, state(step), metrics={"loss": 1 / step})
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def documents() -> Callable[..., Load]:
+    """Returns a function that loads the documents of a location."""
+
+    def of(location: object, **options: Any) -> Load:
+        viewed = Viewed(str(location), default_context(), **options)
+
+        def load(name: str, **parameters: object) -> Any:
+            return document_of(viewed, name, Request({key: str(value) for key, value in parameters.items()}))
+
+        return load
+
+    return of
