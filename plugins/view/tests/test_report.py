@@ -1,0 +1,127 @@
+"""Reports, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ckptcore_view.report import write_report
+from click.testing import CliRunner, Result
+
+import ckptcore
+from ckptcore.errors import CheckpointNotFoundError
+from plugins.view.tests.conftest import state
+
+
+def documents_of(report: Path) -> dict[str, Any]:
+    """Return the documents of a report."""
+    found = re.search(r'id="documents">([^<]*)<', report.read_text())
+    assert found is not None
+    documents: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    return documents
+
+
+def names(documents: dict[str, Any]) -> set[str]:
+    return {key.partition("\n")[0] for key in documents}
+
+
+def test_a_report_of_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", checkpoint)
+    documents = documents_of(tmp_path / "report.html")
+    assert names(documents) == {"view", "checkpoint", "tree", "array", "statistics", "elements"}
+    assert documents["statistics\nat=\nleaf=0"]["maximum"] == 64 * 48 - 1
+
+
+def test_nothing_in_a_report_is_loaded_from_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", checkpoint)
+    html = (tmp_path / "report.html").read_text()
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', html) == []
+    assert "default-src 'none'" in html
+    assert "{{" not in html
+
+
+def test_chosen_arrays(checkpoint: Path, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", checkpoint, arrays=["bias", "cu*"])
+    documents = documents_of(tmp_path / "report.html")
+    read = [key for key in documents if key.startswith("statistics")]
+    assert [documents[key.replace("statistics", "array", 1)]["path"] for key in read] == [
+        "model['layers.0.bias']",
+        "model['layers.1.bias']",
+        "cube",
+    ]
+
+
+def test_large_checkpoints_are_not_read(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore_view.report._READ_BYTES", 100)
+    write_report(tmp_path / "report.html", checkpoint)
+    assert names(documents_of(tmp_path / "report.html")) == {"view", "checkpoint", "tree", "array"}
+
+
+def test_a_report_of_a_run(run: Path, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", run, policy="latest_n=1")
+    documents = documents_of(tmp_path / "report.html")
+    assert documents["run\npolicy=latest_n=1"]["steps"][0]["kept"] is False
+    assert documents["run"] == documents["run\npolicy=latest_n=1"]
+    assert documents["checkpoint\nat=30"]["layout"] == "safetensors"
+    assert documents["statistics\nat=10\nleaf=0\nof=30"]["norm"] > 0
+    assert documents["difference\nat=30\nother=20\nleaf=0"]["differing"] == 64 * 48 - 1
+
+
+def test_a_report_of_several_checkpointables(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": state(), "rng": np.random.default_rng(0)})
+    write_report(tmp_path / "report.html", tmp_path / "c")
+    documents = documents_of(tmp_path / "report.html")
+    assert {"checkpoint\nat=model", "tree\nat=model", "checkpoint\nat=rng"} <= documents.keys()
+
+
+def test_a_comparison(checkpoint: Path, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "other", state(3.0))
+    write_report(tmp_path / "report.html", checkpoint, compare=tmp_path / "other")
+    documents = documents_of(tmp_path / "report.html")
+    assert documents["differences\nat=\nother=//other"]["count"] == 0
+    assert documents["difference\nat=\nother=//other\nleaf=0"]["differing"] == 64 * 48 - 1
+
+
+def test_damaged_arrays_are_errors_in_the_report(checkpoint: Path, tmp_path: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    write_report(tmp_path / "report.html", checkpoint)
+    documents = documents_of(tmp_path / "report.html")
+    assert any("model.safetensors" in str(one.get("error")) for one in documents.values())
+
+
+def test_a_failed_report_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("old")
+    with pytest.raises(CheckpointNotFoundError):
+        write_report(tmp_path / "report.html", tmp_path / "nothing")
+    assert (tmp_path / "report.html").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def view(*arguments: object) -> Result:
+    from ckptcore_tools.cli.application import application
+
+    return CliRunner().invoke(application, ["view", *map(str, arguments)])
+
+
+def test_the_command_writes_a_report(checkpoint: Path, tmp_path: Path) -> None:
+    result = view(checkpoint, "--out", tmp_path / "report.html", "--arrays", "cube")
+    assert (result.exit_code, result.stdout) == (0, f"written: {tmp_path / 'report.html'}\n")
+    document = json.loads(view(checkpoint, "--out", tmp_path / "report.html", "--json").stdout)
+    assert document["schema"] == "ckptcore.view/1"
+
+
+def test_errors_of_the_command(tmp_path: Path, run: Path) -> None:
+    assert view(tmp_path / "nothing").exit_code == 3
+    assert view(run, "--named", "x", "--out", tmp_path / "r").exit_code == 2
+    result = view(run, "--policy", "nonsense", "--out", tmp_path / "r")
+    assert result.exit_code == 2
+    assert "nonsense" in result.stderr
