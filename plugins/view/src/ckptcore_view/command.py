@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import sys
 import webbrowser
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import click
 from ckptcore_tools.cli.command import NAMED_HELP, ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import print_document, print_line, printable
+from ckptcore_tools.policy_text import parse_preservation
 
 from ckptcore.step_names import StepNames
 from ckptcore_view.report import write_report
 from ckptcore_view.viewed import Viewed
 
 __all__ = ["command"]
+
+T = TypeVar("T")
 
 _GARBAGE_THRESHOLD: Final = 200_000
 """New objects before garbage is collected. A tree of 100,000 arrays has so many objects, and no garbage among them."""
@@ -51,10 +55,9 @@ def command(
     the checkpoint. An array is read when it is looked at. With --out, the page is one HTML file that needs no network.
     """
     context = command_context()
-    try:
-        step_names = None if named is None else StepNames.of(named)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--named") from error
+    step_names = None if named is None else _parsed(named, StepNames.of, "--named")
+    if policy:
+        _parsed(policy, parse_preservation, "--policy")
     if out is not None:
         write_report(
             out,
@@ -83,3 +86,10 @@ def command(
     gc.set_threshold(_GARBAGE_THRESHOLD)
     server.run()
     return ExitCode.OK
+
+
+def _parsed(text: str, parse: Callable[[str], T], option: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from error
