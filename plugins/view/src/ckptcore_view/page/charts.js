@@ -7,7 +7,7 @@ const COLOURS = ["#4c8dd6", "#d97b29", "#3f9e63", "#c65b8e", "#8a6fd1", "#9a7d2e
 const SETTINGS = {
   displaylogo: false,
   responsive: true,
-  modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+  modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]], // the default ones can send data to a server
 };
 
 const drawn = new Set();
@@ -27,7 +27,7 @@ export function colour(number) {
  * @param {{headings: string[], rows: any[][]}} [data] the data as a table.
  */
 export function chart(title, description, traces, layout, data = undefined) {
-  const area = h("div", { class: "chart", role: "img", "aria-label": `${title}. ${description}` });
+  const area = h("div", { class: "chart", role: "group", "aria-label": `${title}. ${description}` });
   area.style.minHeight = `${layout.height ?? 240}px`;
   draw(area, traces, layout).catch((error) => area.replaceChildren(errorMessage(error)));
   return h(

@@ -214,6 +214,6 @@ function showOrigin(found, _, body) {
       ["digest", found.digest && h("code", {}, found.digest)],
       ["bases", found.bases?.join(", ")],
     ]),
-    found.custom ? h("section", {}, h("h3", {}, "Metadata"), h("pre", { tabindex: 0 }, found.custom)) : "",
+    found.custom ? h("section", {}, h("h2", {}, "Metadata"), h("pre", { tabindex: 0 }, found.custom)) : "",
   );
 }

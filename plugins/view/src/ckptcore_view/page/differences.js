@@ -58,7 +58,7 @@ function structure(found) {
     "section",
     {},
     h(
-      "h3",
+      "h2",
       {},
       found.count === 0
         ? "The same structure, dtypes and values"
@@ -129,14 +129,14 @@ async function elements(found, at, other, signal) {
   return h(
     "section",
     {},
-    h("h3", {}, "Elements of arrays"),
+    h("h2", {}, "Elements of arrays"),
     found.pairs.length === 0
       ? h("p", { class: "muted" }, "No array is in both with the same shape.")
       : [
           isReport() ? "" : h("div", { class: "bar" }, all, status),
           worst,
           table(
-            ["array", "#size", "#largest error", "#norm of difference", "", "elements"],
+            ["array", "#size", "#largest error", "#norm of difference", "compare", "elements"],
             rows,
             "Elements of arrays",
           ),
@@ -155,7 +155,7 @@ function worstElements(one) {
   return h(
     "section",
     {},
-    h("h3", {}, `Worst elements of ${one.path}`),
+    h("h2", {}, `Worst elements of ${one.path}`),
     table(["index", "#A", "#B", "#error"], rows, "Worst elements"),
   );
 }

@@ -44,7 +44,7 @@ export function factList(facts) {
   return h(
     "dl",
     { class: "facts" },
-    known.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+    known.map(([name, value]) => h("div", {}, h("dt", {}, name), " ", h("dd", {}, value))),
   );
 }
 

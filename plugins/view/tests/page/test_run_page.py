@@ -1,0 +1,123 @@
+"""The page of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+import ckptcore
+from plugins.view.tests.conftest import state
+from plugins.view.tests.page.conftest import Show
+
+BOTH = pytest.mark.parametrize("report", [False, True], ids=["served", "report"])
+
+
+@BOTH
+def test_the_steps(report: bool, run: Path, show: Show) -> None:
+    page = show(run, report=report)
+    steps = page.get_by_role("region", name="Steps")
+    expect(steps.get_by_role("row")).to_have_count(4)
+    expect(steps.get_by_role("row").nth(1)).to_contain_text("committed")
+    expect(steps.get_by_role("row").nth(3)).to_contain_text("0.1")
+    expect(page.locator("figcaption")).to_have_text(["Duration of saves", "Size", "loss"])
+    expect(page.locator(".plot-container")).to_have_count(3)
+    page.get_by_label("Charts by").select_option("time")
+    expect(page.locator(".plot-container")).to_have_count(3)
+
+
+@BOTH
+def test_a_step(report: bool, run: Path, show: Show) -> None:
+    page = show(run, report=report)
+    page.get_by_role("region", name="Steps").get_by_role("link", name="30").click()
+    expect(page.get_by_role("treegrid")).to_contain_text("layers")
+    page.get_by_role("link", name="Differences").click()
+    if not report:
+        page.get_by_label("Compare with").select_option("step 10")
+    expect(page.get_by_role("region", name="Elements of arrays")).to_contain_text("layers.0.weight")
+    page.get_by_label("Location").get_by_role("link", name="run").click()
+    expect(page.get_by_role("region", name="Steps")).to_be_visible()
+
+
+@BOTH
+def test_what_a_policy_keeps(report: bool, run: Path, show: Show) -> None:
+    page = show(run, report=report, policy="latest_n=1")
+    steps = page.get_by_role("region", name="Steps")
+    expect(steps.get_by_text("would be deleted")).to_have_count(2)
+    expect(steps).to_contain_text("kept: the latest 1")
+
+
+def test_another_policy(run: Path, show: Show) -> None:
+    page = show(run, expected="400 (Bad Request)")
+    page.get_by_label("Policy").fill("best_n=2:loss:min")
+    page.get_by_role("button", name="Show what it keeps").click()
+    expect(page.get_by_text("the best 2 by loss (min)")).to_have_count(2)
+    page.get_by_label("Policy").fill("nonsense")
+    page.get_by_role("button", name="Show what it keeps").click()
+    expect(page.get_by_role("alert")).to_contain_text("nonsense")
+
+
+def test_new_steps_appear_by_themselves(run: Path, show: Show) -> None:
+    page = show(run)
+    steps = page.get_by_role("region", name="Steps")
+    expect(steps.get_by_role("row")).to_have_count(4)
+    with ckptcore.Checkpointer(run) as checkpointer:
+        checkpointer.save(40, state(), metrics={"loss": 0.01})
+    expect(steps.get_by_role("row")).to_have_count(5)
+    expect(steps.get_by_role("row").nth(1)).to_contain_text("40")
+
+
+def test_the_first_step_of_an_empty_run_appears(tmp_path: Path, show: Show) -> None:
+    (tmp_path / "run").mkdir()
+    page = show(tmp_path / "run")
+    expect(page.get_by_text("No step was saved yet")).to_be_visible()
+    with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state())
+    expect(page.get_by_role("region", name="Steps").get_by_role("row")).to_have_count(2)
+
+
+@BOTH
+def test_damaged_and_unfinished_steps(report: bool, run: Path, show: Show) -> None:
+    (run / "10" / "model.safetensors").unlink()
+    (run / "20" / "checkpoint.json").write_bytes(b"{")
+    (run / ".40.0123456789abcdef.ckptcore").mkdir()
+    page = show(run, report=report)
+    steps = page.get_by_role("region", name="Steps")
+    expect(steps.locator(".bad").filter(has_text="incomplete")).to_have_count(1)
+    expect(steps.locator(".bad").filter(has_text="corrupt")).to_have_count(1)
+    expect(steps).to_contain_text("model.safetensors is missing")
+    expect(page.get_by_text("Unfinished: .40.")).to_be_visible()
+
+
+@BOTH
+def test_norms_over_steps(report: bool, run: Path, show: Show) -> None:
+    page = show(run, "#tab=norms", report=report)
+    if not report:
+        page.get_by_label("Search arrays").fill("0/weight")
+        page.get_by_role("checkbox").check()
+    figure = page.locator("figure", has_text="Norms over steps")
+    expect(figure.locator(".plot-container").first).to_be_visible()
+    figure.get_by_text("Data").click()
+    table = figure.get_by_role("region")
+    expect(table).to_contain_text("model/layers/0/weight")
+    expect(table.get_by_role("row")).to_have_count(4)
+
+
+def test_norms_of_a_checkpointable(tmp_path: Path, show: Show) -> None:
+    with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_checkpointables(step, {"model": state(step), "extra": {"x": 1}})
+    page = show(tmp_path / "run", "#tab=norms")
+    page.get_by_role("link", name="model").click()
+    page.get_by_label("Search arrays").fill("0/weight")
+    page.get_by_role("checkbox").check()
+    expect(page.locator("figure", has_text="Norms over steps").locator(".plot-container").first).to_be_visible()
+
+
+def test_leaving_the_page_stops_reads(run: Path, show: Show) -> None:
+    page = show(run, "#at=30&leaf=0")
+    expect(page.locator(".panel .plot-container").first).to_be_visible()
+    page.get_by_label("Location").get_by_role("link", name="run").click()
+    page.go_back()
+    expect(page.get_by_role("treegrid")).to_be_visible()
