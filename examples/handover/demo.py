@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+
+from ckptcore_view.report import write_report
 
 import ckptcore
 from ckptcore.policies import FixedInterval
@@ -17,6 +20,7 @@ from examples.minilm.report import Report
 __all__ = ["main"]
 
 _KILL_AFTER = STEPS // 2 - 1
+_PAGE = Path("report.html")
 _CLOSE = 1e-3
 """Relative tolerance of losses: two frameworks add the same numbers in another order."""
 
@@ -25,12 +29,18 @@ def main() -> int:
     """Run the demo. Return the exit code: 1 if a claim is false."""
     report = Report()
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
-        run_steps(report, Path(scratch) / "run")
+        directory = Path(scratch) / "run"
+        run_steps(report, directory)
+        report.step("Look at the run")
+        page = _PAGE.absolute()
+        with contextlib.chdir(scratch):  # the page names the run as it is named here
+            write_report(page, "run", policy=f"every_n_steps={STEPS // 3},latest_n=3")
+        report.claim(f"{_PAGE} shows the run in a browser: steps, losses, trees, norms of weights", _PAGE.exists())
     return report.finish()
 
 
 def run_steps(report: Report, directory: Path) -> None:
-    """Run all steps of the demo in the directory of a run."""
+    """Run all steps of training in the directory of a run."""
     report.step("Train in PyTorch, and kill it in the middle of a save")
     killed = train_and_kill(directory, after=_KILL_AFTER)
     reader = ckptcore.CheckpointReader(directory)
@@ -56,7 +66,9 @@ def run_steps(report: Report, directory: Path) -> None:
         for step, loss in zip(range(last + 1, STEPS + 1), training.losses(), strict=False):
             found[step] = loss
             checkpointer.save_checkpointables(
-                step, {"model": training.params, "optimizer": training.opt_state, "data": training.data}
+                step,
+                {"model": training.params, "optimizer": training.opt_state, "data": training.data},
+                metrics={"loss": loss},
             )
     steps = ckptcore.CheckpointReader(directory).steps
     report.say(f"steps {', '.join(map(str, steps))}")

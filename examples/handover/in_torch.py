@@ -46,7 +46,9 @@ def main(directory: str) -> None:
         for step, loss in zip(range(1, STEPS + 1), training.losses(), strict=False):
             print(step, loss, flush=True)
             checkpointer.save_checkpointables(
-                step, {"model": training.model, "optimizer": training.optimizer, "data": training.data}
+                step,
+                {"model": training.model, "optimizer": training.optimizer, "data": training.data},
+                metrics={"loss": loss},
             )
 
 

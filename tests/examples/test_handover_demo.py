@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_every_claim_holds() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "examples.handover"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def test_every_claim_holds(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "examples.handover"]
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "✗" not in finished.stdout
-    assert finished.stdout.count("✓") == 8
+    assert finished.stdout.count("✓") == 9
+    assert "<title>ckptcore</title>" in (tmp_path / "report.html").read_text()
     assert "claims hold" in finished.stdout.splitlines()[-1]
 
 

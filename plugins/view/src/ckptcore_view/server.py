@@ -42,7 +42,7 @@ _HEADERS: Final = {
 """Headers of every response. The referrer would tell the token to other sites."""
 
 
-def content_policy(nonce: str) -> str:
+def _content_policy(nonce: str) -> str:
     """Return the content security policy: everything comes from this server. plotly.js adds styles to the page."""
     return (
         f"default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self' 'unsafe-inline'; "
@@ -69,7 +69,7 @@ def application(viewed: Viewed, token: str) -> Starlette:
             data="",
             nonce=nonce,
         )
-        headers = {**_HEADERS, "Content-Security-Policy": content_policy(nonce)}
+        headers = {**_HEADERS, "Content-Security-Policy": _content_policy(nonce)}
         return Response(html, media_type="text/html", headers=headers)
 
     async def file(request: HttpRequest) -> Response:

@@ -16,7 +16,7 @@ from ckptcore.model import JSON, HostArray
 from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
 from ckptcore_view.viewed import OpenTree, Viewed
 
-__all__ = ["elements_document", "parse_index", "statistics_document"]
+__all__ = ["elements_document", "format_index", "parse_index", "statistics_document"]
 
 _MAX_ELEMENTS: Final = 1 << 16
 _WINDOW: Final = 64
