@@ -309,7 +309,7 @@ def test_wrong_parameters(checkpoint: Path, documents: Documents) -> None:
     assert "secrets" not in DOCUMENTS
 
 
-def test_a_read_stops_if_nobody_waits(checkpoint: Path) -> None:
+def test_a_read_stops_if_the_client_has_left(checkpoint: Path) -> None:
     viewed = Viewed(str(checkpoint), default_context())
     with pytest.raises(CancelledError):
         document_of(viewed, "statistics", Request({"at": "", "leaf": "0"}, lambda: True))

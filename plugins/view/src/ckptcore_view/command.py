@@ -52,7 +52,7 @@ def command(
     """Show the checkpoint or run at LOCATION: its tree, arrays, files and timeline; steps, metrics and norms.
 
     The page is served on 127.0.0.1 until the command is interrupted. Its URL has a secret token: who knows it can read
-    the checkpoint. An array is read when it is looked at. With --out, the page is one HTML file that needs no network.
+    the checkpoint. An array is read when you select it. With --out, the page is one HTML file that needs no network.
     """
     context = command_context()
     step_names = None if named is None else _parsed(named, StepNames.of, "--named")

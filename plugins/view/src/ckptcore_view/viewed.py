@@ -1,4 +1,4 @@
-"""Viewed locations: the run, the checkpoints and the trees that the page can show, opened when they are looked at."""
+"""Viewed locations: the run, the checkpoints and the trees that the page can show, each opened at first use."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class OpenTree:
 
 
 class Viewed:
-    """What the page shows: a run, a checkpoint of one tree, or one of several checkpointables. Thread-safe.
+    """The subject of the page: a run, a checkpoint of one tree, or one of several checkpointables. Thread-safe.
 
     Each thing in it has a *place*: a path relative to the viewed location, with ``/`` between its parts. The place of
     the location itself is empty. A step of a run has the place ``200``, a checkpointable in it ``200/model``.

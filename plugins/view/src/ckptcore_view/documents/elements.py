@@ -61,7 +61,7 @@ def _statistics(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, J
 
 
 def _while_wanted(boxes: Iterator[HostArray], request: Request) -> Iterator[HostArray]:
-    """Yield boxes as long as somebody waits for the document."""
+    """Yield boxes until the client leaves."""
     for box in boxes:
         request.check_wanted()
         yield box

@@ -1,4 +1,4 @@
-"""Requests: the parameters of a document, checked, and the question whether anyone still waits for it."""
+"""Requests: the checked parameters of a document, and whether its client has left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BadRequestError(ValueError):
 
 
 class CancelledError(Exception):
-    """Nobody waits for the document any more."""
+    """The client of the document has left."""
 
 
 def _never() -> bool:
@@ -29,7 +29,7 @@ class Request:
 
     Attributes:
         parameters: their texts, by name.
-        is_cancelled: returns True if nobody waits for the document any more.
+        is_cancelled: returns True if the client has left.
     """
 
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Request:
         return int(text)
 
     def check_wanted(self) -> None:
-        """Raise CancelledError if nobody waits for the document any more."""
+        """Raise CancelledError if the client has left."""
         if self.is_cancelled():
             raise CancelledError
 
