@@ -22,7 +22,7 @@ from ckptcore_view.assets import MODULES, charts_script, import_map, page_file, 
 from ckptcore_view.documents import BadRequestError, Document, Request, document_of
 from ckptcore_view.viewed import OTHER, OpenTree, Viewed
 
-__all__ = ["report_html", "write_report"]
+__all__ = ["write_report"]
 
 _READ_BYTES: Final = 1_000_000_000
 """A report reads all arrays of a checkpoint up to this size, unless the caller chooses arrays."""
@@ -70,10 +70,10 @@ def write_report(
     """
     other = "" if compare is None else str(compare)
     viewed = Viewed(str(location), context or default_context(), other=other, policy=policy, step_names=step_names)
-    replace_file(path, [report_html(viewed, arrays).encode()])
+    replace_file(path, [_report_html(viewed, arrays).encode()])
 
 
-def report_html(viewed: Viewed, arrays: Sequence[str] | None = None) -> str:
+def _report_html(viewed: Viewed, arrays: Sequence[str] | None = None) -> str:
     """Return the HTML of a report. See `write_report`."""
     documents = _Collector(viewed, arrays).collect()
     addresses = {name: f"data:text/javascript;base64,{_base64(page_file(f'{name}.js').encode())}" for name in MODULES}
