@@ -73,6 +73,14 @@ def test_a_report_of_a_run(run: Path, tmp_path: Path) -> None:
     assert documents["difference\nat=30\nother=20\nleaf=0"]["differing"] == 64 * 48 - 1
 
 
+def test_the_arrays_of_all_steps_count(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = ckptcore.metadata(run / "30").nbytes
+    for limit, is_read in ((3 * nbytes, True), (3 * nbytes - 1, False)):
+        monkeypatch.setattr("ckptcore_view.report._READ_BYTES", limit)
+        write_report(tmp_path / "report.html", run)
+        assert ("statistics" in names(documents_of(tmp_path / "report.html"))) is is_read
+
+
 def test_a_report_of_several_checkpointables(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state(), "rng": np.random.default_rng(0)})
     write_report(tmp_path / "report.html", tmp_path / "c")

@@ -32,8 +32,8 @@ _GARBAGE_THRESHOLD: Final = 200_000
 @click.option("--policy", default="", metavar="POLICY", help="Show what a policy keeps; see `ckptcore gc --help`.")
 @click.option(
     "--arrays", multiple=True, metavar="PATTERN",
-    help="With --out: read these arrays for statistics, norms and differences. Repeatable. Default: all arrays of a "
-    "checkpoint of at most 1 GB.",
+    help="With --out: read these arrays for statistics, norms and differences. Repeatable. Default: all, if they "
+    "have at most 1 GB.",
 )  # fmt: skip
 @click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server. Default: a free one.")

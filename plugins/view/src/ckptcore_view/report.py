@@ -25,7 +25,7 @@ from ckptcore_view.viewed import OTHER, OpenTree, Viewed
 __all__ = ["write_report"]
 
 _READ_BYTES: Final = 1_000_000_000
-"""A report reads all arrays of a checkpoint up to this size, unless the caller chooses arrays."""
+"""A report reads all arrays if they have at most this size in all steps together, unless the caller chooses arrays."""
 
 _MAX_ARRAYS: Final = 2_000
 """Limit of the arrays that a report describes, unless the caller chooses arrays."""
@@ -56,8 +56,8 @@ def write_report(
         path: the file.
         location: a path or URL of a checkpoint or run.
         arrays: patterns of the paths of the arrays to read for statistics, norms and differences: each is a part of a
-            path, or has wildcards as for `ckptcore.select.glob`. None: all arrays if a checkpoint has at most 1 GB of
-            them, or else none.
+            path, or has wildcards as for `ckptcore.select.glob`. None: all arrays if they have at most 1 GB, those of
+            all steps together, or else none.
         compare: a checkpoint to compare with.
         policy: the text of a preservation policy; the report of a run shows what it keeps.
         step_names: the names of steps; None for the usual names.
@@ -140,7 +140,7 @@ class _Collector:
 
     def _add_tree(self, place: str, steps: Sequence[str]) -> None:
         self._add("tree", at=place)
-        described, read = self._viewed.read(place, self._choose)
+        described, read = self._viewed.read(place, lambda opened: self._choose(opened, max(1, len(steps))))
         for leaf in described:
             self._add("array", at=place, leaf=leaf)
         for leaf in read:
@@ -163,12 +163,12 @@ class _Collector:
             if leaf in in_both:
                 self._add("difference", at=place, other=other, leaf=leaf)
 
-    def _choose(self, opened: OpenTree) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the arrays that are described, and those that are also read."""
+    def _choose(self, opened: OpenTree, times: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the arrays that are described, and those that are also read, from so many checkpoints."""
         tree, patterns = opened.tree, self._patterns
         arrays = [leaf for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)]
         if patterns is None:
-            return arrays[:_MAX_ARRAYS], arrays[:_MAX_ARRAYS] if tree.nbytes <= _READ_BYTES else ()
+            return arrays[:_MAX_ARRAYS], arrays[:_MAX_ARRAYS] if tree.nbytes * times <= _READ_BYTES else ()
         chosen = {leaf for pattern in patterns for leaf in leaf_filter(pattern)(tree)}
         return (matching := sorted(chosen.intersection(arrays))), matching
 
