@@ -39,7 +39,7 @@ def test_every_layout_ends_at_the_bytes_of_the_arrays(layout: str, tmp_path: Pat
     reports = Reports()
     ckptcore.save(tmp_path / "c", STATE, layout=layout, progress=reports)
     reports.end_at(NBYTES)
-    assert len(reports) >= 6  # arrays are counted one by one
+    assert any(0 < done < NBYTES - 1 for done, _ in reports)  # not only at the end
     handle = ckptcore.save_async(tmp_path / "d", STATE, layout=layout)
     handle.result()
     assert handle.progress == (NBYTES, NBYTES)
