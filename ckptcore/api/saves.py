@@ -42,7 +42,8 @@ def save(
         layout: the on-disk format: a name, or a layout object with options.
         overwrite: True to replace an existing checkpoint, including every file in its directory, atomically.
             ``"non-atomic"`` also replaces it on storages that cannot do so atomically; a crash may leave neither
-            checkpoint.
+            checkpoint. ``"keep-other-files"`` is like True, but files that are not of the checkpoint stay; object
+            storages refuse them.
         metadata: JSON, stored with the checkpoint.
         strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
         progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that

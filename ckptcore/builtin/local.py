@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Final
 from urllib.parse import quote, unquote
@@ -25,7 +25,14 @@ from ckptcore.builtin.local_calls import (
     sync_file,
     working_directory,
 )
-from ckptcore.builtin.local_directories import LocalDirectories, list_files, list_names, lock_object, try_to_lock
+from ckptcore.builtin.local_directories import (
+    LocalDirectories,
+    link_files,
+    list_files,
+    list_names,
+    lock_object,
+    try_to_lock,
+)
 from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
 from ckptcore.errors import (
     AtomicityError,
@@ -330,6 +337,20 @@ class LocalStorage(StorageBackend):
             raise local_error(error, f"exchange with {paths[1]} the directory", paths[0]) from error
         if self._durable:
             self._sync_both(*paths)
+
+    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+        """Link the files below a directory into another one. See `AtomicDirectories`.
+
+        Raises:
+            StorageError: also if the file system has no hard links.
+        """
+        old, new = self._checked_path(source), self._checked_path(destination)
+        for path in (old, new):
+            _expect_directory(path)
+        changed = link_files(old, new, lambda name: name in skipped or _is_temporary(name.rpartition("/")[2]))
+        if self._durable:
+            for directory in changed:
+                self._directories.make_durable(directory)
 
     def _sync_both(self, first: str, second: str) -> None:
         directories = {os.path.dirname(first): None, os.path.dirname(second): None}

@@ -333,6 +333,8 @@ class ConditionalPutMethod(CommitMethod):
         wait_for_saves_to(location.identity)
         # Read the tag too: the claim must fail if the root changes after the checks.
         found = find_object(location.store, ROOT_KEY)
+        if overwrite == "keep-other-files":
+            overwrite = True  # other files are refused, because a failed save removes all objects of its directory
         replaces = find_existing(location, None if found is None else found[0], overwrite, is_foreign)
         if replaces == "checkpoint" and overwrite != "non-atomic":
             raise AtomicityError(

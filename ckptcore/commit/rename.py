@@ -31,6 +31,7 @@ from ckptcore.commit.target import (
     name_of_partial,
     name_of_save,
     none_is_foreign,
+    own_files,
     partial_exists,
     refuse_to_replace,
     remove_unneeded,
@@ -201,13 +202,20 @@ class RenameTransaction:
         """Exchange the old checkpoint for the new one. Return the hidden name of the old one.
 
         If the file system cannot exchange directories, ``overwrite="non-atomic"`` allows two renames instead.
+        ``overwrite="keep-other-files"`` links the other files into the new directory first.
 
         Raises:
             ObjectNotFoundError: the old one was deleted.
         """
         name = self._location.name
         try:
+            if self._overwrite != "keep-other-files":
+                self._directories.exchange(self._hidden, name)
+                return self._hidden
+            owned = own_files(self._location.store)
+            self._directories.link_files(name, self._hidden, owned)
             self._directories.exchange(self._hidden, name)
+            self._directories.link_files(self._hidden, name, owned)  # files that were written meanwhile
             return self._hidden
         except AtomicityError:
             if self._overwrite != "non-atomic":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -125,6 +125,10 @@ class AtomicSubdirectories(Subdirectory):
     def exchange(self, first: str, second: str) -> None:
         """See `AtomicDirectories`."""
         self._directories.exchange(self._prefix + first, self._prefix + second)
+
+    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.link_files(self._prefix + source, self._prefix + destination, skipped)
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, Root
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, CompositeRoot, Root
 from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, is_claim, is_partial, read_head
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -40,6 +40,7 @@ __all__ = [
     "name_of_partial",
     "name_of_save",
     "none_is_foreign",
+    "own_files",
     "parse_root",
     "partial_exists",
     "read_root",
@@ -52,14 +53,14 @@ __all__ = [
     "unneeded_keys",
 ]
 
-Overwrite: TypeAlias = bool | Literal["non-atomic"]
-"""True if a save replaces a checkpoint at its location atomically; "non-atomic" allows it on any storage."""
+Overwrite: TypeAlias = bool | Literal["non-atomic", "keep-other-files"]
+"""True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
 
 IsForeign: TypeAlias = "Callable[[Location], bool]"
 """Returns whether the directory at a location is a checkpoint that other software wrote."""
 
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
-"""The content of a location: nothing, the claim of a save, or a checkpoint."""
+"""The content of a location: nothing, the claim of a save, or a checkpoint or other files that are replaced."""
 
 _MAX_MEMBERS: Final = 1000
 """Maximum number of subdirectories whose roots are read. Composites have few members."""
@@ -112,8 +113,8 @@ def find_existing(
             f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
             "them. Save to a name that does not begin with a dot"
         )
-    if overwrite not in (True, False, "non-atomic"):
-        raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
+    if overwrite not in (True, False, "non-atomic", "keep-other-files"):
+        raise ValueError(f"overwrite={overwrite!r}: expected True, False, 'non-atomic' or 'keep-other-files'")
     if root is not None:
         if is_partial(root):
             raise partial_exists(location)
@@ -121,7 +122,7 @@ def find_existing(
         existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"
     elif not (names := location.store.list_names()):
         return "nothing"
-    elif has_members(location.store, names) or is_foreign(location):
+    elif overwrite == "keep-other-files" or has_members(location.store, names) or is_foreign(location):
         existing = "checkpoint"  # a composite that lost its root, or a checkpoint of other software
     else:
         raise CheckpointExistsError(
@@ -134,6 +135,21 @@ def find_existing(
         )
     expect_no_nested(location)
     return existing
+
+
+def own_files(store: StorageBackend) -> Collection[str]:
+    """Return the files of the checkpoint in a directory, and with a final ``/`` the directories that it owns.
+
+    A directory without a readable root has only the root itself.
+    """
+    try:
+        root = read_root(store)
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        root = None
+    if isinstance(root, CompositeRoot):
+        ranks = [(name, member, rank) for name, member in root.members.items() for rank in range(member.processes or 1)]
+        return {ROOT_KEY, *root.parts, *[f"{member.directory(name, rank)}/" for name, member, rank in ranks]}
+    return {ROOT_KEY, *root.parts, *root.objects} if isinstance(root, Root) else {ROOT_KEY}
 
 
 def partial_exists(location: Location) -> CheckpointExistsError:

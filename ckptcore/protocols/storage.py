@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -381,6 +381,19 @@ class AtomicDirectories(Protocol):
 
         Raises:
             AtomicityError: the file system does not support this; nothing was changed.
+        """
+        ...
+
+    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+        """Link the files below a directory into another one; durable if the storage was opened durable.
+
+        Each file keeps its name, and is then in both directories. Links are linked as they are. Names that exist at the
+        destination stay.
+
+        Args:
+            source, destination: the directories.
+            skipped: what is not linked, relative to the directory: names of files, and of directories with a final
+                ``/``.
         """
         ...
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,15 +19,23 @@ import torch.distributed.checkpoint
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
+from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError
+from ckptcore.errors import (
+    AtomicityError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidLocationError,
+    StorageError,
+)
 from ckptcore.policies import LatestN
 from ckptcore.results import SaveHandle
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
 
 _Save = Callable[[str], object]
+_KeepingSave = Callable[..., object]
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -242,6 +252,69 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(write: Callable[[Path
     with pytest.raises(CheckpointExistsError, match="a save does not replace them"):
         ckptcore.save(location, {"n": 2}, overwrite=True)
     assert {path: path.read_bytes() for path in location.rglob("*") if path.is_file()} == before
+
+
+def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
+    location, outside = tmp_path / "x", tmp_path / "outside"
+    outside.mkdir()
+    (location / "logs").mkdir(parents=True)
+    (location / "logs/1.txt").write_text("log")
+    (location / "model.safetensors").write_bytes(b"replaced, because the checkpoint has a file of this name")
+    (location / "directory").symlink_to(outside)
+    (location / "broken").symlink_to("missing")
+    names = {"checkpoint.json", "logs", "directory", "broken"}
+    saves: list[_KeepingSave] = [ckptcore.save, ckptcore.save, lambda *a, **k: ckptcore.save_async(*a, **k).result()]
+    for number, (save, layout) in enumerate(zip(saves, ("safetensors", "dcp", "zarr3"), strict=True)):
+        state = {"n": number, "w": np.full(3, number)}
+        save(location, state, layout=layout, overwrite="keep-other-files")
+        own = {key.partition("/")[0] for key in ckptcore.metadata(location).objects}
+        assert {path.name for path in location.iterdir()} == names | own
+        assert (location / "logs/1.txt").read_text() == "log"
+        assert (location / "directory").readlink() == outside
+        assert ckptcore.load(location)["n"] == number
+        assert ckptcore.verify(location).problems == ()
+    objects = {"model": {"n": 3}, "own": ckptcore.PerProcess({"n": 4})}
+    ckptcore.save_checkpointables(location, objects, overwrite="keep-other-files")
+    assert {path.name for path in location.iterdir()} == names | {"model", "own"}
+    ckptcore.save(location, {"n": 5}, overwrite="keep-other-files")
+    assert {path.name for path in location.iterdir()} == names | {"model.safetensors"}
+    ckptcore.save(location, {"n": 6}, overwrite=True)
+    assert {path.name for path in location.iterdir()} == {"checkpoint.json", "model.safetensors"}
+
+
+def test_files_that_are_written_during_the_commit_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = LocalStorage.exchange
+
+    def write_and_exchange(self: LocalStorage, first: str, second: str) -> None:
+        (tmp_path / "x" / "late.txt").write_text("late")
+        exchange(self, first, second)
+
+    ckptcore.save(tmp_path / "x", {"n": 0})
+    monkeypatch.setattr(LocalStorage, "exchange", write_and_exchange)
+    ckptcore.save(tmp_path / "x", {"n": 1}, overwrite="keep-other-files")
+    assert (tmp_path / "x" / "late.txt").read_text() == "late"
+
+
+def test_other_files_that_cannot_be_linked_stop_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    ckptcore.save(tmp_path / "x", {"n": 0})
+    (tmp_path / "x" / "notes.txt").write_text("mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", refuse)
+        with pytest.raises(StorageError, match=r"cannot link into .* the file .*notes\.txt"):
+            ckptcore.save(tmp_path / "x", {"n": 1}, overwrite="keep-other-files")
+    assert ckptcore.load(tmp_path / "x") == {"n": 0}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_object_storage_refuses_other_files() -> None:
+    location = new_place("memory", Path("other-files"))
+    store_at(location).put("notes.txt", b"mine")
+    with pytest.raises(CheckpointExistsError, match=r"contains files that do not belong to a checkpoint \(notes.txt\)"):
+        ckptcore.save(location, {"n": 1}, overwrite="keep-other-files")
+    assert list(store_at(location).list()) == ["notes.txt"]
 
 
 def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path: Path) -> None:

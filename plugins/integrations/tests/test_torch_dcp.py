@@ -302,6 +302,19 @@ def test_overwriting(tmp_path: Path) -> None:
     assert target["w"].all()
 
 
+@pytest.mark.parametrize("saver", [original, dcp], ids=["original", "replacement"])
+def test_other_files_in_the_directory_stay(tmp_path: Path, saver: Any) -> None:
+    (tmp_path / "meta.pt").write_bytes(b"of a trainer")
+    for number in (1, 2):
+        saver.save({"w": torch.full((2,), float(number))}, checkpoint_id=tmp_path)
+        assert (tmp_path / "meta.pt").read_bytes() == b"of a trainer"
+        target = {"w": torch.zeros(2)}
+        dcp.load(target, checkpoint_id=tmp_path)
+        assert target["w"].tolist() == [number, number]
+    names = {".metadata", "__0_0.distcp", "meta.pt"}
+    assert {path.name for path in tmp_path.iterdir()} - {"checkpoint.json"} == names
+
+
 def test_a_writer_saves_several_checkpoints(tmp_path: Path) -> None:
     writer = dcp.Writer(tmp_path / "first")
     ids = {
@@ -340,10 +353,10 @@ def test_an_asynchronous_save_with_its_own_staging(tmp_path: Path) -> None:
 
 def test_the_future_has_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a checkpoint", encoding="utf-8")
-    future = dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    future = dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "file")
     assert isinstance(future, Future)
     assert isinstance(error := future.exception(), original.CheckpointException)
-    assert "do not belong to a checkpoint" in str(error)
+    assert "is a file; a checkpoint is a directory" in str(error)
 
 
 def test_any_layout_is_read(tmp_path: Path) -> None:

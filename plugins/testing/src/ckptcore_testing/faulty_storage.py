@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ckptcore import Context
@@ -188,6 +188,16 @@ class FaultyDirectories(FaultyStorage):
         """See `AtomicDirectories`."""
         step = self.plan.begin("exchange", [first, second])
         step.run(lambda: self._directories.exchange(first, second))
+
+    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+        """See `AtomicDirectories`. A crash midway links half of the files."""
+
+        def half() -> None:
+            files = [key.removeprefix(f"{source}/") for key in self.inner.list(source)]
+            self._directories.link_files(source, destination, {*skipped, *files[len(files) // 2 :]})
+
+        step = self.plan.begin("link_files", [source, destination])
+        step.run(lambda: self._directories.link_files(source, destination, skipped), half)
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""

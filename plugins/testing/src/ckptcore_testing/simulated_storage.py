@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Final, TypeAlias
@@ -240,6 +240,21 @@ class SimulatedStorage(StorageBackend):
             if self._durable:
                 self._make_durable(one[:-1])
                 self._make_durable(other[:-1])
+
+    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+        """See `AtomicDirectories`."""
+        directories = tuple([name for name in skipped if name.endswith("/")])
+        with self._disk.lock:
+            old, new = self._path(source), self._path(destination)
+            self._directory(new)
+            for name in sorted(_files(self._directory(old), "")):
+                *above, last = path = (*new, *name.split("/"))
+                if name in skipped or name.startswith(directories) or self._find(path) is not None:
+                    continue
+                file = self._find((*old, *name.split("/")))
+                self._disk.change(f"link {name} into {destination}", (self._make_directories(tuple(above)), last, file))
+                if self._durable:
+                    self._make_durable(tuple(above))
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""

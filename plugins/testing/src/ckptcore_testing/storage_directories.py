@@ -233,6 +233,28 @@ class AtomicDirectoriesTests:
         self._at_once(work)
         assert seen <= {b"1" * 1000, b"2" * 1000}
 
+    # --- links --------------------------------------------------------------------------------------------------------
+
+    def test_linked_files_are_in_both_directories(self, storage: DirectoryStorage) -> None:
+        for key, data in {"a": b"1", "b/c": b"2", "b/d/e": b"3", "own": b"4", "owned/f": b"5"}.items():
+            storage.put(f"old/{key}", data)
+        storage.put("deep/new/b/c", b"6")
+        storage.link_files("old", "deep/new", {"own", "owned/", "missing"})
+        linked = {key: storage.get(f"deep/new/{key}") for key in ("a", "b/c", "b/d/e")}
+        assert linked == {"a": b"1", "b/c": b"6", "b/d/e": b"3"}
+        assert len(list(storage.list("deep/new"))) == 3
+        storage.delete_directory("old")
+        assert storage.get("deep/new/a") == b"1"
+        assert storage.get("deep/new/b/d/e") == b"3"
+
+    def test_links_need_both_directories(self, storage: DirectoryStorage) -> None:
+        storage.put("one/a", b"1")
+        storage.put("file", b"2")
+        for source, destination in (("one", "missing"), ("missing", "one"), ("one", "file"), ("file", "one")):
+            with pytest.raises(ObjectNotFoundError):
+                storage.link_files(source, destination, ())
+        assert {key: storage.get(key) for key in storage.list()} == {"one/a": b"1", "file": b"2"}
+
     # --- syncing and deleting -----------------------------------------------------------------------------------------
 
     def test_sync_directory_succeeds(self, storage: DirectoryStorage) -> None:
@@ -269,6 +291,8 @@ class AtomicDirectoriesTests:
             lambda: storage.rename("a", key),
             lambda: storage.exchange(key, "a"),
             lambda: storage.exchange("a", key),
+            lambda: storage.link_files(key, "a", ()),
+            lambda: storage.link_files("a", key, ()),
             lambda: storage.delete_directory(key),
         ]
         for call in calls:

@@ -66,7 +66,7 @@ class Writer(StorageWriter):
 
         Args:
             path: a path or URL; the checkpoint is a directory there.
-            overwrite: True to replace an existing checkpoint atomically.
+            overwrite: True to replace an existing checkpoint atomically. Other files in its directory stay.
             context: options of ckptcore. A save into a group of some of the job's processes replaces its coordinator.
         """
         self.path = path
@@ -150,7 +150,7 @@ class Writer(StorageWriter):
                 self.path,
                 tree_of(leaves, {name: part.steps for name, part in merged.items()}),
                 layout=layout,
-                overwrite=self.overwrite,
+                overwrite="keep-other-files" if self.overwrite else False,
                 metadata={CUSTOM: {"checkpoint_id": location, "save_id": self.save_id, "items": items}},
                 context=context,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from ckptcore.commit.root import ROOT_KEY
@@ -202,6 +202,10 @@ class CountingDirectories(CountingObjects):
             self.sizes[destination + key.removeprefix(source)] = size
 
     def exchange(self, first: str, second: str) -> None:
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
+        self._count("directories")
+
+    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
         """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
         self._count("directories")
 
