@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from ckptcore_integrations import orbax_v1 as ours
+from orbax.checkpoint import pathways
 from orbax.checkpoint import v1 as theirs
 
 import ckptcore
@@ -94,6 +96,61 @@ def test_an_option_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path, 
     with context_with(option, value), pytest.raises(NotImplementedError, match=rf"{name}.*[:=].*\. |{name}"):
         ours.save(tmp_path / "c", {"w": jnp.ones(2)})
     assert not (tmp_path / "c").exists()
+
+
+def test_an_implementation_for_pathways_is_ignored_without_pathways(tmp_path, monkeypatch):
+    """Tunix and MaxText always choose one."""
+    context = context_with("pathways.checkpointing_impl", pathways.CheckpointingImpl.NO_DISPATCHER)
+    with context:
+        ours.save(tmp_path / "c", {"w": jnp.ones(2)})
+        assert ours.load(tmp_path / "c")["w"].tolist() == [1, 1]
+    monkeypatch.setattr(ours.multihost, "is_pathways_backend", lambda: True)
+    with context, pytest.raises(NotImplementedError, match="checkpointing_impl: ckptcore moves data"):
+        ours.save(tmp_path / "d", {"w": jnp.ones(2)})
+
+
+@pytest.mark.filterwarnings("ignore:Use `.*` instead:DeprecationWarning")
+def test_the_options_that_maxtext_sets(tmp_path):
+    context = ours.Context()
+    context.array.saving.use_ocdbt = True
+    context.array.saving.use_zarr3 = True
+    context.array.saving.ocdbt_target_data_file_size = 2 << 30
+    context.array.saving.storage_options.chunk_byte_size = 2 << 30
+    context.memory.write_concurrent_bytes = context.memory.read_concurrent_bytes = 96 * 10**9
+    context.asynchronous.timeout_secs = 3600
+    context.array.loading.use_load_and_broadcast = True
+    context.array.loading.load_and_broadcast_options.replica_axis_index = 0
+    context.array.loading.load_and_broadcast_options.broadcast_memory_limit_bytes = 10**9
+    context.pathways.checkpointing_impl = pathways.CheckpointingImpl.NO_DISPATCHER
+    context.pytree.loading.partial_load = True
+    state = {"params": {"w": jnp.arange(4.0)}, "step": 7}
+    policy = ours.training.save_decision_policies.FixedIntervalPolicy(2)
+    kept = ours.training.preservation_policies.LatestN(2)
+    with ours.training.Checkpointer(
+        tmp_path, context=context, save_decision_policy=policy, preservation_policy=kept
+    ) as run:
+        for step in range(7):
+            run.save_async(step, state, custom_metadata={"step": step})
+    with theirs.training.Checkpointer(tmp_path) as run:
+        assert [found.step for found in run.checkpoints] == [4, 6]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "fsdp"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    with context:
+        loaded = ours.load_pytree(
+            tmp_path / "6", {"params": {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)}}
+        )
+    assert loaded["params"]["w"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Use `.*` instead:DeprecationWarning")
+def test_files_of_safetensors_are_loaded(tmp_path):
+    safetensors.numpy.save_file({"w": np.arange(6, dtype=np.float32)}, tmp_path / "model.safetensors")
+    with ours.Context(checkpoint_layout=ours.options.CheckpointLayout.SAFETENSORS):
+        found = ours.pytree_metadata(tmp_path).metadata
+        assert (found["w"].shape, found["w"].dtype) == ((6,), np.float32)
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=one)}
+        assert ours.load_pytree(tmp_path, abstract)["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_context_belongs_to_its_thread(tmp_path):

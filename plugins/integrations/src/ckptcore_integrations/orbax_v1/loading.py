@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from typing_extensions import deprecated
 
 from ckptcore_integrations.orbax_v1.library import get_context, v1
 from ckptcore_integrations.orbax_v1.trees import with_tree_handler
@@ -43,8 +45,23 @@ load = _with_ckptcore(v1.load)
 load_async = _with_ckptcore(v1.load_async)
 load_checkpointables = _with_ckptcore(v1.load_checkpointables)
 load_checkpointables_async = _with_ckptcore(v1.load_checkpointables_async)
-load_pytree = _with_ckptcore(v1.load_pytree)
-load_pytree_async = _with_ckptcore(v1.load_pytree_async)
 metadata = _with_ckptcore(v1.metadata)
 checkpointables_metadata = _with_ckptcore(v1.checkpointables_metadata)
-pytree_metadata = _with_ckptcore(v1.pytree_metadata)
+
+
+@deprecated("Use `load` instead.")
+def load_pytree(*args: Any, **kwargs: Any) -> Any:
+    """Call `load`, its present name."""
+    return load(*args, **kwargs)
+
+
+@deprecated("Use `load_async` instead.")
+def load_pytree_async(*args: Any, **kwargs: Any) -> v1.AsyncResponse[Any]:
+    """Call `load_async`, its present name."""
+    return load_async(*args, **kwargs)
+
+
+@deprecated("Use `metadata` instead.")
+def pytree_metadata(*args: Any, **kwargs: Any) -> v1.CheckpointMetadata[Any]:
+    """Call `metadata`, its present name."""
+    return metadata(*args, **kwargs)

@@ -160,7 +160,7 @@ def _of_all(context: v1.Context) -> dict[str, tuple[bool, str]]:
             "all processes of the job save and load together. Leave it None",
         ),
         "pathways.checkpointing_impl": (
-            context.pathways.checkpointing_impl is not None,
+            context.pathways.checkpointing_impl is not None and v1.multihost.is_pathways_backend(),
             "ckptcore moves data by colocated Python itself. Leave it None",
         ),
         "memory.regulator_options": (
