@@ -86,7 +86,7 @@ def save_checkpointables_async(
 @deprecated("Use `save` instead.")
 def save_pytree(*args: Any, **kwargs: Any) -> None:
     """Call `save`, its present name."""
-    return save(*args, **kwargs)  # type: ignore[func-returns-value]  # None, as with Orbax
+    return save(*args, **kwargs)
 
 
 @deprecated("Use `save_async` instead.")
