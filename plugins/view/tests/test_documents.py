@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_tools.run_steps import read_steps
 from ckptcore_view.documents import DOCUMENTS, BadRequestError, CancelledError, Request, document_of
 from ckptcore_view.documents.elements import format_index, parse_index
 from ckptcore_view.viewed import OTHER, Viewed
@@ -19,7 +22,7 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.context import default_context
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import dtype_from_name
 from plugins.view.tests.conftest import Load, state
 
@@ -327,3 +330,123 @@ def test_nothing_to_show(tmp_path: Path, documents: Documents) -> None:
 def test_a_run_without_steps_yet(tmp_path: Path, documents: Documents) -> None:
     (tmp_path / "run").mkdir()
     assert documents(tmp_path / "run")("run")["steps"] == []
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 4)])
+def test_arrays_without_elements(shape: tuple[int, ...], tmp_path: Path, documents: Documents) -> None:
+    ckptcore.save(tmp_path / "c", {"a": np.zeros(shape)})
+    load = documents(tmp_path / "c")
+    assert not any(load("elements", at="", leaf=0)["rows"])
+    assert load("statistics", at="", leaf=0)["elements"] == 0
+
+
+def test_slices_without_elements(checkpoint: Path, documents: Documents) -> None:
+    load = documents(checkpoint)
+    assert load("elements", at="", leaf=0, index="[5:5]")["rows"] == []
+    assert load("elements", at="", leaf=0, index="[0:2, 5:5]")["rows"] == []
+    assert load("elements", at="", leaf=1, index="[3:3]")["rows"] == []
+
+
+def test_bytes_and_times_of_any_kind(tmp_path: Path, documents: Documents) -> None:
+    state = {"b": np.array([b"\xff\xfe", b"a"]), "t": np.array([0, 1]).view("M8"), "d": np.array([0, 1], "M8[D]")}
+    ckptcore.save(tmp_path / "c", state)
+    load = documents(tmp_path / "c")
+    tree = load("tree", at="")
+    shown = {name: load("elements", at="", leaf=leaf(tree, name))["rows"] for name in state}
+    assert shown == {"b": [["\\xff\\xfe", "a"]], "t": [["0", "1"]], "d": [["1970-01-01", "1970-01-02"]]}
+
+
+def test_numbers_of_arrays_are_those_of_one_version(checkpoint: Path, documents: Documents) -> None:
+    load = documents(checkpoint)
+    version = load("tree", at="")["version"]
+    numbered = [name for name in ("array", "statistics", "elements") if load(name, at="", leaf=0, version=version)]
+    ckptcore.save(checkpoint, {"aaa": np.full(4, 7.0), **state()}, overwrite=True)
+    assert load("tree", at="")["version"] != version
+    for name in numbered:
+        with pytest.raises(BadRequestError, match="was replaced meanwhile: load the page again"):
+            load(name, at="", leaf=0, version=version)
+
+
+def test_differences_are_those_of_the_present_checkpoints(
+    checkpoint: Path, tmp_path: Path, documents: Documents
+) -> None:
+    ckptcore.save(tmp_path / "other", state())
+    load = documents(checkpoint, other=str(tmp_path / "other"))
+    assert load("differences", at="", other=OTHER)["count"] == 0
+    ckptcore.save(tmp_path / "other", {"w": 1}, overwrite=True)
+    assert load("differences", at="", other=OTHER)["count"] > 0
+
+
+def test_a_single_file_has_no_other_files(tmp_path: Path, documents: Documents) -> None:
+    save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "letter.txt").write_text("secret")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    found = documents(tmp_path / "model.safetensors")("checkpoint", at="")
+    assert found["files"] == {"count": 1, "nbytes": None, "files": [["model.safetensors", size, False]]}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_all_files_of_other_software_are_counted(tmp_path: Path, documents: Documents) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    for number in range(2_100):
+        (tmp_path / "c" / f"{number}.txt").touch()
+    (tmp_path / "c" / "loop").symlink_to(".")
+    files = documents(tmp_path / "c")("checkpoint", at="")["files"]
+    assert (files["count"], len(files["files"])) == (2_102, 2_000)
+
+
+def test_secrets_in_locations_are_hidden(tmp_path: Path, documents: Documents) -> None:
+    ckptcore.save(tmp_path / "a?token=SECRET", {"w": np.ones(3)})
+    ckptcore.save(tmp_path / "b?token=SECRET", {"w": np.zeros(3)})
+    load = documents(tmp_path / "a?token=SECRET", other=str(tmp_path / "b?token=SECRET"))
+    found = [load("view"), load("checkpoint", at=""), load("differences", at="", other=OTHER)]
+    assert "token=***" in json.dumps(found)
+    assert "SECRET" not in json.dumps(found)
+
+
+def test_tied_arrays_are_counted_once(tmp_path: Path, documents: Documents) -> None:
+    w = np.ones((10, 10))
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": {"a": w, "b": w}})
+    load = documents(tmp_path / "c")
+    [part] = load("checkpoint", at="")["checkpointables"]
+    totals = load("checkpoint", at="model")["totals"]
+    assert (part["arrays"], part["parameters"]) == (totals["arrays"], totals["parameters"]) == (1, 100)
+
+
+def test_a_running_save_is_not_said_to_be_deleted(run: Path, documents: Documents) -> None:
+    load = documents(run)
+    assert load("run", policy="  ")["policy"] is None
+    assert {step["kept"] for step in load("run", policy="  ")["steps"]} == {None}
+
+
+def test_steps_that_were_saved_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    viewed = Viewed(str(run), default_context())
+    [status, *_] = read_steps(viewed.steps(), [10], default_context())
+    viewed.remember_step(status)
+    assert viewed.known_step(status.name) is status
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert viewed.known_step(status.name) is None
+
+
+def test_a_policy_needs_a_run(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="is a checkpoint, and a policy chooses steps of a run"):
+        Viewed(str(checkpoint), default_context(), policy="latest_n=1")
+
+
+def test_errors_name_the_location(checkpoint: Path, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "good", {"w": 1})
+    (checkpoint / "checkpoint.json").write_bytes(b"{")
+    for location, other in ((checkpoint, ""), (tmp_path / "good", str(checkpoint))):
+        with pytest.raises(CorruptCheckpointError, match=rf"^{re.escape(str(checkpoint))}: checkpoint.json is"):
+            Viewed(str(location), default_context(), other=other)
+    with pytest.raises(InvalidLocationError, match="not a location"):
+        Viewed("", default_context())
+    with pytest.raises(CheckpointNotFoundError, match="no other checkpoint to compare with"):
+        Viewed(str(tmp_path / "good"), default_context()).locate(f"{OTHER}/x")
+
+
+def test_a_run_at_the_root_of_a_storage(documents: Documents) -> None:
+    ckptcore.save("memory://a-run-at-the-root/1", {"w": 1})
+    assert [step["step"] for step in documents("memory://a-run-at-the-root")("run")["steps"]] == [1]

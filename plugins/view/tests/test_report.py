@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from ckptcore_view.report import write_report
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError
@@ -133,3 +134,63 @@ def test_errors_of_the_command(tmp_path: Path, run: Path) -> None:
     result = view(run, "--policy", "nonsense", "--out", tmp_path / "r")
     assert result.exit_code == 2
     assert "nonsense" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--out", "OUT", "--arrays", "["], "--arrays"),
+        (["--arrays", "w"], "add --out"),
+        (["--out", "OUT", "--port", "80"], "leave out --port"),
+        (["--out", "OUT", "--open"], "leave out --port and --open"),
+        (["--out", "OUT", "--policy", "latest_n=1"], "leave the policy out"),
+        (["--out", "missing/report.html"], "the directory of the report does not exist"),
+        (["--out", "CHECKPOINT/report.html"], "would be in a checkpoint"),
+        (["--out", "CHECKPOINT/model.safetensors"], "would be in a checkpoint"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: list[str], text: str, checkpoint: Path, tmp_path: Path) -> None:
+    names = {"OUT": str(tmp_path / "report.html")}
+    given = [names.get(one, one).replace("CHECKPOINT", str(checkpoint)) for one in arguments]
+    result = view(checkpoint, *given)
+    assert result.exit_code == 2, result.output
+    assert text in " ".join(result.stderr.replace("│", "").split())
+    assert not (tmp_path / "report.html").exists()
+    assert ckptcore.verify(checkpoint).ok
+    assert len(list(checkpoint.iterdir())) == 2
+
+
+def test_patterns_without_an_array(checkpoint: Path, tmp_path: Path) -> None:
+    result = view(checkpoint, "--out", tmp_path / "report.html", "--arrays", "cube", "--arrays", "nothing")
+    assert result.exit_code == 3
+    assert "has no array that matches 'nothing'" in result.stderr
+    with pytest.raises(TypeError, match="expected a sequence of patterns"):
+        write_report(tmp_path / "report.html", checkpoint, arrays="cube")
+    with pytest.raises(ValueError, match="nonsense"):
+        write_report(tmp_path / "report.html", checkpoint, policy="nonsense")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_of_one_file_does_not_replace_it(tmp_path: Path) -> None:
+    save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="would be in a checkpoint"):
+        write_report(tmp_path / "model.safetensors", tmp_path / "model.safetensors")
+    write_report(tmp_path / "report.html", tmp_path / "model.safetensors")
+
+
+def test_all_arrays_together_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {name: {"w": np.ones(10)} for name in "abc"})
+    for location, compare in (("c", None), ("c", "c")):
+        for limit, is_read in ((240 * (2 if compare else 1), True), (239 * (2 if compare else 1), False)):
+            monkeypatch.setattr("ckptcore_view.report._READ_BYTES", limit)
+            write_report(tmp_path / "r.html", tmp_path / location, compare=compare and tmp_path / compare)
+            assert ("statistics" in names(documents_of(tmp_path / "r.html"))) is is_read
+
+
+def test_steps_with_several_checkpointables_are_compared_by_name(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "run" / "1", {"a": {"w": np.ones(3)}, "b": {"w": np.zeros(3)}})
+    ckptcore.save_checkpointables(tmp_path / "other", {"a": {"w": np.ones(3)}, "b": {"w": np.ones(3)}})
+    write_report(tmp_path / "r.html", tmp_path / "run", compare=tmp_path / "other")
+    documents = documents_of(tmp_path / "r.html")
+    found = {part: documents[f"difference\nat=1/{part}\nother=//other/{part}\nleaf=0"]["differing"] for part in "ab"}
+    assert found == {"a": 0, "b": 3}

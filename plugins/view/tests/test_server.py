@@ -7,11 +7,14 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
+from ckptcore_view.documents import Document
 from ckptcore_view.server import ViewServer, application
 from ckptcore_view.viewed import Viewed
 from starlette.testclient import TestClient
 
+import ckptcore
 from ckptcore.context import default_context
 
 TOKEN = "a-token"
@@ -114,3 +117,30 @@ def test_two_servers_have_different_tokens(checkpoint: Path) -> None:
     with ViewServer(viewed) as first, ViewServer(viewed) as second:
         assert first.url.split("/")[3] != second.url.split("/")[3]
         assert len(first.url.split("/")[3]) >= 32
+
+
+def test_names_that_utf8_cannot_encode(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"\ud800x": np.ones(2)})
+    client = TestClient(
+        application(Viewed(str(tmp_path / "c"), default_context()), TOKEN), base_url="http://127.0.0.1:8000"
+    )
+    assert client.get(f"/{TOKEN}/documents/tree?at=").json()["names"][1] == "\ud800x"
+
+
+def test_a_defect_is_an_answer_and_no_traceback(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> Document:
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr("ckptcore_view.server.document_of", fail)
+    answer = client.get(f"/{TOKEN}/documents/view")
+    assert answer.status_code == 500
+    assert answer.json()["error"] == "RuntimeError: defect. This is a bug in ckptcore: please report it"
+    assert capfd.readouterr().err == ""
+
+
+def test_reads_stop_when_the_server_ends(checkpoint: Path) -> None:
+    viewed = Viewed(str(checkpoint), default_context())
+    client = TestClient(application(viewed, TOKEN, lambda: True), base_url="http://127.0.0.1:8000")
+    assert client.get(f"/{TOKEN}/documents/statistics?at=&leaf=0").status_code == 499

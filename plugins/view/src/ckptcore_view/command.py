@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import sys
+import tempfile
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Final, TypeVar
 
 import click
 from ckptcore_tools.cli.command import NAMED_HELP, ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import print_document, print_line, printable
+from ckptcore_tools.outline import leaf_filter
 from ckptcore_tools.policy_text import parse_preservation
 
+from ckptcore.errors import CheckpointError
 from ckptcore.step_names import StepNames
-from ckptcore_view.report import write_report
+from ckptcore_view.report import check_target, save_report
 from ckptcore_view.viewed import Viewed
 
 __all__ = ["command"]
@@ -32,8 +36,8 @@ _GARBAGE_THRESHOLD: Final = 200_000
 @click.option("--policy", default="", metavar="POLICY", help="Show what a policy keeps; see `ckptcore gc --help`.")
 @click.option(
     "--arrays", multiple=True, metavar="PATTERN",
-    help="With --out: read these arrays for statistics, norms and differences. Repeatable. Default: all, if they "
-    "have at most 1 GB.",
+    help="With --out: read these arrays for statistics, norms and differences. Repeatable. Default: all, if at most "
+    "1 GB is read.",
 )  # fmt: skip
 @click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server. Default: a free one.")
@@ -58,16 +62,24 @@ def command(
     step_names = None if named is None else _parsed(named, StepNames.of, "--named")
     if policy:
         _parsed(policy, parse_preservation, "--policy")
+    for pattern in arrays:
+        _parsed(pattern, leaf_filter, "--arrays")
+    if out is None and arrays:
+        raise click.UsageError("--arrays chooses the arrays of a report: add --out")
+    if out is not None and (port or open_browser):
+        raise click.UsageError("--out writes a report, and starts no server: leave out --port and --open")
+    try:
+        viewed = Viewed(location, context, other=compare or "", step_names=step_names, policy=policy)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--policy") from error
     if out is not None:
-        write_report(
-            out,
-            location,
-            arrays=arrays or None,
-            compare=compare,
-            policy=policy,
-            step_names=step_names,
-            context=context,
-        )
+        try:
+            check_target(out, viewed)
+        except (FileNotFoundError, ValueError) as error:
+            raise click.BadParameter(str(error), param_hint="--out") from error
+        save_report(out, viewed, arrays or None)
         if as_json:
             print_document("view", location=location, report=out)
         else:
@@ -75,17 +87,26 @@ def command(
         return ExitCode.OK
     from ckptcore_view.server import ViewServer  # a report needs no server
 
-    server = ViewServer(Viewed(location, context, other=compare or "", step_names=step_names, policy=policy), port=port)
+    server = ViewServer(viewed, port=port)
     if as_json:
         print_document("view", location=location, url=server.url)
     else:
         print_line(server.url)
     sys.stdout.flush()
-    if open_browser:
-        webbrowser.open(server.url)
     gc.set_threshold(_GARBAGE_THRESHOLD)
-    server.run()
+    with _redirect(server.url) if open_browser else nullcontext():
+        server.run()
     return ExitCode.OK
+
+
+@contextmanager
+def _redirect(url: str) -> Iterator[None]:
+    """Open a URL in the browser by a file that only this user can read. Other users see arguments of programs."""
+    with tempfile.NamedTemporaryFile("w", prefix="ckptcore-view-", suffix=".html") as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}"><title>ckptcore view</title>')
+        file.flush()
+        webbrowser.open(f"file://{file.name}")
+        yield
 
 
 def _parsed(text: str, parse: Callable[[str], T], option: str) -> T:

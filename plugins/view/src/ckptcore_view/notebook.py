@@ -22,8 +22,6 @@ _OPEN_ROWS: Final = 30
 """Containers with more rows are closed at first."""
 
 _MAX_CHARACTERS: Final = 200
-_MAX_DEPTH: Final = 60
-"""Deeper containers are shown without their children."""
 
 
 def to_html(value: object) -> str:
@@ -32,7 +30,8 @@ def to_html(value: object) -> str:
         case OpenCheckpoint() if not value.is_closed:
             return _metadata(value.metadata)
         case StoredTree() if not isinstance(value, OpenCheckpoint):
-            return _heading(repr(value)) + _table(["key"], [[str(key)] for key in itertools.islice(value, _MAX_ROWS)])
+            keys = [[str(key)] for key in itertools.islice(value, _MAX_ROWS)]
+            return _heading(repr(value)) + _table(["key"], keys) + _more(len(value) - len(keys))
         case StoredArray():
             return _array(value)
         case CheckpointMetadata():

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from ckptcore_tools.outline import leaf_filter
+from ckptcore_tools.policy_text import parse_preservation
 
 from ckptcore.commit.location import LocationLike
+from ckptcore.commit.root import ROOT_KEY
 from ckptcore.context import Context, default_context
-from ckptcore.errors import CheckpointError
-from ckptcore.model import ArrayRecord
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.model import ArrayRecord, TreeMetadata
 from ckptcore.plain_safetensors import replace_file
 from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames
@@ -22,13 +25,13 @@ from ckptcore_view.assets import MODULES, charts_script, import_map, page_file, 
 from ckptcore_view.documents import BadRequestError, Document, Request, document_of
 from ckptcore_view.viewed import OTHER, OpenTree, Viewed
 
-__all__ = ["write_report"]
+__all__ = ["check_target", "save_report", "write_report"]
 
 _READ_BYTES: Final = 1_000_000_000
-"""A report reads all arrays if they have at most this size in all steps together, unless the caller chooses arrays."""
+"""A report reads all arrays of a checkpoint if it reads at most these bytes, unless the caller chooses arrays."""
 
 _MAX_ARRAYS: Final = 2_000
-"""Limit of the arrays that a report describes, unless the caller chooses arrays."""
+"""Limit of the arrays of one tree that a report describes, unless the caller chooses arrays."""
 
 _NONCE: Final = "report"
 _POLICY: Final = (
@@ -50,32 +53,66 @@ def write_report(
 ) -> None:
     """Write a report of a checkpoint or run to an HTML file, atomically.
 
-    The report of a run has the checkpoint of its newest step, and the norms of the chosen arrays over all steps.
+    The report of a run has its newest 200 steps, the checkpoint of the newest one, and the norms of the chosen arrays
+    over these steps.
 
     Args:
         path: the file.
         location: a path or URL of a checkpoint or run.
         arrays: patterns of the paths of the arrays to read for statistics, norms and differences: each is a part of a
-            path, or has wildcards as for `ckptcore.select.glob`. None: all arrays if they have at most 1 GB, those of
-            all steps together, or else none.
+            path, or has wildcards as for `ckptcore.select.glob`. None: the first 2,000 arrays of each tree, if at most
+            1 GB is read for all trees, all steps and the other checkpoint together, or else none.
         compare: a checkpoint to compare with.
         policy: the text of a preservation policy; the report of a run shows what it keeps.
         step_names: the names of steps; None for the usual names.
         context: options.
 
     Raises:
-        CheckpointNotFoundError: there is neither a checkpoint nor a run.
+        CheckpointNotFoundError: there is neither a checkpoint nor a run, or no array matches a pattern.
         CheckpointError: the checkpoint cannot be read.
-        ValueError: the policy is not valid.
+        FileNotFoundError: the directory of the file does not exist.
+        ValueError: a pattern or the policy is not valid, there is a policy but no run, or the file would be in the
+            checkpoint.
     """
+    if isinstance(arrays, str):
+        raise TypeError(f"arrays={arrays!r}: expected a sequence of patterns, such as [{arrays!r}]")
+    if policy:
+        parse_preservation(policy)
     other = "" if compare is None else str(compare)
-    viewed = Viewed(str(location), context or default_context(), other=other, policy=policy, step_names=step_names)
-    replace_file(path, [_report_html(viewed, arrays).encode()])
+    context = context or default_context()
+    save_report(path, Viewed(str(location), context, other=other, policy=policy, step_names=step_names), arrays)
 
 
-def _report_html(viewed: Viewed, arrays: Sequence[str] | None = None) -> str:
-    """Return the HTML of a report. See `write_report`."""
-    documents = _Collector(viewed, arrays).collect()
+def save_report(path: str | os.PathLike[str], viewed: Viewed, arrays: Sequence[str] | None = None) -> None:
+    """Write a report. See `write_report`."""
+    check_target(path, viewed)
+    filters = None if arrays is None else {pattern: leaf_filter(pattern) for pattern in arrays}
+    replace_file(path, [_report_html(viewed, filters).encode()], context=viewed.context)
+
+
+def check_target(path: str | os.PathLike[str], viewed: Viewed) -> None:
+    """Check the file of a report before anything is read.
+
+    Raises:
+        FileNotFoundError: its directory does not exist.
+        ValueError: it is in the checkpoint, or is the checkpoint.
+    """
+    directory = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(directory):
+        raise FileNotFoundError(errno.ENOENT, "the directory of the report does not exist: create it", directory)
+    location = os.path.realpath(viewed.location.removeprefix("file://"))
+    is_inside = viewed.kind != "run" and f"{os.path.realpath(path)}/".startswith(f"{location}/")
+    if is_inside or os.path.lexists(os.path.join(directory, ROOT_KEY)):
+        raise ValueError(f"the report {os.fspath(path)} would be in a checkpoint: write it elsewhere")
+
+
+_Filters: TypeAlias = Mapping[str, Callable[[TreeMetadata], Sequence[int]]]
+"""Functions that choose the leaves of a tree, by their patterns."""
+
+
+def _report_html(viewed: Viewed, filters: _Filters | None) -> str:
+    """Return the HTML of a report."""
+    documents = _Collector(viewed, filters).collect()
     addresses = {name: f"data:text/javascript;base64,{_base64(page_file(f'{name}.js').encode())}" for name in MODULES}
     data = _element("documents", json.dumps(documents)) + _element("charts", charts_script())
     return page_html(
@@ -99,30 +136,42 @@ def _base64(data: bytes) -> str:
 class _Collector:
     """Collects the documents that the page of a report can show."""
 
-    def __init__(self, viewed: Viewed, arrays: Sequence[str] | None) -> None:
+    def __init__(self, viewed: Viewed, filters: _Filters | None) -> None:
         self._viewed = viewed
-        self._patterns = arrays
+        self._filters = filters
+        self._unmatched = set(filters or ())
         self._documents: dict[str, Document] = {}
+        self._versions: dict[str, str] = {}
+        self._reads_all = True
 
     def collect(self) -> Mapping[str, Document]:
         """Return the documents by name and parameters, as the page asks for them."""
         self._add("view")
-        if self._viewed.kind != "run":
+        if self._viewed.kind == "run":
+            self._add_run()
+        else:
             self._add_checkpoint("", ())
-            return self._documents
+        if self._unmatched:
+            patterns = ", ".join(map(repr, sorted(self._unmatched)))
+            raise CheckpointNotFoundError(f"{self._viewed.location} has no array that matches {patterns}")
+        return self._documents
+
+    def _add_run(self) -> None:
         run = self._add("run", **({"policy": self._viewed.policy} if self._viewed.policy else {}))
         self._documents[_key("run")] = run
         steps: Any = run["steps"]
         loadable = [step["name"] for step in steps if step["state"] in ("committed", "foreign")]
         if loadable:
             self._add_checkpoint(loadable[-1], loadable)
-        return self._documents
 
     def _add(self, name: str, **parameters: str | int) -> Mapping[str, Any]:
         """Add a document. An error is a document, too: the page shows it."""
         found: Document
+        texts = {key: str(value) for key, value in parameters.items()}
+        if "leaf" in parameters and (version := self._versions.get(texts.get("of", texts["at"]))):
+            texts["version"] = version
         try:
-            found = document_of(self._viewed, name, Request({key: str(value) for key, value in parameters.items()}))
+            found = document_of(self._viewed, name, Request(texts))
         except (CheckpointError, BadRequestError) as error:
             if name in ("view", "run", "checkpoint"):
                 raise
@@ -134,13 +183,22 @@ class _Collector:
         checkpoint = self._add("checkpoint", at=place)
         if checkpoint["kind"] == "tree":
             self._add_tree(place, steps)
-        for one in checkpoint.get("checkpointables", ()):
+            return
+        parts = checkpoint.get("checkpointables", ())
+        nbytes = sum(one["nbytes"] for one in parts if one["kind"] == "tree")
+        self._reads_all = nbytes * self._times(steps) <= _READ_BYTES
+        for one in parts:
             for directory in one["places"][:1]:
                 self._add_checkpoint(f"{place}/{directory}" if place else directory, steps)
 
+    def _times(self, steps: Sequence[str]) -> int:
+        """Return how many checkpoints are read."""
+        return max(1, len(steps)) + bool(self._viewed.other)
+
     def _add_tree(self, place: str, steps: Sequence[str]) -> None:
-        self._add("tree", at=place)
-        described, read = self._viewed.read(place, lambda opened: self._choose(opened, max(1, len(steps))))
+        tree = self._add("tree", at=place)
+        self._versions[place] = tree.get("version", "")
+        described, read = self._viewed.read(place, lambda opened: self._choose(opened, self._times(steps)))
         for leaf in described:
             self._add("array", at=place, leaf=leaf)
         for leaf in read:
@@ -149,7 +207,7 @@ class _Collector:
         _, _, inside = place.partition("/") if steps else ("", "", place)
         inside = f"/{inside}" if inside else ""
         if self._viewed.other:
-            self._add_differences(place, f"{OTHER}{'' if steps else inside}", read)
+            self._add_differences(place, f"{OTHER}{inside if self._viewed.other_has_parts else ''}", read)
         elif len(steps) > 1:
             self._add_differences(place, f"{steps[-2]}{inside}", read)
         for name in steps:
@@ -165,12 +223,17 @@ class _Collector:
 
     def _choose(self, opened: OpenTree, times: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the arrays that are described, and those that are also read, from so many checkpoints."""
-        tree, patterns = opened.tree, self._patterns
+        tree = opened.tree
         arrays = [leaf for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)]
-        if patterns is None:
-            return arrays[:_MAX_ARRAYS], arrays[:_MAX_ARRAYS] if tree.nbytes * times <= _READ_BYTES else ()
-        chosen = {leaf for pattern in patterns for leaf in leaf_filter(pattern)(tree)}
-        return (matching := sorted(chosen.intersection(arrays))), matching
+        if self._filters is None:
+            reads_all = self._reads_all and tree.nbytes * times <= _READ_BYTES
+            return arrays[:_MAX_ARRAYS], arrays[:_MAX_ARRAYS] if reads_all else ()
+        chosen: set[int] = set()
+        for pattern, choose in self._filters.items():
+            if matching := set(choose(tree)).intersection(arrays):
+                self._unmatched.discard(pattern)
+                chosen |= matching
+        return sorted(chosen), sorted(chosen)
 
 
 def _key(name: str, **parameters: str | int) -> str:

@@ -6,10 +6,12 @@ site can reach the server under a name of its own, and the page loads nothing fr
 
 from __future__ import annotations
 
+import json
+import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Final, Self
 
 import anyio
@@ -19,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
@@ -30,7 +32,11 @@ from ckptcore_view.viewed import Viewed
 
 __all__ = ["ViewServer", "application"]
 
+_logger = logging.getLogger("ckptcore.view")
+
 _HOST: Final = "127.0.0.1"
+_SHUTDOWN_SECONDS: Final = 5
+"""How long the end of the server waits for reads. They stop between two boxes of an array."""
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -50,8 +56,14 @@ def _content_policy(nonce: str) -> str:
     )
 
 
-def application(viewed: Viewed, token: str) -> Starlette:
-    """Return the application that serves the page and its documents below ``/TOKEN/``."""
+def application(viewed: Viewed, token: str, is_closing: Callable[[], bool] = lambda: False) -> Starlette:
+    """Return the application that serves the page and its documents below ``/TOKEN/``.
+
+    Args:
+        viewed: the subject of the page.
+        token: the secret part of the URL.
+        is_closing: returns True if the server is about to end; then reads stop.
+    """
 
     def authorized(serve: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def guarded(request: HttpRequest) -> Response:
@@ -86,8 +98,12 @@ def application(viewed: Viewed, token: str) -> Starlette:
 
     async def document(request: HttpRequest) -> Response:
         name, parameters = request.path_params["name"], dict(request.query_params)
-        found, status = await _while_connected(request, lambda wanted: _document(viewed, name, parameters, wanted))
-        return JSONResponse(found, status, _HEADERS)
+
+        def work(has_left: Callable[[], bool]) -> tuple[bytes, int]:
+            return _document(viewed, name, Request(parameters, lambda: has_left() or is_closing()))
+
+        found, status = await _while_connected(request, work)
+        return Response(found, status, _HEADERS, "application/json")
 
     return Starlette(
         routes=[
@@ -99,25 +115,32 @@ def application(viewed: Viewed, token: str) -> Starlette:
     )
 
 
-def _document(
-    viewed: Viewed, name: str, parameters: Mapping[str, str], is_cancelled: Callable[[], bool]
-) -> tuple[Document, int]:
-    """Return a document, or an error as a document, and its HTTP status."""
+def _document(viewed: Viewed, name: str, request: Request) -> tuple[bytes, int]:
+    """Return a document, or an error as a document, as JSON, and its HTTP status."""
     try:
-        return document_of(viewed, name, Request(parameters, is_cancelled)), 200
+        return _json(document_of(viewed, name, request)), 200
     except CancelledError:
-        return {"error": "cancelled"}, 499
+        return _json({"error": "cancelled"}), 499
     except BadRequestError as error:
-        return {"error": str(error)}, 400
+        return _json({"error": str(error)}), 400
     except CheckpointNotFoundError as error:
-        return {"error": redacted(str(error))}, 404
+        return _json({"error": redacted(str(error))}), 404
     except (CheckpointError, OSError, MemoryError) as error:
-        return {"error": redacted(str(error) or type(error).__name__)}, 500
+        return _json({"error": redacted(str(error) or type(error).__name__)}), 500
+    except Exception as error:
+        _logger.exception("cannot make the document %s", name)
+        text = redacted(f"{type(error).__name__}: {error}")
+        return _json({"error": f"{text}. This is a bug in ckptcore: please report it"}), 500
+
+
+def _json(document: Document) -> bytes:
+    """Return JSON in ASCII: names may have characters that UTF-8 cannot encode."""
+    return json.dumps(document, allow_nan=False).encode("ascii")
 
 
 async def _while_connected(
-    request: HttpRequest, work: Callable[[Callable[[], bool]], tuple[Document, int]]
-) -> tuple[Document, int]:
+    request: HttpRequest, work: Callable[[Callable[[], bool]], tuple[bytes, int]]
+) -> tuple[bytes, int]:
     """Call a function on a thread. Its argument tells whether the client has closed the connection."""
     left = threading.Event()
 
@@ -134,7 +157,7 @@ async def _while_connected(
 
 
 class ViewServer:
-    """A running server. Use it in a ``with`` statement.
+    """A server, which answers during `run` or in a ``with`` statement. A server is used once.
 
     Attributes:
         url: the address of the page, with the token.
@@ -150,7 +173,12 @@ class ViewServer:
         self._socket = socket.create_server((_HOST, port))
         self.url = f"http://{_HOST}:{self._socket.getsockname()[1]}/{token}/"
         settings = uvicorn.Config(
-            application(viewed, token), log_level="error", access_log=False, lifespan="off", server_header=False
+            application(viewed, token, lambda: self._server.should_exit),
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
         self._server = uvicorn.Server(settings)
 

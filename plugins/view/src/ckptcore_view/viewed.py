@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -17,7 +19,12 @@ from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.target import root_version
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError, UncommittedCheckpointError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    UncommittedCheckpointError,
+)
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.load import LoadRequest
 from ckptcore.loading.loaded_boxes import iter_boxes
@@ -39,6 +46,8 @@ ViewedKind: TypeAlias = Literal["run", "tree", "checkpointables"]
 
 _MAX_OPEN: Final = 8
 """Limit of open checkpoints. Each keeps files open, and its tree in memory."""
+
+_REMEMBERED_SECONDS: Final = 60.0
 
 T = TypeVar("T")
 
@@ -70,6 +79,13 @@ class OpenTree:
     def tree(self) -> TreeMetadata:
         """Its tree."""
         return self.state.opened.tree
+
+    @cached_property
+    def version(self) -> str:
+        """A text that differs if the checkpoint was replaced. Numbers of arrays are those of one version."""
+        version = self.checkpoint.version
+        data = version.root if isinstance(version.root, bytes) else repr(version).encode()
+        return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     @cached_property
     def outline(self) -> Outline:
@@ -141,9 +157,9 @@ class Viewed:
     Attributes:
         location: the viewed location, as the user wrote it.
         other: the location that it is compared with; empty if there is none.
+        other_has_parts: True if that is a checkpoint of several checkpointables.
         policy: the text of the preservation policy of which the page of a run shows what it keeps; empty for none.
         kind: what it is.
-        known_steps: committed steps of a run in an object store that were read before, by name.
     """
 
     def __init__(
@@ -167,22 +183,33 @@ class Viewed:
         Raises:
             CheckpointNotFoundError: there is neither a checkpoint nor a run.
             CheckpointError: the checkpoint cannot be read.
+            ValueError: there is a policy, but no run.
         """
         self.location = location
         self.other = other
         self.policy = policy
         self.context = context
         self._step_names = StepNames() if step_names is None else step_names
-        self.known_steps: dict[str, StepStatus] = {}
+        self._known_steps: dict[str, tuple[float, StepStatus]] = {}
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenTree] = OrderedDict()
         self.kind: ViewedKind = self._find_kind()
-        if other:
-            self.members(OTHER)  # raises if it cannot be read
+        if policy and self.kind != "run":
+            raise ValueError(f"{location} is a checkpoint, and a policy chooses steps of a run: leave the policy out")
+        self.other_has_parts = bool(other) and self.members(OTHER) is not None
 
     def steps(self) -> StepDirectory:
         """List the steps of the run."""
         return find_steps(self.location, self._step_names, self.context)
+
+    def known_step(self, name: str) -> StepStatus | None:
+        """Return a committed step that was remembered less than a minute ago: a step may be deleted and saved again."""
+        known = self._known_steps.get(name)
+        return None if known is None or time.monotonic() - known[0] > _REMEMBERED_SECONDS else known[1]
+
+    def remember_step(self, status: StepStatus) -> None:
+        """Remember a committed step."""
+        self._known_steps[status.name] = time.monotonic(), status
 
     def locate(self, place: str) -> str:
         """Return the location of a place.
@@ -192,13 +219,13 @@ class Viewed:
         """
         location, path = self.location, place
         if place == OTHER or place.startswith(f"{OTHER}/"):
+            if not self.other:
+                raise CheckpointNotFoundError("there is no other checkpoint to compare with: use --compare")
             location, path = self.other, place[len(OTHER) + 1 :]
         for name in path.split("/") if path else ():
             if name not in {listed.rstrip("/") for listed in names_in(location, self.context)}:
                 raise CheckpointNotFoundError(f"{location} has no {name!r}")
             location = child_location(location, name)
-        if not location:
-            raise CheckpointNotFoundError("there is no other checkpoint to compare with: use --compare")
         return location
 
     def members(self, place: str) -> CompositeCheckpoint | None:
@@ -209,8 +236,11 @@ class Viewed:
         """
         location = self.locate(place)
         root = root_version(resolve_location(location, runtime_of(self.context).storages).store)
-        if isinstance(root, bytes) and (summary := summarize_root(root)).committed and summary.members is None:
-            return None  # fast path: the tree is not parsed
+        try:
+            if isinstance(root, bytes) and (summary := summarize_root(root)).committed and summary.members is None:
+                return None  # fast path: the tree is not parsed
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{location}: {error}", key=error.key) from error
         found = ConsistentRead(location, self.context, open_either).open()
         return found if isinstance(found, CompositeCheckpoint) else None
 
@@ -221,8 +251,7 @@ class Viewed:
             CheckpointError: there is no checkpoint, or it cannot be read.
             Errors of `read`.
         """
-        with self._lock:
-            opened = self._open.get(place)
+        opened = self._opened(place)
         if opened is not None:
             try:
                 return read(opened)
@@ -233,17 +262,22 @@ class Viewed:
 
     def read_current(self, place: str, read: Callable[[OpenTree], T]) -> T:
         """Call a function with the open tree at a place, as it is now. See `read`."""
-        with self._lock:
-            opened = self._open.get(place)
+        opened = self._opened(place)
         if opened is not None and opened.is_current():
             return self.read(place, read)
         return read(self._open_tree(place))
 
+    def _opened(self, place: str) -> OpenTree | None:
+        with self._lock:
+            if place in self._open:
+                self._open.move_to_end(place)
+            return self._open.get(place)
+
     def _open_tree(self, place: str) -> OpenTree:
         opened = OpenTree(self.locate(place), self.context)
         with self._lock:
+            self._open.pop(place, None)
             self._open[place] = opened
-            self._open.move_to_end(place)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)  # closed once no thread reads from it
         return opened
@@ -253,12 +287,14 @@ class Viewed:
             return "tree" if self.members("") is None else "checkpointables"
         except UncommittedCheckpointError:
             raise
-        except CheckpointNotFoundError as error:
-            if not self._is_run():
-                raise CheckpointNotFoundError(
-                    f"{self.location} is neither a checkpoint nor a directory with steps: {error}"
-                ) from error
-            return "run"
+        except (CheckpointNotFoundError, InvalidLocationError) as error:  # the root of a storage can be a run
+            if self._is_run():
+                return "run"
+            if isinstance(error, InvalidLocationError):
+                raise
+            raise CheckpointNotFoundError(
+                f"{self.location} is neither a checkpoint nor a directory with steps: {error}"
+            ) from error
 
     def _is_run(self) -> bool:
         """Return True for a directory that has steps, or is empty: its first step may be saved later."""

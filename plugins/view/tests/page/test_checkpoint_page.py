@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from playwright.sync_api import Page, expect
 
 import ckptcore
+from ckptcore.protocols import Coordinator
 from plugins.view.tests.conftest import state
 from plugins.view.tests.page.conftest import Show
 
@@ -213,3 +216,55 @@ def test_hostile_names_are_text(report: bool, tmp_path: Path, show: Show) -> Non
         choose(page, name)
         expect(page.locator(".panel .plot-container").nth(1)).to_be_visible()
     expect(page.locator("main b, main img, main script")).to_have_count(0)
+
+
+def test_whole_numbers_are_exact(tmp_path: Path, show: Show) -> None:
+    ckptcore.save(tmp_path / "c", {"ids": np.array([1234567, 1234568])})
+    page = show(tmp_path / "c", "#tab=tree&leaf=0")
+    expect(page.locator(".panel")).to_contain_text("maximum 1234568")
+
+
+def test_a_slice_without_elements(checkpoint: Path, show: Show) -> None:
+    page = show(checkpoint, "#tab=tree&leaf=0")
+    page.get_by_label("Index of the elements, as in NumPy").fill("[5:5]")
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_text("The slice has no elements.")).to_be_visible()
+
+
+def test_the_ranks_of_states_that_exist(tmp_path: Path, show: Show) -> None:
+    def job(coordinator: Coordinator) -> None:
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        value = ckptcore.PerProcess({"w": np.full(3, coordinator.rank)})
+        ckptcore.save_checkpointables(tmp_path / "c", {"data": value}, context=context)
+
+    ThreadJob(3, timeout_seconds=60).run(job)
+    shutil.rmtree(tmp_path / "c" / "data.rank_0")
+    page = show(tmp_path / "c")
+    links = page.get_by_role("region", name="Checkpointables").get_by_role("link")
+    expect(links).to_have_text(["data, rank 1", "rank 2"])
+    links.nth(1).click()
+    choose(page, "w")
+    expect(page.locator(".panel")).to_contain_text("minimum 2")
+
+
+def test_a_checkpoint_that_was_replaced(checkpoint: Path, show: Show) -> None:
+    page = show(checkpoint, expected="400 (Bad Request)")
+    expect(page.get_by_role("row")).to_have_count(13)
+    ckptcore.save(checkpoint, {"aaa": np.full(4, 7.0), **state()}, overwrite=True)
+    choose(page, "cube")
+    expect(page.get_by_role("alert")).to_contain_text("was replaced meanwhile: load the page again")
+
+
+def test_tabs_that_do_not_exist(checkpoint: Path, show: Show) -> None:
+    page = show(checkpoint, "#tab=__proto__")
+    expect(page.get_by_role("row")).to_have_count(13)
+
+
+def test_the_worst_array_of_a_report(tmp_path: Path, show: Show) -> None:
+    ckptcore.save(tmp_path / "a", {name: np.zeros(3) for name in "abc"})
+    ckptcore.save(tmp_path / "b", {"a": np.ones(3), "b": np.full(3, 9.0), "c": np.zeros(3)})
+    page = show(tmp_path / "a", "#tab=differences", report=True, other=str(tmp_path / "b"))
+    expect(page.get_by_role("heading", name="Worst elements of b")).to_be_visible()
+    region = page.get_by_role("region", name="Elements of arrays")
+    region.get_by_role("row", name="a 24 B").get_by_role("button").click()
+    expect(page.get_by_role("heading", name="Worst elements of a")).to_be_visible()

@@ -121,3 +121,30 @@ def test_leaving_the_page_stops_reads(run: Path, show: Show) -> None:
     page.get_by_label("Location").get_by_role("link", name="run").click()
     page.go_back()
     expect(page.get_by_role("treegrid")).to_be_visible()
+
+
+def test_a_metric_with_the_name_of_a_method(tmp_path: Path, show: Show) -> None:
+    with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state(), metrics={"constructor": 0.5})
+        checkpointer.save(2, state())
+    page = show(tmp_path / "run")
+    steps = page.get_by_role("region", name="Steps")
+    expect(steps.get_by_role("row").nth(2)).to_contain_text("0.5")
+    expect(steps.get_by_role("row").nth(1)).not_to_contain_text("function")
+
+
+def test_steps_that_a_policy_does_not_decide(run: Path, show: Show) -> None:
+    page = show(run, "#policy=%20")
+    expect(page.get_by_role("region", name="Steps").get_by_role("row")).to_have_count(4)
+    expect(page.get_by_text("would be deleted")).to_have_count(0)
+
+
+def test_norms_have_gaps_where_a_step_cannot_be_read(run: Path, show: Show) -> None:
+    file = run / "20" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    page = show(run, "#tab=norms", expected="500 (Internal Server Error)")
+    page.get_by_label("Search arrays").fill("cube")
+    page.get_by_role("checkbox").check()
+    expect(page.get_by_text("cube has gaps: step 20: ")).to_be_visible()

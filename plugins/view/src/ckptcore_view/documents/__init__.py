@@ -2,11 +2,18 @@
 
 ::
 
-    checkpoint   a checkpoint: its origin, files and timeline, and its checkpointables
-    array        an array without its elements: shards, chunks and objects
-    elements     elements of an array: statistics, and slices
-    differences  what differs between two checkpoints
+    view         the viewed location, and what it is
     run          the steps of a run
+    checkpoint   a checkpoint: its origin, files and timeline, and its checkpointables
+    tree         the rows of a tree
+    array        an array without its elements: shards, chunks and objects
+    statistics   statistics of all elements of an array
+    elements     a slice of an array
+    differences  what differs between two trees, without elements of arrays
+    difference   how the elements of one array differ
+
+Arrays have numbers within their tree. ``version``, a member of the document of the tree, is also a parameter of the
+documents about arrays: they are refused if the checkpoint was replaced by another one.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 from ckptcore.model import JSON
+from ckptcore.redaction import redacted
 from ckptcore_view.documents.array import array_document
 from ckptcore_view.documents.checkpoint import checkpoint_document, tree_document
 from ckptcore_view.documents.differences import difference_document, differences_document
@@ -29,7 +37,13 @@ Document: TypeAlias = Mapping[str, JSON]
 
 
 def _view_document(viewed: Viewed, request: Request) -> Document:
-    return {"location": viewed.location, "kind": viewed.kind, "other": viewed.other or None, "policy": viewed.policy}
+    return {
+        "location": redacted(viewed.location),
+        "kind": viewed.kind,
+        "other": redacted(viewed.other) or None,
+        "other_has_parts": viewed.other_has_parts,
+        "policy": viewed.policy,
+    }
 
 
 DOCUMENTS: Final[Mapping[str, Callable[[Viewed, Request], Document]]] = {

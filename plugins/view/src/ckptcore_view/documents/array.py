@@ -11,6 +11,7 @@ from ckptcore.errors import CheckpointError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model import JSON, ArrayRecord, Box, Chunk, ChunkLocations, format_path
 from ckptcore.protocols import NativeReader
+from ckptcore.redaction import redacted
 from ckptcore_view.documents.request import Request
 from ckptcore_view.shardings import sharding_of
 from ckptcore_view.viewed import OpenTree, Viewed
@@ -26,8 +27,7 @@ _MAX_OWNERS: Final = 16
 
 def array_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return facts about an array. Parameters: ``at``, the place of its tree, and ``leaf``, its number."""
-    leaf = request.number("leaf")
-    return viewed.read(request.text("at"), lambda opened: _array(opened, leaf))
+    return viewed.read(request.text("at"), lambda opened: _array(opened, request.array_of(opened)))
 
 
 def _array(opened: OpenTree, leaf: int) -> Mapping[str, JSON]:
@@ -77,7 +77,7 @@ def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord) -> JSON:
         shown = list(itertools.islice(chunks, _MAX_CHUNKS))
         located = _located(checkpoint, shown, record.spec.numpy_dtype.itemsize)
     except CheckpointError as error:
-        return {"error": str(error)}
+        return {"error": redacted(str(error))}
     objects: dict[str, int] = {}
     for chunk in located:
         objects[chunk["key"]] = objects.get(chunk["key"], 0) + 1

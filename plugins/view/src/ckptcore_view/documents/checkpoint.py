@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ckptcore_tools.locations import describe_and_check
@@ -17,6 +16,7 @@ from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.loading.completeness import FileCheck, Problem
 from ckptcore.loading.opening import member_opener, present_members
 from ckptcore.model import JSON, ArrayRecord, LeafRecord, format_path
+from ckptcore.redaction import redacted
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.request import Request, number_to_json
 from ckptcore_view.viewed import OpenTree, Viewed
@@ -38,7 +38,7 @@ def checkpoint_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     if composite is None:
         return viewed.read_current(place, lambda opened: _tree_checkpoint(opened, viewed.context))
     found, files = describe_and_check(viewed.locate(place), viewed.context)
-    return {**_composite_checkpoint(composite, found), "problems": _problems(files.problems)}
+    return {**_composite_checkpoint(composite, found), **_problems(files.problems)}
 
 
 def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
@@ -61,14 +61,14 @@ def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
             "nbytes": outline.nbytes[0],
         },
         "files": _files(checkpoint),
-        "problems": _problems(files.problems),
+        **_problems(files.problems),
         "timeline": _timeline([] if timeline is None else timeline_from_json(timeline)),
     }
 
 
 def _origin(origin: Origin | CheckpointMetadata, location: str) -> dict[str, JSON]:
     return {
-        "location": location,
+        "location": redacted(location),
         "writer": origin.writer,
         "created": origin.created,
         "custom": json.dumps(dict(origin.custom), ensure_ascii=False, indent=2) if origin.custom else None,
@@ -76,16 +76,18 @@ def _origin(origin: Origin | CheckpointMetadata, location: str) -> dict[str, JSO
     }
 
 
-def _problems(problems: Sequence[Problem]) -> JSON:
-    return [[problem.key, problem.message] for problem in problems[:_MAX_PROBLEMS]]
+def _problems(problems: Sequence[Problem]) -> dict[str, JSON]:
+    shown = [[problem.key, redacted(problem.message)] for problem in problems[:_MAX_PROBLEMS]]
+    return {"problem_count": len(problems), "problems": shown}
 
 
 def _files(checkpoint: Checkpoint) -> JSON:
-    """Return the largest files, their number and their size. Sizes of foreign files are not recorded."""
+    """Return the largest files, their number and their size. Sizes of foreign files are known in object stores."""
     records = sorted(checkpoint.objects.values(), key=lambda record: -record.size)
     if not records and checkpoint.root is None:
-        names = list(itertools.islice(_listed(checkpoint, ""), _MAX_FILES + 1))
-        return {"count": len(names), "nbytes": None, "files": [[name, None, False] for name in names[:_MAX_FILES]]}
+        sizes = _foreign_sizes(checkpoint)
+        shown = sorted(sizes)[:_MAX_FILES]
+        return {"count": len(sizes), "nbytes": None, "files": [[name, sizes[name], False] for name in shown]}
     return {
         "count": len(records),
         "nbytes": sum(record.size for record in records),
@@ -93,13 +95,12 @@ def _files(checkpoint: Checkpoint) -> JSON:
     }
 
 
-def _listed(checkpoint: Checkpoint, prefix: str) -> Iterator[str]:
-    for name in checkpoint.store.list_names(prefix):
-        path = f"{prefix}{name}"
-        if name.endswith("/"):
-            yield from _listed(checkpoint, path)
-        else:
-            yield path
+def _foreign_sizes(checkpoint: Checkpoint) -> Mapping[str, int | None]:
+    """Return the files of a checkpoint of other software, and their sizes in bytes as far as they are known."""
+    location, version = checkpoint.location, checkpoint.version
+    if version.is_object:
+        return {location.name: version.nbytes}  # its storage is its directory, which has other files
+    return location.store.list_sizes() or dict.fromkeys(location.store.list())
 
 
 def _timeline(events: Sequence[Event]) -> JSON:
@@ -131,7 +132,7 @@ def _composite_checkpoint(composite: CompositeCheckpoint, found: CheckpointMetad
             for name, one in found.checkpointables.items()
         ],
         "deleted": list(found.checkpointables.deleted),
-        "unreadable": dict(found.checkpointables.unreadable),
+        "unreadable": {name: redacted(reason) for name, reason in found.checkpointables.unreadable.items()},
         "timeline": _timeline(found.timeline),
     }
 
@@ -139,7 +140,10 @@ def _composite_checkpoint(composite: CompositeCheckpoint, found: CheckpointMetad
 def _checkpointable(
     name: str, found: CheckpointMetadata, processes: int | None, directories: Sequence[str]
 ) -> Mapping[str, JSON]:
-    arrays = [record for record in found.tree.leaves if isinstance(record, ArrayRecord)]
+    tied = found.tree.aliases
+    arrays = [
+        record for leaf, record in enumerate(found.tree.leaves) if isinstance(record, ArrayRecord) and leaf not in tied
+    ]
     return {
         "name": name,
         "places": list(directories[:_MAX_PLACES]),
@@ -154,7 +158,7 @@ def _checkpointable(
 
 def tree_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the rows of a tree in columns. Parameter: ``at``, its place."""
-    return viewed.read(request.text("at"), _tree)
+    return viewed.read_current(request.text("at"), _tree)
 
 
 def _tree(opened: OpenTree) -> Mapping[str, JSON]:
@@ -176,6 +180,7 @@ def _tree(opened: OpenTree) -> Mapping[str, JSON]:
         if not isinstance(record, ArrayRecord):
             values[str(row)] = _value_text(record.value)
     return {
+        "version": opened.version,
         "names": list(outline.names),
         "depths": list(outline.depths),
         "stops": list(outline.stops),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from ckptcore_tools.comparison import ArrayPair, TreeComparison
 from ckptcore_tools.elements import Tolerance
 
 from ckptcore.model import JSON, format_path
+from ckptcore.redaction import redacted
 from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
 from ckptcore_view.viewed import OpenTree, Viewed
 
@@ -22,15 +23,19 @@ def differences_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]
 
     Parameters: ``at`` and ``other``, the places of two trees.
     """
-    return _of_both(viewed, request, _differences)
+    return viewed.read_current(
+        request.text("at"),
+        lambda a: viewed.read_current(request.text("other"), lambda b: _differences(a, b)),
+    )
 
 
-def _differences(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON]:
+def _differences(a: OpenTree, b: OpenTree) -> Mapping[str, JSON]:
     comparison = TreeComparison(a.side, b.side, Tolerance())
     found = list(comparison.structure_differences(with_dtypes=True))
     return {
-        "a": a.location,
-        "b": b.location,
+        "a": redacted(a.location),
+        "b": redacted(b.location),
+        "version": a.version,
         "count": len(found),
         "differences": [
             {"path": one.path, "kind": one.kind, "a": _text(one.a), "b": _text(one.b)} for one in found[:_MAX_ROWS]
@@ -53,16 +58,20 @@ def difference_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
     Parameters: ``at`` and ``other``, the places of the trees, and ``leaf``, the number of the array in the first.
     """
-    return _of_both(viewed, request, _difference)
+    return viewed.read(
+        request.text("at"),
+        lambda a: viewed.read(request.text("other"), lambda b: _difference(a, b, request)),
+    )
 
 
 def _difference(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON]:
-    leaf = request.number("leaf")
+    leaf = request.array_of(a)
     path = a.path(leaf)
     pair = ArrayPair(path, a.stored(leaf), b.stored(b.leaf_at(path)))
     spec, other = a.record(pair.a).spec, b.record(pair.b).spec
     if spec.shape != other.shape:
-        raise BadRequestError(f"{format_path(path)} is {spec} in {a.location} and {other} in {b.location}")
+        text = f"{format_path(path)} is {spec} in {a.location} and {other} in {b.location}"
+        raise BadRequestError(redacted(text))
     comparison = TreeComparison(a.side, b.side, Tolerance())
     distance = comparison.distance_of(pair, lambda _: request.check_wanted())
     return {
@@ -81,12 +90,3 @@ def _difference(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON
             for one in distance.worst
         ],
     }
-
-
-def _of_both(
-    viewed: Viewed, request: Request, describe: Callable[[OpenTree, OpenTree, Request], Mapping[str, JSON]]
-) -> Mapping[str, JSON]:
-    return viewed.read(
-        request.text("at"),
-        lambda a: viewed.read(request.text("other"), lambda b: describe(a, b, request)),
-    )

@@ -12,6 +12,7 @@ from ckptcore_tools.elements import numbers_of
 from ckptcore_tools.statistics import statistics_of
 
 from ckptcore.loading.indexing import index_box
+from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import JSON, HostArray
 from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
 from ckptcore_view.viewed import OpenTree, Viewed
@@ -31,10 +32,9 @@ def statistics_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     Parameters: ``at``, the place of its tree, and ``leaf``, its number. With ``of``, the number is that of an array in
     the tree at this place, and the array with the same path is read: so the norms of an array over steps are read.
     """
-    leaf = request.number("leaf")
     if "of" not in request.parameters:
-        return viewed.read(request.text("at"), lambda opened: _statistics(opened, leaf, request))
-    path = viewed.read(request.text("of"), lambda opened: opened.path(leaf))
+        return viewed.read(request.text("at"), lambda opened: _statistics(opened, request.array_of(opened), request))
+    path = viewed.read(request.text("of"), lambda opened: opened.path(request.array_of(opened)))
     return viewed.read(request.text("at"), lambda opened: _statistics(opened, opened.leaf_at(path), request))
 
 
@@ -73,12 +73,11 @@ def elements_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     Parameters: ``at`` and ``leaf`` as for the statistics; ``index``, an index of NumPy such as ``[0, 0:64, ::8]``, by
     default the first rows and columns.
     """
-    leaf = request.number("leaf")
-    return viewed.read(request.text("at"), lambda opened: _elements(opened, leaf, request.text("index")))
+    text = request.text("index")
+    return viewed.read(request.text("at"), lambda opened: _elements(opened.array(request.array_of(opened)), text))
 
 
-def _elements(opened: OpenTree, leaf: int, text: str) -> Mapping[str, JSON]:
-    array = opened.array(leaf)
+def _elements(array: StoredArray, text: str) -> Mapping[str, JSON]:
     index = parse_index(text) if text.strip() else _first_window(array.shape)
     try:
         shape = index_box(index, array.shape).shape
@@ -95,14 +94,27 @@ def _elements(opened: OpenTree, leaf: int, text: str) -> Mapping[str, JSON]:
     numbers = numbers_of(elements)
     if numbers is not None and numbers.dtype.kind == "c":
         numbers = np.abs(numbers)
-    rows = (elements.astype(str) if numbers is None else numbers).reshape(-1, shape[-1] if shape else 1)
+    shown = list(map(_element_text, elements.ravel())) if numbers is None else numbers.ravel().tolist()
+    columns = shape[-1] if shape else 1
     return {
         "index": format_index(index),
         "shape": list(shape),
         "numbers": numbers is not None,
         "complex": "complex" in elements.dtype.name,
-        "rows": [[number_to_json(element) for element in row] for row in rows.tolist()],
+        "rows": [
+            [number_to_json(element) for element in shown[first : first + columns]]
+            for first in range(0, len(shown), columns or 1)
+        ],
     }
+
+
+def _element_text(element: object) -> str:
+    """Return an element that is not a number as text."""
+    if isinstance(element, bytes):
+        return element.decode("ascii", "backslashreplace")
+    if isinstance(element, np.datetime64 | np.timedelta64) and np.datetime_data(element)[0] == "generic":
+        return str(element.astype(np.int64))
+    return str(element)
 
 
 def parse_index(text: str) -> tuple[int | slice | EllipsisType, ...]:

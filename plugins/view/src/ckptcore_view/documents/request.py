@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptcore.model import JSON
+from ckptcore.redaction import redacted
+from ckptcore_view.viewed import OpenTree
 
 __all__ = ["BadRequestError", "CancelledError", "Request", "number_to_json"]
 
@@ -49,6 +51,17 @@ class Request:
         if not text.isdecimal() or not text.isascii() or len(text) > 12:
             raise BadRequestError(f"{name} is {text[:40]!r}: expected a number")
         return int(text)
+
+    def array_of(self, opened: OpenTree) -> int:
+        """Return the parameter ``leaf``, the number of an array of a tree.
+
+        Raises:
+            BadRequestError: it is not a number, or ``version`` is another version of the tree.
+        """
+        leaf = self.number("leaf")
+        if self.text("version") not in ("", opened.version):
+            raise BadRequestError(f"{redacted(opened.location)} was replaced meanwhile: load the page again")
+        return leaf
 
     def check_wanted(self) -> None:
         """Raise CancelledError if the client has left."""

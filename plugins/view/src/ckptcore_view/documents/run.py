@@ -12,6 +12,7 @@ from ckptcore_tools.run_steps import StepStatus, find_owner, find_pinned, read_s
 
 from ckptcore.io.requests import requests_of
 from ckptcore.model import JSON
+from ckptcore.redaction import redacted
 from ckptcore.training.steps import StepDirectory
 from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
 from ckptcore_view.viewed import Viewed
@@ -34,14 +35,15 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     last = min(request.number("last") if "last" in request.parameters else _STEPS, _MAX_STEPS)
     chosen = candidates[len(candidates) - last :] if last < len(candidates) else candidates
     pinned = find_pinned(steps.store, viewed.location) or frozenset()
-    decisions = _decisions(viewed, steps, request.text("policy"))
+    policy = request.text("policy").strip()
+    decisions = _decisions(viewed, steps, policy)
     owner = find_owner(steps.store)
     return {
-        "location": viewed.location,
+        "location": redacted(viewed.location),
         "owner": None if owner is None else owner.description,
         "older": len(candidates) - len(chosen),
         "leftovers": list(steps.leftovers),
-        "policy": request.text("policy") or None,
+        "policy": policy or None,
         "steps": [
             _step(status, status.name in pinned, decisions.get(status.step)) for status in _read(viewed, steps, chosen)
         ],
@@ -49,14 +51,14 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 
 def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int]) -> Sequence[StepStatus]:
-    """Read the steps. The page asks again and again, so committed steps in object stores are read once."""
+    """Read the steps. The page asks every few seconds, so committed steps in object stores are read once a minute."""
     is_remote = requests_of(steps.store).concurrency > 1
-    known = viewed.known_steps if is_remote else {}
-    found = {status.step: status for step in chosen if (status := known.get(steps.name(step))) is not None}
+    known = [viewed.known_step(steps.name(step)) for step in chosen] if is_remote else []
+    found = {status.step: status for status in known if status is not None}
     for status in read_steps(steps, [step for step in chosen if step not in found], viewed.context):
         found[status.step] = status
         if is_remote and status.state == "committed":
-            known[status.name] = status
+            viewed.remember_step(status)
     return [found[step] for step in chosen]
 
 
@@ -79,7 +81,7 @@ def _step(status: StepStatus, is_pinned: bool, decision: tuple[bool, Sequence[st
 
 def _decisions(viewed: Viewed, steps: StepDirectory, text: str) -> Mapping[int, tuple[bool, Sequence[str]]]:
     """Return for each step whether a policy keeps it, and why."""
-    if not text.strip():
+    if not text:
         return {}
     try:
         policy = parse_preservation(text)

@@ -52,17 +52,18 @@ async function showStatistics(at, leaf, array, section, signal) {
   section.replaceChildren(h("p", { class: "muted", role: "status" }, "Reading the array …"));
   try {
     const found = await loadDocument("statistics", parameters, signal);
-    section.replaceChildren(h("h3", {}, "Statistics"), ...statisticsParts(found));
+    section.replaceChildren(h("h3", {}, "Statistics"), ...statisticsParts(found, array.dtype));
   } catch (error) {
     if (!signal.aborted) section.replaceChildren(errorMessage(error));
   }
 }
 
-function statisticsParts(found) {
+function statisticsParts(found, dtype) {
   if (!found.numbers) return [h("p", { class: "muted" }, "The elements are not numbers.")];
   const odd = (count) => (count ? h("strong", { class: "warning" }, formatWhole(count)) : null);
   return [
     factList([
+      ["of", dtype.startsWith("complex") ? "absolute values" : null],
       ["minimum", formatNumber(found.minimum)],
       ["maximum", formatNumber(found.maximum)],
       ["mean", formatNumber(found.mean)],
@@ -97,7 +98,9 @@ async function showElements(at, leaf, array, section, signal) {
       input.value = found.index;
       const text = () =>
         table(found.rows[0]?.map((_, column) => `${column}`) ?? [], found.rows.slice(0, 200), "Elements");
-      shown.replaceChildren(found.numbers ? elementsChart(found) : text());
+      const isEmpty = found.rows.every((row) => row.length === 0);
+      const nothing = () => h("p", { class: "muted" }, "The slice has no elements.");
+      shown.replaceChildren(isEmpty ? nothing() : found.numbers ? elementsChart(found) : text());
     } catch (error) {
       if (!signal.aborted) shown.replaceChildren(errorMessage(error));
     }

@@ -133,10 +133,10 @@ export function histogramChart({ start, stop, counts }) {
   );
 }
 
-/** Elements of a slice: a heat map for two axes, a line for one. */
-export function elementsChart({ index, shape, rows }) {
+/** Elements of a slice: a heat map for two axes, a line for one. Complex elements are shown by their sizes. */
+export function elementsChart({ index, shape, rows, complex }) {
   const numbers = rows.map((row) => row.map((element) => (typeof element === "number" ? element : null)));
-  const title = `Elements ${index}`;
+  const title = `${complex ? "Absolute values of elements" : "Elements"} ${index}`;
   if (shape.length < 2) {
     const trace = { type: "scatter", mode: numbers[0].length > 60 ? "lines" : "lines+markers", y: numbers[0] };
     const layout = { xaxis: { title: { text: "position" } }, showlegend: false };

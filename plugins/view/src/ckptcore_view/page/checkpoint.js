@@ -23,12 +23,12 @@ export async function showCheckpoint(page, main, signal) {
     ...(found.kind === "tree" && (page.view.other || page.view.kind === "run") && { differences: "Differences" }),
     origin: "Origin",
   };
-  const tab = page.tab in tabs ? page.tab : Object.keys(tabs)[0];
+  const tab = Object.hasOwn(tabs, page.tab) ? page.tab : Object.keys(tabs)[0];
   const body = h("div");
   main.replaceChildren(
     h("h1", { class: "name" }, found.location),
     summary(found),
-    problems(found.problems),
+    problems(found),
     h(
       "nav",
       { class: "tabs", "aria-label": "Views of the checkpoint" },
@@ -69,12 +69,12 @@ function summary(found) {
   ]);
 }
 
-function problems(found) {
-  if (found.length === 0) return "";
+function problems({ problems: found, problem_count: count }) {
+  if (count === 0) return "";
   return h(
     "div",
     { class: "message bad", role: "alert" },
-    h("strong", {}, `Damaged: ${plural(found.length, "problem")}. `),
+    h("strong", {}, `Damaged: ${plural(count, "problem")}. `),
     "Run `ckptcore verify` for details.",
     h(
       "ul",
@@ -121,7 +121,9 @@ async function showParts(found, page, body) {
       const places = one.places.map((place) => (page.at ? `${page.at}/${place}` : place));
       const known = await Promise.all(places.map((place) => !isReport() || isInReport("checkpoint", { at: place })));
       const links = places.map((place, number) => {
-        const name = number === 0 ? one.name : `rank ${number}`;
+        // The directory of a process is NAME.rank_N.
+        const rank = /\.rank_(\d+)$/.exec(one.places[number].slice(one.name.length))?.[1];
+        const name = rank === undefined ? one.name : `${number ? "" : `${one.name}, `}rank ${rank}`;
         return known[number] ? h("a", { href: page.link({ at: place }) }, name) : name;
       });
       return [

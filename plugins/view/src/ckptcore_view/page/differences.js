@@ -10,7 +10,7 @@ export async function showDifferences(_, page, body, signal) {
   const choices = await choicesOf(page);
   const other = choices.some((choice) => choice.place === page.other) ? page.other : choices.at(-1)?.place;
   if (other === undefined) {
-    body.replaceChildren(h("p", { class: "muted" }, "There is no other step to compare with."));
+    body.replaceChildren(h("p", { class: "muted" }, "There is nothing to compare with."));
     return;
   }
   const select = h(
@@ -32,8 +32,9 @@ export async function showDifferences(_, page, body, signal) {
 async function choicesOf(page) {
   const inside = page.at.includes("/") ? page.at.slice(page.at.indexOf("/")) : "";
   if (page.view.other) {
-    const place = page.view.kind === "run" ? OTHER : page.at ? `${OTHER}/${page.at}` : OTHER;
-    return [{ place, title: page.view.other }];
+    const part = page.view.kind === "run" ? inside : page.at ? `/${page.at}` : "";
+    if (part && !page.view.other_has_parts) return []; // it has one tree, and this is one of several
+    return [{ place: `${OTHER}${part}`, title: page.view.other }];
   }
   const run = await loadDocument("run", {});
   const own = page.at.split("/")[0];
@@ -61,8 +62,8 @@ function structure(found) {
       "h2",
       {},
       found.count === 0
-        ? "The same structure, dtypes and values"
-        : `${plural(found.count, "difference")} in structure, dtypes and values`,
+        ? "The same structure, types and values outside arrays"
+        : `${plural(found.count, "difference")} in structure, types, and values outside arrays`,
     ),
     h("p", { class: "muted" }, `A: ${found.a}, B: ${found.b}`),
     rows.length > 0 && table(["path", "what differs", "A", "B"], rows, "Differences"),
@@ -73,6 +74,9 @@ function structure(found) {
 async function elements(found, at, other, signal) {
   const cells = new Map();
   const worst = h("div");
+  const inReport = new Set();
+  if (isReport())
+    for (const { leaf } of found.pairs) if (await isInReport("difference", { at, other, leaf })) inReport.add(leaf);
   const rows = found.pairs.map((pair) => {
     const state = h("span", { class: "muted" }, "not compared");
     const [largest, norm] = [h("span"), h("span")];
@@ -83,7 +87,7 @@ async function elements(found, at, other, signal) {
       formatSize(pair.nbytes),
       largest,
       norm,
-      isReport() ? "" : button,
+      !isReport() || inReport.has(pair.leaf) ? button : "",
       state,
     ];
   });
@@ -98,16 +102,19 @@ async function elements(found, at, other, signal) {
       largest.replaceChildren(same ? "" : formatNumber(one.largest));
       norm.replaceChildren(same ? "" : formatNumber(one.norm));
       if (isShown) worst.replaceChildren(worstElements(one));
+      return one;
     } catch (error) {
       state.className = "bad";
       if (!signal.aborted) state.replaceChildren(error.message);
       throw error;
     }
   };
+  const nbytes = found.pairs.reduce((sum, pair) => sum + pair.nbytes, 0);
+  const more = found.arrays - found.pairs.length;
   const all = h(
     "button",
     { type: "button" },
-    `Compare the elements of ${plural(found.pairs.length, "array")}, ${formatSize(found.nbytes)} of each`,
+    `Compare the elements of ${plural(found.pairs.length, "array")}, ${formatSize(nbytes)} of each`,
   );
   const status = h("span", { class: "muted", role: "status" });
   const compareAll = async () => {
@@ -123,8 +130,15 @@ async function elements(found, at, other, signal) {
   };
   all.addEventListener("click", compareAll);
   if (isReport()) {
-    for (const pair of found.pairs)
-      if (await isInReport("difference", { at, other, leaf: pair.leaf })) await compare(pair, true);
+    const shown = found.pairs.filter((pair) => inReport.has(pair.leaf));
+    let largest = -1;
+    for (const pair of shown) {
+      const one = await compare(pair, false).catch(() => null);
+      if (one?.differing > 0 && Number(one.largest) > largest) {
+        largest = Number(one.largest);
+        worst.replaceChildren(worstElements(one));
+      }
+    }
   }
   return h(
     "section",
@@ -140,6 +154,8 @@ async function elements(found, at, other, signal) {
             rows,
             "Elements of arrays",
           ),
+          more > 0 &&
+            h("p", { class: "muted" }, `and ${plural(more, "more array")}: compare them with \`ckptcore diff\``),
         ],
   );
 }

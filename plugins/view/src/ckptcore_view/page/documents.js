@@ -1,6 +1,8 @@
 /** Documents: what the page shows, as JSON, from the server or from the report that contains this page. */
 
 const kept = new Map();
+/** The version of the tree at each place: arrays have numbers within a version. */
+const versions = new Map();
 let embedded = null;
 
 /**
@@ -17,10 +19,25 @@ export async function loadDocument(name, parameters = {}, signal = undefined) {
     if (found.error) throw new Error(found.error);
     return found;
   }
-  const response = await fetch(`documents/${name}?${new URLSearchParams(parameters)}`, { signal });
+  const sent = new URLSearchParams(parameters);
+  const version = "leaf" in parameters && versions.get(parameters.of ?? parameters.at);
+  if (version) sent.set("version", version);
+  const response = await answer(`documents/${name}?${sent}`, signal);
+  if (response.headers.get("Content-Type") !== "application/json")
+    throw new Error(`The server answered ${response.status} ${response.statusText}.`);
   const found = await response.json();
   if (!response.ok) throw new Error(found.error ?? response.statusText);
+  if (found.version) versions.set(parameters.at, found.version);
   return found;
+}
+
+async function answer(address, signal) {
+  try {
+    return await fetch(address, { signal });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new Error("The server does not answer. Has `ckptcore view` ended?");
+  }
 }
 
 /** Load a document that does not change while the page is open. It is requested once. */

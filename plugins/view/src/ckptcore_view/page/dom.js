@@ -118,9 +118,10 @@ export function formatWhole(number) {
   return typeof number === "number" ? number.toLocaleString("en") : String(number);
 }
 
-/** A number with six digits. Text stands for numbers that JSON cannot represent. */
+/** A whole number, or any other with six digits. Text stands for numbers that JSON cannot represent. */
 export function formatNumber(number) {
   if (typeof number !== "number") return number === null || number === undefined ? "" : String(number);
+  if (Number.isSafeInteger(number)) return String(number);
   return String(Number(number.toPrecision(6)));
 }
 

@@ -27,7 +27,7 @@ const MOST_FOUND = 50;
  */
 export async function showRun(page, main, signal) {
   const tabs = { steps: "Steps", norms: "Norms" };
-  const tab = page.tab in tabs ? page.tab : "steps";
+  const tab = Object.hasOwn(tabs, page.tab) ? page.tab : "steps";
   const body = h("div");
   main.replaceChildren(
     h("h1", { class: "name" }, page.view.location),
@@ -48,10 +48,13 @@ async function showSteps(page, body, signal) {
   const message = h("div", { role: "status" });
   let { policy, along } = page;
   let last = "";
+  let newest = 0;
   const refresh = async () => {
+    newest += 1;
+    const number = newest;
     const run = await loadDocument("run", policy ? { policy } : {}, signal);
     const text = JSON.stringify([run, along]);
-    if (text === last) return;
+    if (text === last || number !== newest) return; // a later request is on its way
     last = text;
     const known = new Set();
     for (const one of run.steps)
@@ -158,12 +161,12 @@ function stepTable(run, page, known) {
       formatSize(one.nbytes),
       formatSeconds(one.seconds),
       formatSeconds(one.blocked),
-      ...metrics.map((name) => formatNumber(one.metrics[name])),
+      ...metrics.map((name) => formatNumber(metricOf(one, name))),
       h("span", { class: STYLES[one.state] ?? "bad" }, one.state),
       [
         one.pinned && "pinned",
-        hasPolicy &&
-          (one.kept ? `kept: ${one.reasons.join("; ")}` : h("span", { class: "warning" }, "would be deleted")),
+        one.kept === true && `kept: ${one.reasons.join("; ")}`,
+        one.kept === false && h("span", { class: "warning" }, "would be deleted"),
         one.error && h("span", { class: "bad" }, one.error),
       ]
         .filter(Boolean)
@@ -180,6 +183,10 @@ function stepTable(run, page, known) {
     hasPolicy ? "policy, notes" : "notes",
   ];
   return rows.length > 0 ? h("section", {}, table(headings, rows, "Steps")) : "";
+}
+
+function metricOf(step, name) {
+  return Object.hasOwn(step.metrics, name) ? step.metrics[name] : undefined;
 }
 
 /** Charts of the steps, along their numbers or the times at which they were saved. */
@@ -225,8 +232,8 @@ function charts(run, along) {
     ),
   ];
   for (const name of new Set(saved.flatMap((one) => Object.keys(one.metrics)))) {
-    const values = saved.map((one) => (typeof one.metrics[name] === "number" ? one.metrics[name] : null));
-    const rows = saved.map((one) => [one.step, formatNumber(one.metrics[name])]);
+    const values = saved.map((one) => (typeof metricOf(one, name) === "number" ? metricOf(one, name) : null));
+    const rows = saved.map((one) => [one.step, formatNumber(metricOf(one, name))]);
     found.push(
       chart(
         name,
@@ -320,14 +327,18 @@ class Norms {
   async add(row) {
     const leaf = this.rows.leaves[row];
     const norms = [];
+    const failed = [];
     this.lines.set(leaf, { name: this.paths[row], norms });
     for (const step of this.steps) {
       if (this.signal.aborted || !this.lines.has(leaf)) return;
       this.status.replaceChildren(`Reading ${this.paths[row]} of step ${step.step} …`);
-      const found = await loadDocument("statistics", this.parameters(step, leaf), this.signal).catch(() => null);
+      const found = await loadDocument("statistics", this.parameters(step, leaf), this.signal).catch((error) => {
+        failed.push(`step ${step.step}: ${error.message}`);
+      });
       norms.push(typeof found?.norm === "number" ? found.norm : null);
     }
-    this.status.replaceChildren();
+    const more = failed.length > 1 ? ` (and ${formatWhole(failed.length - 1)} more)` : "";
+    this.status.replaceChildren(failed.length > 0 ? `${this.paths[row]} has gaps: ${failed[0]}${more}` : "");
     this.draw();
   }
 
