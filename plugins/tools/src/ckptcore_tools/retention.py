@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from ckptcore.commit.delete import find_bases, referring_to
 from ckptcore.commit.location import commit_method
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.runtime import runtime_of
-from ckptcore.training.garbage import policy_infos, readable_steps
+from ckptcore.training.garbage import policy_infos
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.run_steps import StepState, StepStatus, find_pinned, read_steps
 
@@ -20,7 +19,7 @@ __all__ = ["DeletionPlan", "StepDecision", "plan_deletions"]
 _KEPT_BECAUSE: Mapping[StepState, str] = {
     "committed": "committed a moment ago",
     "foreign": "written by other software",
-    "incomplete": "a file is missing",
+    "incomplete": "a file is missing or has another size",
     "uncommitted": "not committed",
     "corrupt": "damaged",
     "unreadable": "cannot be read here",
@@ -34,7 +33,7 @@ class StepDecision:
     """The decision to keep or delete a step.
 
     Attributes:
-        status: the step. Its size may be unknown if it is kept.
+        status: the step.
         delete: True to delete the step.
         reasons: reasons to keep it.
     """
@@ -52,7 +51,8 @@ class DeletionPlan:
         decisions: one per step, ascending.
         leftovers: leftovers of saves and deletions. The list can include leftovers of running saves. The
             deletion recognises and keeps these.
-        broken: steps whose root is a claim although they count as committed. Policies do not count them.
+        broken: steps that cannot be loaded, such as those with a missing file, and steps of other software. Policies do
+            not count them, so that they are not kept instead of steps that load.
     """
 
     decisions: Sequence[StepDecision]
@@ -66,7 +66,7 @@ class DeletionPlan:
 
 
 def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float, context: Context) -> DeletionPlan:
-    """Decide about every step. Changes nothing.
+    """Decide about every step, by the roots and the sizes of files. Changes nothing.
 
     Args:
         steps: the directory, just listed.
@@ -77,18 +77,16 @@ def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float,
     Raises:
         StorageError: if the storage fails.
     """
-    broken = _claimed_steps(steps)
+    statuses = {status.step: status for status in read_steps(steps, steps.candidates(), context)}
+    broken = frozenset([step for step, status in statuses.items() if status.state != "committed"])
     infos = {info.step: info for info in policy_infos(steps, broken)}
     expired = set(what_to_delete(policy, list(infos.values()), now))
     pinned = find_pinned(steps.store, steps.display) or frozenset()
     users = _users_of_bases(steps, expired, context)
     reasons = explain(policy, list(infos.values()), now)
-    to_read = [step for step in steps.candidates() if step in expired or step not in infos]
-    statuses = {status.step: status for status in read_steps(steps, to_read, context)}
     decisions: list[StepDecision] = []
     leftovers = list(steps.leftovers)
-    for step in steps.candidates():
-        status = statuses.get(step) or StepStatus(step, steps.name(step), "committed")
+    for step, status in statuses.items():
         if step not in infos:
             # Only object stores have a claim as root. File systems commit by rename.
             if status.state == "uncommitted" and commit_method(steps.store).claims_by_root:
@@ -96,9 +94,6 @@ def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float,
             else:
                 decisions.append(StepDecision(status, delete=False, reasons=(_KEPT_BECAUSE[status.state],)))
             continue
-        summary = steps.summary(step)
-        created = summary.created if summary is not None else None
-        status = StepStatus(step, status.name, "committed", created, status.nbytes, infos[step].metrics)
         if step in expired and status.name in pinned:
             decisions.append(StepDecision(status, delete=False, reasons=("pinned by a reader",)))
         elif step in users:
@@ -127,22 +122,3 @@ def _users_of_bases(steps: StepDirectory, expired: Collection[int], context: Con
         for step in used:
             del deletable[step]
     return {step: referring_to(steps.name(step), save_ids[step], staying) for step in save_ids if step not in deletable}
-
-
-def _claimed_steps(steps: StepDirectory) -> frozenset[int]:
-    """Return steps that count as committed but have a claim as root.
-
-    On file systems every directory with a root counts as committed. If its root is a claim, the directory was copied
-    from an object store.
-    """
-    claims = set()
-    committed = readable_steps(steps)
-    steps.look_ahead(committed)
-    for step in committed:
-        try:
-            summary = steps.summary(step)
-        except CheckpointError:
-            continue  # `policy_infos` reports these
-        if summary is not None and not summary.committed:
-            claims.add(step)
-    return frozenset(claims)

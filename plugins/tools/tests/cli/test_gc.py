@@ -136,6 +136,28 @@ def test_what_is_not_ours_or_broken_is_left_alone(run_json: RunJson, directory: 
     assert names(directory) == ["1", "4", "5", "6", "7"]
 
 
+def test_policies_do_not_count_steps_with_missing_or_short_files(run: Run, run_json: RunJson, directory: Path) -> None:
+    os.truncate(directory / "2" / "model.safetensors", 20)
+    (directory / "4" / "model.safetensors").unlink()
+    _, planned = run_json(GcDocument, "gc", directory, *POLICY, "--dry-run")
+    assert {one["step"]: one["reasons"] for one in planned["steps"]} == {
+        1: [],
+        2: ["a file is missing or has another size"],
+        3: ["the latest 1", "the best 1 by loss (min)"],
+        4: ["a file is missing or has another size"],
+    }
+    assert run("gc", directory, *POLICY, "--yes").exit_code == 0
+    assert names(directory) == ["2", "3", "4"]
+
+
+def test_the_only_step_that_loads_is_kept(run_json: RunJson, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "1", {"x": 1})
+    ckptcore.save_checkpointables(tmp_path / "2", {"model": {"w": np.ones(2)}})
+    flip(tmp_path / "2" / "model" / "checkpoint.json", 60)
+    _, document = run_json(GcDocument, "gc", tmp_path, "--policy", "latest_n=1", "--dry-run")
+    assert [one["reasons"] for one in document["steps"]] == [["the latest 1"], ["damaged"]]
+
+
 def test_storage_without_directories(run_json: RunJson) -> None:
     directory = f"memory://{uuid.uuid4()}/run"
     save_run(directory, LOSSES)

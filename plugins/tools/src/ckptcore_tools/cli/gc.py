@@ -65,8 +65,9 @@ def command(
 ) -> ExitCode:
     """Delete the steps in DIRECTORY that a policy does not keep, and leftovers of failed saves.
 
-    The newest step is always kept, and so are steps that a reader has pinned, that other software wrote, or that cannot
-    be read. While a job saves to the directory, only --dry-run works.
+    The newest step is always kept, and so are steps that a reader has pinned, that other software wrote, that cannot be
+    read, or that have a file that is missing or has another size. Policies count only the steps that can be loaded.
+    While a job saves to the directory, only --dry-run works.
     """
     policy = _parse_policy(policy_text)
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
