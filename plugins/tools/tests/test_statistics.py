@@ -75,6 +75,28 @@ def test_a_histogram_has_every_element_in_its_bin(boxes: list[HostArray]) -> Non
     assert whole.max() <= histogram.stop
     assert histogram.counts[0]
     assert histogram.counts[-1]
+    assert statistics_of([whole]).histogram == histogram  # type: ignore[union-attr]
+    assert found.minimum is not None and found.mean is not None and found.deviation is not None
+    assert math.isfinite(found.mean)
+    assert not math.isnan(found.deviation)
+
+
+@pytest.mark.parametrize("first", [0.0, 1e-4])
+def test_equal_elements_at_the_start_leave_the_bins_narrow(first: float) -> None:
+    boxes = [np.full(1000, first), random("float64", 1000) * 1e-4]
+    found = statistics_of(boxes)
+    assert found is not None
+    assert found.histogram is not None
+    assert len(found.histogram.counts) >= 64
+    assert statistics_of(boxes[::-1]).histogram == found.histogram  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [1e-5, -3e-200, 1.0, 100.0])
+def test_the_bin_of_equal_elements_is_near_them(number: float) -> None:
+    found = statistics_of([np.full(5, number)])
+    assert found is not None
+    assert found.histogram is not None
+    assert abs(number) / 128 < found.histogram.stop - found.histogram.start <= abs(number) / 32
 
 
 @given(st.permutations(range(8)))
@@ -127,12 +149,28 @@ def test_complex_numbers_have_the_statistics_of_their_absolute_values() -> None:
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([b"a"]), np.array(["2026-01-01"], "datetime64[D]")])
 def test_text_and_times_have_no_statistics(array: HostArray) -> None:
     assert statistics_of([array]) is None
+    assert statistics_of([array[:0]]) is None
+
+
+def test_only_the_first_box_of_a_text_is_read() -> None:
+    boxes = iter([np.array(["a"]), np.array(["b"])])
+    assert statistics_of(boxes) is None
+    assert len(list(boxes)) == 1
 
 
 def test_large_numbers_do_not_overflow_the_mean() -> None:
     found = statistics_of([np.array([-1.7e308, 1.7e308])])
     assert found is not None
     assert (found.mean, found.norm) == (0.0, math.inf)
+    found = statistics_of([np.array([1.7e308]), np.array([-1.7e308])])
+    assert found is not None
+    assert (found.mean, found.deviation) == (0.0, math.inf)
+
+
+def test_one_large_number_has_no_deviation() -> None:
+    found = statistics_of([np.array([1e200])])
+    assert found is not None
+    assert (found.mean, found.deviation, found.norm) == (1e200, 0.0, math.inf)
 
 
 def test_slices_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.model import Box, HostArray
 
-__all__ = ["SAME", "Distance", "Tolerance", "WorstElement", "distance", "numbers_of"]
+__all__ = ["SAME", "Distance", "Tolerance", "WorstElement", "are_numbers", "distance", "numbers_of"]
 
 _SLICE_ELEMENTS: Final = 1 << 20
 _MAX_WORST: Final = 10
@@ -187,6 +187,11 @@ def _absolute_differences(a: HostArray, b: HostArray) -> npt.NDArray[np.float64]
     return np.where(both_nan | (a == b), 0.0, differences)
 
 
+def are_numbers(dtype: np.dtype[Any]) -> bool:
+    """Return True if elements of a dtype are numbers: not text, bytes or times."""
+    return dtype.kind not in "SUmM"
+
+
 def numbers_of(array: HostArray) -> HostArray | None:
     """Convert elements to int64, uint64, float64 or complex128. None if they are not numbers."""
     kind = array.dtype.kind
@@ -196,7 +201,7 @@ def numbers_of(array: HostArray) -> HostArray | None:
         return array.astype(np.float64)
     if kind == "c":
         return array.astype(np.complex128)
-    if kind in "SUmM":
+    if not are_numbers(array.dtype):
         return None
     # The rest are dtypes of ml_dtypes.
     return array.astype(np.complex128 if "complex" in array.dtype.name else np.float64)

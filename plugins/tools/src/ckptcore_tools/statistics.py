@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckptcore import select
 from ckptcore.model import HostArray, TreePath
-from ckptcore_tools.elements import numbers_of
+from ckptcore_tools.elements import are_numbers, numbers_of
 
 if TYPE_CHECKING:
     from ckptcore.results import OpenCheckpoint
@@ -22,6 +22,13 @@ __all__ = ["ArrayStatistics", "Histogram", "read_statistics", "statistics_of"]
 _MAX_BINS: Final = 128
 _EXACT_BITS: Final = 53
 """Bits of a float64 that is an exact integer."""
+
+_LEAST_EXPONENT: Final = -1074
+_LEAST: Final = math.ldexp(1, _LEAST_EXPONENT)
+"""The smallest positive float64."""
+
+_WIDER_BITS: Final = 7
+"""The bin of equal elements below 128 is 2**-7 to 2**-6 times as wide as they are large."""
 
 _SLICE_ELEMENTS: Final = 1 << 18
 """Elements that are converted at a time: their 2 MiB as float64 stay in the cache."""
@@ -73,13 +80,16 @@ def statistics_of(boxes: Iterable[HostArray]) -> ArrayStatistics | None:
     """Compute the statistics of an array.
 
     Args:
-        boxes: the elements, in boxes of any shape that make up the array.
+        boxes: the elements, in boxes of any shape that make up the array. If they are not numbers, only the first box
+            is read.
 
     Returns:
         The statistics; None if the elements are not numbers, such as text and times.
     """
     summary = _Summary()
     for box in boxes:
+        if not are_numbers(box.dtype):
+            return None
         summary.add(box)
     return summary.result()
 
@@ -120,7 +130,7 @@ class _Summary:
 
     def __init__(self) -> None:
         self.elements = 0
-        self._are_numbers = True
+        self._are_numbers = True  # also if there are no elements
         self._finite = self._nan = self._infinite = self._zeros = 0
         self._minimum, self._maximum = math.inf, -math.inf
         self._mean = self._deviations = self._squares = 0.0
@@ -129,12 +139,13 @@ class _Summary:
     def add(self, box: HostArray) -> None:
         """Add a box of any shape."""
         self.elements += box.size
+        if not are_numbers(box.dtype):
+            self._are_numbers = False
+            return
         flat = np.ascontiguousarray(box).reshape(-1)
         for start in range(0, flat.size, _SLICE_ELEMENTS):
             numbers = numbers_of(flat[start : start + _SLICE_ELEMENTS])
-            if numbers is None:
-                self._are_numbers = False
-                return
+            assert numbers is not None
             is_integer = numbers.dtype.kind in "iu"
             floats = np.abs(numbers) if numbers.dtype.kind == "c" else numbers.astype(np.float64, copy=False)
             self._add_slice(floats, is_integer=is_integer)
@@ -154,13 +165,17 @@ class _Summary:
         with np.errstate(over="ignore", invalid="ignore"):
             mean = low if low == high else float(numbers.mean())  # equal elements have the deviation 0
             if not math.isfinite(mean):  # the sum is larger than every float64
-                mean = float((numbers / numbers.size).sum())
+                mean = min(max(low, float((numbers / numbers.size).sum())), high)  # rounding can exceed every float64
             deviations = float(np.square(numbers - mean).sum())
             self._squares += float(np.square(numbers).sum())
         before, self._finite = self._finite, self._finite + numbers.size
-        distance = mean - self._mean
-        self._mean += distance * (numbers.size / self._finite)
-        self._deviations += deviations + distance * distance * (before * numbers.size / self._finite)
+        if before:
+            distance = mean - self._mean
+            deviations += distance * distance * (before * numbers.size / self._finite)
+            half = (mean / 2 - self._mean / 2) * (numbers.size / self._finite)  # the distance itself can overflow
+            mean = self._mean + half + half
+        self._mean = mean
+        self._deviations += deviations
         self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
         self._histogram.add(numbers, self._minimum, self._maximum, 0 if is_integer else None)
 
@@ -211,15 +226,23 @@ class _GrowingHistogram:
         if self._exponent is not None:
             old = (self._first + np.arange(self._counts.size)) >> (exponent - self._exponent)
             np.add.at(counts, old - first, self._counts)
-        bins = np.floor(np.ldexp(numbers, -exponent)).astype(np.int64) - first
+        scaled = np.ldexp(numbers, -exponent)
+        np.minimum(scaled, -_LEAST, out=scaled, where=numbers < 0)  # a small negative number can become -0.0
+        bins = np.floor(scaled).astype(np.int64) - first
         self._counts = counts + np.bincount(bins, minlength=counts.size)
         self._exponent, self._first = exponent, first
 
     def result(self) -> Histogram:
         """Return the histogram of at least one number."""
         assert self._exponent is not None
+        exponent, first = self._exponent, self._first
+        if self._counts.size == 1:
+            # All elements are equal. The bin is as narrow as their rounding, too narrow for a chart: make it wider.
+            wider = math.frexp(math.ldexp(first, exponent))[1] - _WIDER_BITS
+            exponent = max(exponent, min(0, wider))
+            first >>= exponent - self._exponent
         with np.errstate(over="ignore"):
-            edges = np.ldexp([float(self._first), float(self._first + self._counts.size)], self._exponent)
+            edges = np.ldexp([float(first), float(first + self._counts.size)], exponent)
         start, stop = np.nan_to_num(edges).tolist()  # the last edge can be larger than every float64
         return Histogram(start, stop, tuple(self._counts.tolist()))
 
@@ -227,13 +250,17 @@ class _GrowingHistogram:
 def _exponent_for(low: float, high: float) -> int:
     """Return the exponent of the smallest width for which the bins are few, and their numbers exact."""
     largest = max(abs(low), abs(high))
-    exponent = max(-1074, math.frexp(largest)[1] - _EXACT_BITS)
+    if not largest:
+        return _LEAST_EXPONENT
+    exponent = max(_LEAST_EXPONENT, math.frexp(largest)[1] - _EXACT_BITS)
     span = high / 2 - low / 2  # the difference itself can overflow
-    exponent = max(exponent, math.frexp(span)[1] + 1 - _MAX_BINS.bit_length())
+    if span:
+        exponent = max(exponent, math.frexp(span)[1] + 1 - _MAX_BINS.bit_length())
     while _bin_of(high, exponent) - _bin_of(low, exponent) >= _MAX_BINS:
         exponent += 1
     return exponent
 
 
 def _bin_of(number: float, exponent: int) -> int:
-    return math.floor(math.ldexp(number, -exponent))
+    scaled = math.ldexp(number, -exponent)
+    return math.floor(scaled if number >= 0 else min(scaled, -_LEAST))  # a small negative number can become -0.0
