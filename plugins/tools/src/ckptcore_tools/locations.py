@@ -1,4 +1,4 @@
-"""Locations given on the command line, and descriptions of the checkpoints at them."""
+"""Locations that a user gave, and descriptions of the checkpoints at them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, d
 from ckptcore.loading.opening import ConsistentRead, is_deleted, member_opener, open_either, present_members
 from ckptcore.runtime import runtime_of
 
-__all__ = ["child_location", "describe_and_check", "describe_directories", "names_in"]
+__all__ = ["child_location", "describe_and_check", "describe_directories", "first_directories", "names_in"]
 
 
 def child_location(directory: str, name: str) -> str:
@@ -56,6 +56,27 @@ def describe_and_check(location: AnyLocation, context: Context) -> tuple[Checkpo
         return describe_found(found, context, open_one), FileCheck(context).check(found, location, open_one)
 
     return ConsistentRead(location, context, open_either).retry_if_replaced(describe)
+
+
+def first_directories(location: AnyLocation, context: Context) -> Mapping[str, str]:
+    """Return the directory of each checkpointable, within a checkpoint of several. Reads no tree.
+
+    If every process saved its own state, it is the first that exists, which `describe_and_check` describes.
+
+    Raises:
+        CheckpointError: see `ckptcore.metadata`.
+    """
+
+    def find(found: Checkpoint | CompositeCheckpoint) -> Mapping[str, str]:
+        if isinstance(found, Checkpoint):
+            return {}
+        return {
+            # The last is not checked: no other is left to show.
+            name: next((one for one in directories[:-1] if not is_deleted(found, one)), directories[-1])
+            for name, directories in present_members(found).items()
+        }
+
+    return ConsistentRead(location, context, open_either).retry_if_replaced(find)
 
 
 def describe_directories(location: str, context: Context) -> Mapping[str, tuple[str, CheckpointMetadata]]:

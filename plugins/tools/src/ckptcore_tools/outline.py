@@ -15,7 +15,7 @@ from ckptcore import select
 from ckptcore.model import ArrayRecord, Attribute, Key, Node, TreeMetadata
 from ckptcore.model.tree import leaf_count
 
-__all__ = ["Outline", "leaf_filter", "outline_of"]
+__all__ = ["Outline", "count_arrays", "leaf_filter", "outline_of"]
 
 _GLOB_CHARACTERS: Final = frozenset("*?[")
 
@@ -83,6 +83,11 @@ class Outline:
         )
 
 
+def count_arrays(tree: TreeMetadata) -> int:
+    """Return the number of arrays of a tree. An array that shares the bytes of an earlier one is not counted."""
+    return sum(isinstance(record, ArrayRecord) for record in tree.leaves) - len(tree.aliases)
+
+
 def outline_of(tree: TreeMetadata) -> Outline:
     """Return the outline of a tree."""
     rows = _Rows()
@@ -144,7 +149,7 @@ _Content: TypeAlias = int | tuple[Node, int] | _Group
 
 
 class _Rows:
-    """Rows under construction. Without recursion, because trees can be deeper than Python's stack.
+    """Rows under construction. Without recursion: names with dots add rows, which can be deeper than Python's stack.
 
     Attributes:
         open: rows that have more children: the position of each, and an iterator of the children.

@@ -114,11 +114,11 @@ class ObjectDocument(TypedDict):
 
 
 class TotalsDocument(TypedDict):
-    """Sums over a checkpoint."""
+    """Sums over a checkpoint. Arrays that share their bytes count once."""
 
     arrays: int
     values: int
-    nbytes: int  #: of all arrays, shared ones counted once
+    nbytes: int  #: of all arrays
     objects: int
     object_bytes: int
 
@@ -193,7 +193,7 @@ class ListedDocument(TypedDict):
     state: Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable"]
     layout: str | None
     created: str | None
-    arrays: int | None
+    arrays: int | None  #: shared ones counted once
     nbytes: int | None
     error: str | None  #: why it is incomplete, corrupt or unreadable
     writer: NotRequired[str]  #: the software that wrote it, where it can be read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,17 @@ def test_states_of_several_processes(run: Run, run_json: RunJson) -> None:
     assert run_json(InspectDocument, "inspect", f"{location}/data.rank_1")[1]["leaves"][0]["value"] == 1
     _, document = run_json(DiffDocument, "diff", location, location)
     assert (document["same"], document["leaves_compared"]) == (True, 3)
+
+
+def test_the_first_state_that_exists_is_shown(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    def save(coordinator: Coordinator) -> None:
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        values = {"data": ckptcore.PerProcess({"w": np.full(3, coordinator.rank)})}
+        ckptcore.save_checkpointables(tmp_path / "c", values, context=context)
+
+    ThreadJob(3).run(save)
+    shutil.rmtree(tmp_path / "c" / "data.rank_0")
+    text = run("inspect", tmp_path / "c").stdout
+    assert "; saved by 3 processes separately, showing data.rank_1" in text
+    _, document = run_json(CheckpointablesDocument, "inspect", tmp_path / "c", "--statistics")
+    assert document["checkpointables"][0]["leaves"][0]["statistics"]["maximum"] == 1

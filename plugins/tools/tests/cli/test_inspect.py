@@ -28,7 +28,7 @@ def test_shows_everything_in_the_tree(run: Run, checkpoint: Path) -> None:
         f"  written by {found.writer}",
         f"  created    {found.created}",
         f"  save id    {found.save_id}",
-        f"  content    5 arrays of 66 B, 4 values, in 1 object of {next(iter(found.objects.values())).size} B",
+        f"  content    4 arrays of 66 B, 4 values, in 1 object of {next(iter(found.objects.values())).size} B",
         '  custom     {"accuracy": 0.5}',
         "",
         "<root>        dict                       66 B  4 arrays, 18 parameters",
@@ -90,7 +90,7 @@ def test_a_filter_chooses_leaves(
 ) -> None:
     code, document = run_json(InspectDocument, "inspect", checkpoint, "--filter", pattern)
     assert (code, [leaf["path"] for leaf in document["leaves"]]) == (0, leaves)
-    assert document["totals"]["arrays"] == 5
+    assert document["totals"]["arrays"] == 4
     text = run("inspect", checkpoint, "--filter", pattern).stdout.partition("\n\n")[2]
     assert ("half" in text, "  step" in text) == ("params/half" in leaves, False)
     assert (text == "no leaf matches the filter\n") == (not leaves)
@@ -136,6 +136,17 @@ def test_statistics_count_special_elements(run: Run, run_json: RunJson, tmp_path
     assert [leaf.get("statistics", {}).get("norm") for leaf in document["leaves"]] == [3.0, None, None]
 
 
+def test_statistics_read_no_text(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    ckptcore.save(
+        tmp_path / "c", {"none": np.empty(0, "U3"), "text": np.full(1 << 9, "a" * (1 << 10)), "x": np.ones(2)}
+    )
+    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block of the text alone
+    result = run("inspect", tmp_path / "c", "--statistics")
+    assert result.exit_code == 0, result.stderr
+    _, document = run_json(InspectDocument, "inspect", tmp_path / "c", "--statistics")
+    assert ["statistics" in leaf for leaf in document["leaves"]] == [False, False, True]
+
+
 @pytest.mark.parametrize("arguments", [("--filter", "params/a"), ("--depth", "1"), ("--timeline",)])
 def test_statistics_read_only_what_is_shown(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     state = {"params": {"a": np.ones(3), "b": np.ones(1 << 18)}, "x": np.full(5, 2.0)}
@@ -178,7 +189,7 @@ def test_json_has_everything(run_json: RunJson, checkpoint: Path) -> None:
     code, document = run_json(InspectDocument, "inspect", checkpoint)
     assert code == 0
     assert document["custom"] == {"accuracy": 0.5}
-    assert document["totals"]["arrays"] == 5
+    assert document["totals"]["arrays"] == 4
     assert document["totals"]["values"] == 4
     assert document["totals"]["nbytes"] == 66
     assert document["totals"]["object_bytes"] == (checkpoint / "model.safetensors").stat().st_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.commit.root import Claim
-from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.root import Claim, Root
+from ckptcore.commit.root_json import decode_root, encode_claim, encode_root
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, ListDocument
 
@@ -59,6 +60,23 @@ def test_text_has_a_line_for_each(run: Run, directory: Path) -> None:
     assert line.split() == ["step_1", "committed", "safetensors", "4.00", "kB", "1", "array", created]
     (line,) = [line for line in lines if line.startswith("bare.safetensors")]
     assert line.endswith(f"1 array  by {ckptcore.metadata(directory / 'bare.safetensors').writer}")
+
+
+def test_tied_arrays_count_once(run: Run, run_json: RunJson, checkpoint: Path) -> None:
+    assert run_json(ListDocument, "ls", checkpoint)[1]["checkpoints"][0]["arrays"] == 4
+    assert " 66 B           4 arrays  " in run("ls", checkpoint).stdout
+
+
+@pytest.mark.parametrize("created", ["\x1b]0;title\x07", "\ud800"])
+def test_a_time_cannot_steer_the_terminal(run: Run, tmp_path: Path, created: str) -> None:
+    ckptcore.save(tmp_path / "c", {"x": 1})
+    path = tmp_path / "c" / "checkpoint.json"
+    root = decode_root(path.read_bytes(), lambda key, size: b"")
+    assert isinstance(root, Root)
+    path.write_bytes(encode_root(dataclasses.replace(root, created=created))[0])
+    result = run("ls", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith(f"  {ascii(created)[1:-1]}\n")
 
 
 def test_a_newer_version_is_unreadable_here(run_json: RunJson, tmp_path: Path) -> None:

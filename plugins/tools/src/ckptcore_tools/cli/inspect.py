@@ -10,9 +10,8 @@ import click
 
 import ckptcore
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.commit.root import Member
 from ckptcore.events import Event
-from ckptcore.model import ArrayRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
+from ckptcore.model import ArrayRecord, LeafRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
 from ckptcore.results import CheckpointMetadata, Problem
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import (
@@ -26,9 +25,10 @@ from ckptcore_tools.cli.output import (
 )
 from ckptcore_tools.cli.treeview import format_lines, tree_lines
 from ckptcore_tools.cli.verify import problem_documents
+from ckptcore_tools.elements import are_numbers
 from ckptcore_tools.formatting import format_count, format_metrics, format_problems, format_size
-from ckptcore_tools.locations import child_location, describe_and_check
-from ckptcore_tools.outline import Outline, leaf_filter, outline_of
+from ckptcore_tools.locations import child_location, describe_and_check, first_directories
+from ckptcore_tools.outline import Outline, count_arrays, leaf_filter, outline_of
 from ckptcore_tools.statistics import ArrayStatistics, read_statistics
 from ckptcore_tools.timelines import format_timeline
 
@@ -85,10 +85,12 @@ def command(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--filter") from error
     found, files = describe_and_check(location, command_context())
+    directories = first_directories(location, command_context()) if found.is_composite else {}
     trees = {name: one.tree for name, one in _parts(found).items() if one.layout != FilesLayout.name}
+    locations = {name: child_location(location, directories.get(name, name)) if name else location for name in trees}
     chosen = {name: choose(tree) for name, tree in trees.items()}
     if as_json:
-        statistics = _read_statistics(location, found, trees, chosen) if show_statistics else {}
+        statistics = _read_statistics(locations, trees, chosen) if show_statistics else {}
         _print_document(location, found, files.problems, chosen, statistics)
         return ExitCode.OK
     drawings: dict[str, _Drawing] = {}
@@ -97,7 +99,7 @@ def command(
         if pattern is not None:
             outlines = {name: outline.only(frozenset(chosen[name])) for name, outline in outlines.items()}
         shown = {name: [outline.leaves[row] for row in outline.rows(depth)] for name, outline in outlines.items()}
-        statistics = _read_statistics(location, found, trees, shown) if show_statistics else {}
+        statistics = _read_statistics(locations, trees, shown) if show_statistics else {}
         drawings = {
             name: _Drawing(outline if pattern is None or chosen[name] else None, depth, statistics.get(name, {}))
             for name, outline in outlines.items()
@@ -115,7 +117,8 @@ def command(
         for number, (name, one) in enumerate(found.checkpointables.items()):
             if number:
                 print_line()
-            print_line((printable(name), "bold"), "  ", (_checkpointable_text(found, name), "dim"))
+            text = _checkpointable_text(found, name, directories.get(name, name))
+            print_line((printable(name), "bold"), "  ", (text, "dim"))
             _print_content(one, drawings.get(name), show_objects)
         for name, reason in found.checkpointables.unreadable.items():
             print_line((printable(name), "bold"), "  ", ("cannot be read", "yellow"), f": {printable(reason)}")
@@ -128,14 +131,11 @@ def _parts(found: CheckpointMetadata) -> Mapping[str, CheckpointMetadata]:
 
 
 def _read_statistics(
-    location: str,
-    found: CheckpointMetadata,
-    trees: Mapping[str, TreeMetadata],
-    leaves: Mapping[str, Iterable[int]],
+    locations: Mapping[str, str], trees: Mapping[str, TreeMetadata], leaves: Mapping[str, Iterable[int]]
 ) -> Mapping[str, Mapping[int, ArrayStatistics | None]]:
-    """Read the statistics of the arrays among some leaves of each checkpointable, by leaf."""
+    """Read the statistics of the arrays of numbers among some leaves of each checkpointable, by leaf."""
     arrays = {
-        name: [leaf for leaf in leaves[name] if leaf >= 0 and isinstance(tree.leaves[leaf], ArrayRecord)]
+        name: [leaf for leaf in leaves[name] if leaf >= 0 and _has_numbers(tree.leaves[leaf])]
         for name, tree in trees.items()
     }
     total = sum(
@@ -154,13 +154,14 @@ def _read_statistics(
             progress(done, total)
 
         for name, tree in trees.items():
-            processes = found.checkpointables.processes.get(name)
-            directory = Member("tree", processes).directory(name, 0)
-            place = child_location(location, directory) if found.is_composite else location
-            with ckptcore.open(place, context=command_context()) as opened:
+            with ckptcore.open(locations[name], context=command_context()) as opened:
                 by_path = read_statistics(opened, [tree.paths[leaf] for leaf in arrays[name]], add_progress)
             by_leaf[name] = {leaf: by_path.get(tree.paths[leaf]) for leaf in arrays[name]}
     return by_leaf
+
+
+def _has_numbers(record: LeafRecord) -> bool:
+    return isinstance(record, ArrayRecord) and are_numbers(record.spec.numpy_dtype)
 
 
 def _print_document(
@@ -222,10 +223,9 @@ def _content_document(
 
 
 def _totals(found: CheckpointMetadata) -> dict[str, int]:
-    arrays = sum(isinstance(record, ArrayRecord) for record in found.tree.leaves)
     return {
-        "arrays": arrays,
-        "values": len(found.tree.leaves) - arrays,
+        "arrays": count_arrays(found.tree),
+        "values": sum(not isinstance(record, ArrayRecord) for record in found.tree.leaves),
         "nbytes": found.tree.nbytes,
         "objects": len(found.objects),
         "object_bytes": sum(record.size for record in found.objects.values()),
@@ -307,14 +307,14 @@ def _content_text(found: CheckpointMetadata) -> str:
     return ", ".join(parts)
 
 
-def _checkpointable_text(found: CheckpointMetadata, name: str) -> str:
-    """Return the summary of one of several checkpointables."""
+def _checkpointable_text(found: CheckpointMetadata, name: str, directory: str) -> str:
+    """Return the summary of one of several checkpointables, of which the tree or files in a directory are shown."""
     one = found.checkpointables[name]
     text = _content_text(one) if one.layout == FilesLayout.name else f"{printable(one.layout)}, {_content_text(one)}"
     processes = found.checkpointables.processes.get(name)
     if processes is None or processes == 1:
         return text
-    return f"{text}; saved by {processes:,} processes separately, showing {printable(name)}.rank_0"
+    return f"{text}; saved by {processes:,} processes separately, showing {printable(directory)}"
 
 
 def _print_timeline(timeline: Sequence[Event]) -> None:

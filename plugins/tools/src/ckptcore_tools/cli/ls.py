@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import click
 
 from ckptcore.context import Context
-from ckptcore.model import JSON, ArrayRecord
+from ckptcore.model import JSON
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
 from ckptcore_tools.cli.verify import problem_documents
 from ckptcore_tools.formatting import format_count, format_problems, format_size
 from ckptcore_tools.locations import child_location, describe_and_check, names_in
-
-if TYPE_CHECKING:
-    from ckptcore.results import CheckpointMetadata
+from ckptcore_tools.outline import count_arrays
 
 __all__ = ["Entry", "command"]
 
@@ -47,7 +45,7 @@ class Entry:
         name, state: the name in the directory, and the state.
         layout: the layout; "composite" for several checkpointables.
         created: start of the save, ISO 8601 in UTC.
-        arrays, nbytes: number of arrays, and their bytes.
+        arrays, nbytes: number of arrays, and their bytes. Arrays that share their bytes count once.
         error: why the checkpoint is incomplete, corrupt or unreadable.
         writer: the software that wrote it, if it can be read.
         checkpointables: names of the checkpointables, if there are several.
@@ -138,26 +136,23 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
     checkpointables: Sequence[str] | Unset = UNSET
     layout = "composite"
     if not found.is_composite:
-        trees, layout = [found], found.layout
+        trees, layout = [found.tree], found.layout
     else:
-        trees, checkpointables = list(found.checkpointables.values()), list(found.checkpointables)
+        trees = [one.tree for one in found.checkpointables.values()]
+        checkpointables = list(found.checkpointables)
     state: State = "foreign" if found.save_id is None else "committed"
     return Entry(
         name,
         "incomplete" if files.problems else state,
         layout=layout,
         created=found.created,
-        arrays=sum(map(_array_count, trees)),
+        arrays=sum(map(count_arrays, trees)),
         nbytes=found.nbytes,
         error=format_problems(files.problems) if files.problems else None,
         writer=found.writer,
         checkpointables=checkpointables,
         problems=problem_documents(files.problems) or UNSET,
     )
-
-
-def _array_count(found: CheckpointMetadata) -> int:
-    return sum(isinstance(record, ArrayRecord) for record in found.tree.leaves)
 
 
 def _print(directory: str, checkpoints: Sequence[Entry]) -> None:
@@ -175,9 +170,8 @@ def _print(directory: str, checkpoints: Sequence[Entry]) -> None:
                 if members is UNSET
                 else format_count(len(members), "checkpointable")
             )
-            details = (
-                f"{checkpoint.layout:<12}{format_size(checkpoint.nbytes):>9} {content:>18}  {checkpoint.created or ''}"
-            )
+            created = printable(checkpoint.created or "")
+            details = f"{checkpoint.layout:<12}{format_size(checkpoint.nbytes):>9} {content:>18}  {created}"
             if checkpoint.state == "foreign" and checkpoint.writer:
                 details = f"{details.rstrip()}  by {printable(str(checkpoint.writer))}"
             if checkpoint.error is not None:
