@@ -1,44 +1,36 @@
-"""Comparison of two checkpoints, in bounded memory: their trees, arrays and files."""
+"""Comparison of two checkpoints and of their trees, in bounded memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Literal, NamedTuple
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.errors import CorruptCheckpointError
-from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.open_state import OpenState
-from ckptcore.loading.opening import ConsistentRead, open_files
-from ckptcore.loading.reading import allocate_for, check_sizes, incomplete_read
 from ckptcore.model import (
     JSON,
     ArrayRecord,
-    ArraySpec,
     Box,
-    HostArray,
     LeafRecord,
     Node,
     Skeleton,
     TreePath,
     format_path,
 )
-from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.results import CheckpointMetadata
 from ckptcore.runtime import runtime_of
+from ckptcore_tools.box_reader import BoxReader, boxes_within
 from ckptcore_tools.differences import Difference, DifferenceKind, Differences
 from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
+from ckptcore_tools.file_comparison import FilesComparison
 from ckptcore_tools.locations import describe_directories
 
-__all__ = ["ArrayPair", "BoxReader", "FilesComparison", "Side", "TreeComparison", "boxes_within", "diff"]
+__all__ = ["ArrayPair", "Side", "TreeComparison", "diff"]
 
 
 def diff(
@@ -84,56 +76,6 @@ def diff(
         counted.end()
     nbytes = comparison.nbytes if values else 0
     return Differences(str(a), str(b), tuple(found), comparison.leaves, comparison.files, nbytes)
-
-
-def boxes_within(spec: ArraySpec, max_bytes: int) -> Iterator[Box]:
-    """Divide an array into boxes of at most `max_bytes`, but at least one element each, in C order."""
-    if spec.nbytes <= max_bytes or not spec.shape:
-        yield Box.whole(spec.shape)
-        return
-    yield from _boxes(spec.shape, (), (), spec.numpy_dtype.itemsize, max_bytes)
-
-
-def _boxes(
-    shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], itemsize: int, max_bytes: int
-) -> Iterator[Box]:
-    """Divide the part of an array at fixed indices of the leading axes. `shape` is the shape of the other axes."""
-    row = ArraySpec(shape[1:], "uint8").size * itemsize
-    rows = max_bytes // row if row else shape[0]
-    if rows or len(shape) == 1:
-        step = max(1, rows)
-        for first in range(0, shape[0], step):
-            last = min(first + step, shape[0])
-            yield Box((*start, first, *(0,) * (len(shape) - 1)), (*stop, last, *shape[1:]))
-        return
-    for index in range(shape[0]):
-        yield from _boxes(shape[1:], (*start, index), (*stop, index + 1), itemsize, max_bytes)
-
-
-class BoxReader:
-    """Reads boxes of the arrays of one checkpoint."""
-
-    def __init__(self, state: OpenState) -> None:
-        """Read from an open checkpoint."""
-        self._state = state
-
-    def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
-        """Read one box of each of these arrays. Keys are leaf numbers."""
-        return self._state.guard(lambda opened: _read(opened, boxes))
-
-
-def _read(opened: Checkpoint, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
-    check_sizes(opened, boxes)
-    elements = {
-        leaf: allocate_for(opened, leaf, ArraySpec(box.shape, record.spec.dtype))
-        for leaf, box in boxes.items()
-        if isinstance(record := opened.tree.leaves[leaf], ArrayRecord)
-    }
-    plan = plan_read(opened.tree, [(leaf, (box,)) for leaf, box in boxes.items()])
-    missing = set(range(len(boxes))).difference(opened.read(plan, list(elements.values())))
-    if missing:
-        raise incomplete_read(opened, list(boxes)[min(missing)])
-    return elements
 
 
 _BATCH_BYTES = 64 << 20
@@ -349,81 +291,6 @@ def _leaf_text(record: LeafRecord) -> str:
     if not isinstance(record, ArrayRecord):
         return record.kind
     return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
-
-
-_FILE_SLICE_BYTES: Final = 1 << 24
-
-
-class FilesComparison:
-    """Comparison of the files of two checkpointables."""
-
-    def __init__(self, a: str, b: str, context: Context) -> None:
-        """Open both.
-
-        Args:
-            a, b: the locations of two checkpointables that are stored as files.
-            context: options.
-
-        Raises:
-            CheckpointError: see `ckptcore.metadata`.
-        """
-        self._a, self._b = (ConsistentRead(location, context, open_files).open() for location in (a, b))
-
-    @property
-    def files(self) -> int:
-        """Number of files that both have."""
-        return sum(key in self._b.objects for key in self._a.objects)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of `a` that `content_differences` compares."""
-        return sum(self._a.objects[key].size for key in self._comparable())
-
-    def structure_differences(self) -> Iterator[Difference]:
-        """Yield files that only one side has, and files of different sizes."""
-        for key, record in self._a.objects.items():
-            other = self._b.objects.get(key)
-            if other is None:
-                yield Difference(key, (key,), "only_in_a", a="file")
-            elif other.size != record.size:
-                yield Difference(key, (key,), "size", record.size, other.size)
-        for key in self._b.objects:
-            if key not in self._a.objects:
-                yield Difference(key, (key,), "only_in_b", b="file")
-
-    def content_differences(self, add_progress: Callable[[int], None]) -> Iterator[Difference]:
-        """Yield files of equal size with different bytes.
-
-        Args:
-            add_progress: called with the bytes of `a` that were compared.
-
-        Raises:
-            CorruptCheckpointError: if a file is damaged.
-        """
-        for key in self._comparable():
-            differing, nbytes = 0, self._a.objects[key].size
-            for start in range(0, nbytes, _FILE_SLICE_BYTES):
-                stop = min(start + _FILE_SLICE_BYTES, nbytes)
-                differing += int(
-                    np.count_nonzero(_bytes(self._a, key, start, stop) != _bytes(self._b, key, start, stop))
-                )
-                add_progress(stop - start)
-            if differing:
-                yield Difference(key, (key,), "bytes", elements=nbytes, distance=Distance(differing, None))
-
-    def _comparable(self) -> list[str]:
-        theirs = self._b.objects
-        return [key for key, own in self._a.objects.items() if key in theirs and theirs[key].size == own.size]
-
-
-def _bytes(opened: Checkpoint, key: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
-    data = np.frombuffer(opened.store.get(key, start, stop), np.uint8)
-    if data.size != stop - start:
-        raise CorruptCheckpointError(
-            f"{opened.location.display}: {key} ends at byte {start + data.size}, expected at least {stop} bytes",
-            key=key, start=start + data.size, stop=stop,
-        )  # fmt: skip
-    return data
 
 
 class _CheckpointComparison:

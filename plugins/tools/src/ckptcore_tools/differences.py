@@ -1,4 +1,4 @@
-"""Differences between two checkpoints: the function `diff` and its result."""
+"""Differences between two checkpoints."""
 
 from __future__ import annotations
 
