@@ -450,3 +450,10 @@ def test_errors_name_the_location(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_run_at_the_root_of_a_storage(documents: Documents) -> None:
     ckptcore.save("memory://a-run-at-the-root/1", {"w": 1})
     assert [step["step"] for step in documents("memory://a-run-at-the-root")("run")["steps"]] == [1]
+
+
+def test_text_is_not_read_for_statistics(tmp_path: Path, documents: Documents) -> None:
+    ckptcore.save(tmp_path / "c", {"text": np.array(["a", "b"]), "empty": np.zeros(0, "U3")})
+    load = documents(tmp_path / "c")
+    (tmp_path / "c" / "model.safetensors").write_bytes(b"")
+    assert [load("statistics", at="", leaf=number) for number in (0, 1)] == [{"numbers": False}] * 2

@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Final
 
 import numpy as np
-from ckptcore_tools.elements import numbers_of
+from ckptcore_tools.elements import are_numbers, numbers_of
 from ckptcore_tools.statistics import statistics_of
 
 from ckptcore.loading.indexing import index_box
@@ -39,9 +39,10 @@ def statistics_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 
 def _statistics(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
-    found = statistics_of(_while_wanted(opened.boxes(leaf), request))
-    if found is None:
+    if not are_numbers(opened.record(leaf).spec.numpy_dtype):
         return {"numbers": False}
+    found = statistics_of(_while_wanted(opened.boxes(leaf), request))
+    assert found is not None  # for numbers
     histogram = found.histogram
     return {
         "numbers": True,
