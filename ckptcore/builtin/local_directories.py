@@ -84,16 +84,22 @@ def link_files(source: str, destination: str, is_skipped: Callable[[str], bool])
             elif not is_skipped(name):
                 linked = os.path.join(destination, name)
                 try:
-                    os.makedirs(os.path.dirname(linked), exist_ok=True)
+                    _make_below(destination, above)
                     os.link(entry.path, linked, follow_symlinks=False)
-                except FileNotFoundError:
-                    continue  # another process removed it
                 except OSError as error:
-                    if error.errno == errno.EEXIST and os.path.lexists(linked):
+                    is_removed = error.errno == errno.ENOENT and not os.path.lexists(entry.path)
+                    if is_removed or (error.errno == errno.EEXIST and os.path.lexists(linked)):
                         continue
                     raise local_error(error, f"link into {destination} the file", entry.path) from error
                 changed[os.path.dirname(linked)] = None
     return list(changed)
+
+
+def _make_below(directory: str, below: str) -> None:
+    """Make subdirectories of an existing directory. Never makes the directory itself: another process removed it."""
+    for end in (end for end, character in enumerate(below) if character == "/"):
+        with suppress(FileExistsError):
+            os.mkdir(os.path.join(directory, below[:end]))
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:

@@ -155,6 +155,7 @@ class RenameTransaction:
         self.leave()
         if replaced is not None:
             try:
+                self._link_others(replaced, self._location.name)  # files that were written meanwhile
                 self._directories.delete_directory(replaced)
             except OSError as error:
                 # The new checkpoint is committed. The next save tries again to remove the old one.
@@ -202,20 +203,14 @@ class RenameTransaction:
         """Exchange the old checkpoint for the new one. Return the hidden name of the old one.
 
         If the file system cannot exchange directories, ``overwrite="non-atomic"`` allows two renames instead.
-        ``overwrite="keep-other-files"`` links the other files into the new directory first.
 
         Raises:
             ObjectNotFoundError: the old one was deleted.
         """
         name = self._location.name
         try:
-            if self._overwrite != "keep-other-files":
-                self._directories.exchange(self._hidden, name)
-                return self._hidden
-            owned = own_files(self._location.store)
-            self._directories.link_files(name, self._hidden, owned)
+            self._link_others(name, self._hidden)
             self._directories.exchange(self._hidden, name)
-            self._directories.link_files(self._hidden, name, owned)  # files that were written meanwhile
             return self._hidden
         except AtomicityError:
             if self._overwrite != "non-atomic":
@@ -229,6 +224,11 @@ class RenameTransaction:
             self._directories.rename(aside, name)
             raise
         return aside
+
+    def _link_others(self, old: str, new: str) -> None:
+        """Link the files that are not of the old checkpoint into the new directory, if they are to be kept."""
+        if self._overwrite == "keep-other-files":
+            self._directories.link_files(old, new, own_files(subdirectory(self._location.parent, old)))
 
     def replace(self, table: bytes) -> None:
         """See `Transaction`. The lock excludes other sessions."""

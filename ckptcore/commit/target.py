@@ -123,7 +123,7 @@ def find_existing(
     elif not (names := location.store.list_names()):
         return "nothing"
     elif overwrite == "keep-other-files" or has_members(location.store, names) or is_foreign(location):
-        existing = "checkpoint"  # a composite that lost its root, or a checkpoint of other software
+        existing = "checkpoint"  # or a composite that lost its root, or files of other software
     else:
         raise CheckpointExistsError(
             f"{location.display} contains files that do not belong to a checkpoint ({', '.join(names[:5])}), and "

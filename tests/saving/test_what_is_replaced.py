@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint  # type: ignore[import-untyped]  # it has no types
@@ -27,6 +29,7 @@ from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidLocationError,
+    SaveLostError,
     StorageError,
 )
 from ckptcore.policies import LatestN
@@ -305,6 +308,25 @@ def test_other_files_that_cannot_be_linked_stop_the_save(tmp_path: Path, monkeyp
         patched.setattr(os, "link", refuse)
         with pytest.raises(StorageError, match=r"cannot link into .* the file .*notes\.txt"):
             ckptcore.save(tmp_path / "x", {"n": 1}, overwrite="keep-other-files")
+    assert ckptcore.load(tmp_path / "x") == {"n": 0}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_new_directory_that_another_process_removes_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def remove_and_link(source: str, destination: str, **options: Any) -> None:
+        shutil.rmtree(destination[: destination.index(".ckptcore/")] + ".ckptcore")
+        link(source, destination, **options)
+
+    ckptcore.save(tmp_path / "x", {"n": 0})
+    (tmp_path / "x" / "logs").mkdir()
+    (tmp_path / "x" / "logs" / "1.txt").write_text("mine")
+    monkeypatch.setattr(os, "link", remove_and_link)
+    with pytest.raises(SaveLostError, match="was removed during the save"):
+        ckptcore.save(tmp_path / "x", {"n": 1}, overwrite="keep-other-files")
     assert ckptcore.load(tmp_path / "x") == {"n": 0}
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
