@@ -76,13 +76,22 @@ def test_padding_and_partial_loads_are_allowed_by_options(tmp_path):
             assert loader.load(tmp_path / "c", wider)["w"].tolist() == [0, 1, 2, 3, 0, 0]
 
 
+@pytest.mark.parametrize("mode", ours.options.AtomicityMode)
+def test_readers_of_every_mode_of_commits_find_what_they_need(tmp_path, mode):
+    with context_with("atomicity.mode", mode):
+        ours.save(tmp_path / "c", {"w": jnp.ones(2)})
+    assert (tmp_path / "c" / "commit_success.txt").exists()
+    for reading in ours.options.AtomicityMode:
+        with context_with("atomicity.mode", reading):
+            assert theirs.load(tmp_path / "c")["w"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
         ("multiprocessing.primary_host", None),
         ("multiprocessing.active_processes", {7}),
         ("file.path_permission_mode", 0o750),
-        ("atomicity.mode", ours.options.AtomicityMode.COMMIT_FILE),
         ("memory.is_prioritized_key_fn", lambda key: True),
         ("memory.serialization_status_callback", object()),
         ("array.saving.enable_write_sharding_file", False),

@@ -187,10 +187,6 @@ def _of_saves(context: v1.Context) -> dict[str, tuple[bool, str]]:
             layout not in (v1.options.CheckpointLayout.ORBAX, v1.options.CheckpointLayout.AUTO),
             f"Orbax does not save as {layout.value}. Use ckptcore.save(layout='safetensors')",
         ),
-        "atomicity.mode": (
-            context.atomicity.mode != v1.options.AtomicityMode.AUTO,
-            "ckptcore commits by rename on file systems, and by a conditional put elsewhere. Leave it AUTO",
-        ),
         "file.path_permission_mode": (
             context.file.path_permission_mode is not None,
             "ckptcore creates files with the permissions of the process. Set its umask",
