@@ -148,3 +148,14 @@ def test_norms_have_gaps_where_a_step_cannot_be_read(run: Path, show: Show) -> N
     page.get_by_label("Search arrays").fill("cube")
     page.get_by_role("checkbox").check()
     expect(page.get_by_text("cube has gaps: step 20: ")).to_be_visible()
+
+
+def test_older_steps_are_shown_on_demand(tmp_path: Path, show: Show) -> None:
+    fast = ckptcore.Context(durability="none")
+    for step in range(203):
+        ckptcore.save(tmp_path / "run" / str(step), {"n": step}, context=fast)
+    page = show(tmp_path / "run")
+    rows = page.get_by_role("region", name="Steps").get_by_role("row")
+    expect(rows).to_have_count(201)
+    page.get_by_role("button", name="Show 3 more").click()
+    expect(rows).to_have_count(204)

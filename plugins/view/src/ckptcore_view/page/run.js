@@ -49,10 +49,15 @@ async function showSteps(page, body, signal) {
   let { policy, along } = page;
   let last = "";
   let newest = 0;
+  let count = 0;
+  const showOlder = (run) => {
+    count = run.steps.length + run.older;
+    refresh();
+  };
   const refresh = async () => {
     newest += 1;
     const number = newest;
-    const run = await loadDocument("run", policy ? { policy } : {}, signal);
+    const run = await loadDocument("run", { ...(policy && { policy }), ...(count && { last: count }) }, signal);
     const text = JSON.stringify([run, along]);
     if (text === last || number !== newest) return; // a later request is on its way
     last = text;
@@ -60,7 +65,7 @@ async function showSteps(page, body, signal) {
     for (const one of run.steps)
       if (!isReport() || (await isInReport("checkpoint", { at: one.name }))) known.add(one.name);
     const focused = document.activeElement?.getAttribute("href");
-    shown.replaceChildren(...stepParts(run, page, known, along));
+    shown.replaceChildren(...stepParts(run, page, known, along, () => showOlder(run)));
     if (focused) [...shown.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
   };
   const select = h(
@@ -130,12 +135,12 @@ async function keepRefreshing(refresh, message, signal) {
   }
 }
 
-function stepParts(run, page, known, along) {
+function stepParts(run, page, known, along, showOlder) {
   const sizes = run.steps.reduce((sum, one) => sum + (one.nbytes ?? 0), 0);
   return [
     factList([
       ["steps", formatWhole(run.steps.length)],
-      ["older steps", run.older ? formatWhole(run.older) : null],
+      ["older steps", run.older ? olderSteps(run, showOlder) : null],
       ["size", formatSize(sizes)],
       ["owner", run.owner ?? "none"],
     ]),
@@ -146,6 +151,12 @@ function stepParts(run, page, known, along) {
     stepTable(run, page, known),
     ...charts(run, along),
   ];
+}
+
+function olderSteps(run, showOlder) {
+  return isReport()
+    ? formatWhole(run.older)
+    : h("button", { type: "button", click: showOlder }, `Show ${run.older} more`);
 }
 
 function stepTable(run, page, known) {
