@@ -430,11 +430,6 @@ def test_steps_that_were_saved_again(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert viewed.known_step(status.name) is None
 
 
-def test_a_policy_needs_a_run(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="is a checkpoint, and a policy chooses steps of a run"):
-        Viewed(str(checkpoint), default_context(), policy="latest_n=1")
-
-
 def test_errors_name_the_location(checkpoint: Path, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "good", {"w": 1})
     (checkpoint / "checkpoint.json").write_bytes(b"{")

@@ -144,6 +144,7 @@ def test_errors_of_the_command(tmp_path: Path, run: Path) -> None:
         (["--out", "OUT", "--port", "80"], "leave out --port"),
         (["--out", "OUT", "--open"], "leave out --port and --open"),
         (["--out", "OUT", "--policy", "latest_n=1"], "leave the policy out"),
+        (["--policy", "latest_n=1"], "leave the policy out"),
         (["--out", "missing/report.html"], "the directory of the report does not exist"),
         (["--out", "CHECKPOINT/report.html"], "would be in a checkpoint"),
         (["--out", "CHECKPOINT/model.safetensors"], "would be in a checkpoint"),

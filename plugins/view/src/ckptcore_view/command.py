@@ -16,9 +16,9 @@ from ckptcore_tools.cli.output import print_document, print_line, printable
 from ckptcore_tools.outline import leaf_filter
 from ckptcore_tools.policy_text import parse_preservation
 
-from ckptcore.errors import CheckpointError
 from ckptcore.step_names import StepNames
-from ckptcore_view.report import check_target, save_report
+from ckptcore_view.documents import BadRequestError
+from ckptcore_view.report import write_report
 from ckptcore_view.viewed import Viewed
 
 __all__ = ["command"]
@@ -68,18 +68,19 @@ def command(
         raise click.UsageError("--arrays chooses the arrays of a report: add --out")
     if out is not None and (port or open_browser):
         raise click.UsageError("--out writes a report, and starts no server: leave out --port and --open")
-    try:
-        viewed = Viewed(location, context, other=compare or "", step_names=step_names, policy=policy)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--policy") from error
     if out is not None:
         try:
-            check_target(out, viewed)
-        except (FileNotFoundError, ValueError) as error:
-            raise click.BadParameter(str(error), param_hint="--out") from error
-        save_report(out, viewed, arrays or None)
+            write_report(
+                out,
+                location,
+                arrays=arrays or None,
+                compare=compare,
+                policy=policy,
+                step_names=step_names,
+                context=context,
+            )
+        except BadRequestError as error:
+            raise click.UsageError(str(error)) from error
         if as_json:
             print_document("view", location=location, report=out)
         else:
@@ -87,6 +88,9 @@ def command(
         return ExitCode.OK
     from ckptcore_view.server import ViewServer  # a report needs no server
 
+    viewed = Viewed(location, context, other=compare or "", step_names=step_names, policy=policy)
+    if viewed.policy_error:
+        raise click.UsageError(viewed.policy_error)
     server = ViewServer(viewed, port=port)
     if as_json:
         print_document("view", location=location, url=server.url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import gzip
 import json
 import os
@@ -25,7 +24,7 @@ from ckptcore_view.assets import MODULES, charts_script, import_map, page_file, 
 from ckptcore_view.documents import BadRequestError, Document, Request, document_of
 from ckptcore_view.viewed import OTHER, OpenTree, Viewed
 
-__all__ = ["check_target", "save_report", "write_report"]
+__all__ = ["write_report"]
 
 _READ_BYTES: Final = 1_000_000_000
 """A report reads all arrays of a checkpoint if it reads at most these bytes, unless the caller chooses arrays."""
@@ -70,40 +69,32 @@ def write_report(
     Raises:
         CheckpointNotFoundError: there is neither a checkpoint nor a run, or no array matches a pattern.
         CheckpointError: the checkpoint cannot be read.
-        FileNotFoundError: the directory of the file does not exist.
-        ValueError: a pattern or the policy is not valid, there is a policy but no run, or the file would be in the
-            checkpoint.
+        ValueError: a pattern or the policy is not valid, there is a policy but no run, the directory of the file does
+            not exist, or the file would be in the checkpoint.
     """
     if isinstance(arrays, str):
         raise TypeError(f"arrays={arrays!r}: expected a sequence of patterns, such as [{arrays!r}]")
     if policy:
         parse_preservation(policy)
+    filters = None if arrays is None else {pattern: leaf_filter(pattern) for pattern in arrays}
     other = "" if compare is None else str(compare)
     context = context or default_context()
-    save_report(path, Viewed(str(location), context, other=other, policy=policy, step_names=step_names), arrays)
+    viewed = Viewed(str(location), context, other=other, policy=policy, step_names=step_names)
+    if reason := viewed.policy_error or _target_error(path, viewed):
+        raise BadRequestError(reason)
+    replace_file(path, [_report_html(viewed, filters).encode()], context=context)
 
 
-def save_report(path: str | os.PathLike[str], viewed: Viewed, arrays: Sequence[str] | None = None) -> None:
-    """Write a report. See `write_report`."""
-    check_target(path, viewed)
-    filters = None if arrays is None else {pattern: leaf_filter(pattern) for pattern in arrays}
-    replace_file(path, [_report_html(viewed, filters).encode()], context=viewed.context)
-
-
-def check_target(path: str | os.PathLike[str], viewed: Viewed) -> None:
-    """Check the file of a report before anything is read.
-
-    Raises:
-        FileNotFoundError: its directory does not exist.
-        ValueError: it is in the checkpoint, or is the checkpoint.
-    """
+def _target_error(path: str | os.PathLike[str], viewed: Viewed) -> str:
+    """Return the reason why the file cannot be written; empty if it can. Reads nothing of the checkpoint."""
     directory = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(directory):
-        raise FileNotFoundError(errno.ENOENT, "the directory of the report does not exist: create it", directory)
+        return f"the directory of the report does not exist: create {directory}"
     location = os.path.realpath(viewed.location.removeprefix("file://"))
     is_inside = viewed.kind != "run" and f"{os.path.realpath(path)}/".startswith(f"{location}/")
     if is_inside or os.path.lexists(os.path.join(directory, ROOT_KEY)):
-        raise ValueError(f"the report {os.fspath(path)} would be in a checkpoint: write it elsewhere")
+        return f"the report {os.fspath(path)} would be in a checkpoint: write it elsewhere"
+    return ""
 
 
 _Filters: TypeAlias = Mapping[str, Callable[[TreeMetadata], Sequence[int]]]

@@ -183,7 +183,6 @@ class Viewed:
         Raises:
             CheckpointNotFoundError: there is neither a checkpoint nor a run.
             CheckpointError: the checkpoint cannot be read.
-            ValueError: there is a policy, but no run.
         """
         self.location = location
         self.other = other
@@ -194,9 +193,14 @@ class Viewed:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenTree] = OrderedDict()
         self.kind: ViewedKind = self._find_kind()
-        if policy and self.kind != "run":
-            raise ValueError(f"{location} is a checkpoint, and a policy chooses steps of a run: leave the policy out")
         self.other_has_parts = bool(other) and self.members(OTHER) is not None
+
+    @property
+    def policy_error(self) -> str:
+        """The reason why the policy cannot be shown; empty if it can."""
+        if not self.policy or self.kind == "run":
+            return ""
+        return f"{self.location} is a checkpoint, and a policy chooses steps of a run: leave the policy out"
 
     def steps(self) -> StepDirectory:
         """List the steps of the run."""
