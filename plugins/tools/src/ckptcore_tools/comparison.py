@@ -28,6 +28,7 @@ from ckptcore_tools.box_reader import BoxReader, boxes_within
 from ckptcore_tools.differences import Difference, DifferenceKind, Differences
 from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
 from ckptcore_tools.file_comparison import FilesComparison
+from ckptcore_tools.formatting import format_leaf_type
 from ckptcore_tools.locations import describe_directories
 
 __all__ = ["ArrayPair", "Side", "TreeComparison", "diff"]
@@ -114,7 +115,9 @@ class Side:
 
     def describe(self, path: TreePath) -> str:
         """Return the kind of the container or leaf at a path, as text."""
-        return self.containers[path] if path in self.containers else _leaf_text(self.tree.leaves[self.leaves[path]])
+        return (
+            self.containers[path] if path in self.containers else format_leaf_type(self.tree.leaves[self.leaves[path]])
+        )
 
     def array(self, number: int) -> ArrayRecord:
         """Return the record of a leaf that is an array."""
@@ -262,7 +265,7 @@ def _record_differences(path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dt
         if a.spec.dtype != b.spec.dtype and (with_dtypes or a.spec.shape != b.spec.shape):
             yield _difference(path, "dtype", a.spec.dtype, b.spec.dtype)
     elif isinstance(a, ArrayRecord) or isinstance(b, ArrayRecord) or a.kind != b.kind:
-        yield _difference(path, "kind", _leaf_text(a), _leaf_text(b))
+        yield _difference(path, "kind", format_leaf_type(a), format_leaf_type(b))
     elif a.value != b.value:
         difference = _difference(path, "values", a.value, b.value)
         if type(a.value) in (int, float) and type(b.value) in (int, float):
@@ -285,12 +288,6 @@ def _containers(node: Skeleton, path: TreePath = ()) -> Iterator[tuple[TreePath,
         yield path, node.kind if node.type is None else f"{node.kind} {node.type}"
         for key, child in zip(node.keys, node.children, strict=True):
             yield from _containers(child, (*path, key))
-
-
-def _leaf_text(record: LeafRecord) -> str:
-    if not isinstance(record, ArrayRecord):
-        return record.kind
-    return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
 
 
 class _CheckpointComparison:

@@ -1,4 +1,4 @@
-"""Formatting of sizes, counts, ages and metrics as text."""
+"""Formatting of sizes, counts, ages, metrics and types as text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ckptcore.model import ArrayRecord, LeafRecord
+
 if TYPE_CHECKING:
     from ckptcore.results import Problem
 
-__all__ = ["format_age", "format_count", "format_metrics", "format_problems", "format_size"]
+__all__ = ["format_age", "format_count", "format_leaf_type", "format_metrics", "format_problems", "format_size"]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -25,6 +27,13 @@ def format_size(nbytes: int) -> str:
             break
     digits = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
     return f"{amount:.{digits}f} {unit}"
+
+
+def format_leaf_type(record: LeafRecord) -> str:
+    """Return the type of a leaf: ``float32[64, 48]``, ``int``. A kind of array other than the usual one precedes it."""
+    if not isinstance(record, ArrayRecord):
+        return record.kind
+    return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:

@@ -13,10 +13,10 @@ from typing import Final, TypeVar
 import click
 from ckptcore_tools.cli.command import NAMED_HELP, ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import print_document, print_line, printable
+from ckptcore_tools.cli.steps import step_names
 from ckptcore_tools.outline import leaf_filter
 from ckptcore_tools.policy_text import parse_preservation
 
-from ckptcore.step_names import StepNames
 from ckptcore_view.documents import BadRequestError
 from ckptcore_view.report import write_report
 from ckptcore_view.viewed import Viewed
@@ -59,7 +59,7 @@ def command(
     the checkpoint. An array is read when you select it. With --out, the page is one HTML file that needs no network.
     """
     context = command_context()
-    step_names = None if named is None else _parsed(named, StepNames.of, "--named")
+    names = step_names(named)
     if policy:
         _parsed(policy, parse_preservation, "--policy")
     for pattern in arrays:
@@ -76,7 +76,7 @@ def command(
                 arrays=arrays or None,
                 compare=compare,
                 policy=policy,
-                step_names=step_names,
+                step_names=names,
                 context=context,
             )
         except BadRequestError as error:
@@ -88,7 +88,7 @@ def command(
         return ExitCode.OK
     from ckptcore_view.server import ViewServer  # a report needs no server
 
-    viewed = Viewed(location, context, other=compare or "", step_names=step_names, policy=policy)
+    viewed = Viewed(location, context, other=compare or "", step_names=names, policy=policy)
     if viewed.policy_error:
         raise click.UsageError(viewed.policy_error)
     server = ViewServer(viewed, port=port)

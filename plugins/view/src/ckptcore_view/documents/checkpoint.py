@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ckptcore_tools.formatting import format_leaf_type
 from ckptcore_tools.locations import describe_and_check
 
 from ckptcore.builtin.files import FilesLayout
@@ -15,7 +16,7 @@ from ckptcore.events import Event, timeline_from_json
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.loading.completeness import FileCheck, Problem
 from ckptcore.loading.opening import member_opener, present_members
-from ckptcore.model import JSON, ArrayRecord, LeafRecord, format_path
+from ckptcore.model import JSON, ArrayRecord, format_path
 from ckptcore.redaction import redacted
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.request import Request, number_to_json
@@ -175,7 +176,7 @@ def _tree(opened: OpenTree) -> Mapping[str, JSON]:
         record = tree.leaves[leaf]
         number = known.get(id(record))
         if number is None:
-            number = known[id(record)] = types.setdefault(_type_text(record), len(types))
+            number = known[id(record)] = types.setdefault(format_leaf_type(record), len(types))
         column.append(number)
         if not isinstance(record, ArrayRecord):
             values[str(row)] = _value_text(record.value)
@@ -193,12 +194,6 @@ def _tree(opened: OpenTree) -> Mapping[str, JSON]:
         "values": values,
         "tied": {str(leaf): format_path(tree.paths[target]) for leaf, target in tree.aliases.items()},
     }
-
-
-def _type_text(record: LeafRecord) -> str:
-    if not isinstance(record, ArrayRecord):
-        return record.kind
-    return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
 
 
 def _value_text(value: Any) -> str:
