@@ -109,8 +109,9 @@ def _step_states(location: str, context: ckptcore.Context) -> object:
     except CheckpointNotFoundError:
         return []
     found = read_steps(steps, steps.candidates(), context)
-    # A step that was deleted after it was listed has the state "other".
-    return [(status.state, status.nbytes, status.problems) for status in found if status.state != "other"]
+    # A step that was deleted after it was listed has the state "other". Sizes are not compared: a checkpoint of several
+    # sessions has other files than one of a single save.
+    return [(status.state, status.nbytes is not None, status.problems) for status in found if status.state != "other"]
 
 
 def _open(location: str, context: ckptcore.Context) -> object:

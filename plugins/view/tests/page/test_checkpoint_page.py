@@ -252,7 +252,7 @@ def test_a_checkpoint_that_was_replaced(checkpoint: Path, show: Show) -> None:
     expect(page.get_by_role("row")).to_have_count(13)
     ckptcore.save(checkpoint, {"aaa": np.full(4, 7.0), **state()}, overwrite=True)
     choose(page, "cube")
-    expect(page.get_by_role("alert")).to_contain_text("was replaced meanwhile: load the page again")
+    expect(page.get_by_role("alert").first).to_contain_text("was replaced meanwhile: load the page again")
 
 
 def test_tabs_that_do_not_exist(checkpoint: Path, show: Show) -> None:
