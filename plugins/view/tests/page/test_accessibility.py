@@ -33,8 +33,15 @@ def violations(page: Page) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [None, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [
+        pytest.param("light", None, id="light-wide"),
+        pytest.param("dark", PHONE, id="dark-phone"),
+        pytest.param("dark", None, id="dark-wide", marks=pytest.mark.slow),
+        pytest.param("light", PHONE, id="light-phone", marks=pytest.mark.slow),
+    ],
+)
 def test_no_violations(scheme: str, size: Any, run: Path, show: Show) -> None:
     page = show(run, color_scheme=scheme, **({"viewport": size} if size else {}))
     for address, complete in VIEWS.items():
