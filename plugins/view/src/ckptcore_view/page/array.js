@@ -92,17 +92,22 @@ async function showElements(at, leaf, array, section, signal) {
     event.preventDefault();
     show({ at, leaf, index: input.value });
   });
+  let newest = 0;
   const show = async (parameters) => {
+    newest += 1;
+    const number = newest;
+    const before = input.value;
     try {
       const found = await loadDocument("elements", parameters, signal);
-      input.value = found.index;
+      if (number !== newest) return;
+      if (input.value === before) input.value = found.index; // not while the user types another one
       const text = () =>
         table(found.rows[0]?.map((_, column) => `${column}`) ?? [], found.rows.slice(0, 200), "Elements");
       const isEmpty = found.rows.every((row) => row.length === 0);
       const nothing = () => h("p", { class: "muted" }, "The slice has no elements.");
       shown.replaceChildren(isEmpty ? nothing() : found.numbers ? elementsChart(found) : text());
     } catch (error) {
-      if (!signal.aborted) shown.replaceChildren(errorMessage(error));
+      if (!signal.aborted && number === newest) shown.replaceChildren(errorMessage(error));
     }
   };
   section.replaceChildren(h("h3", {}, "Elements"), ...(isReport() ? [] : [form]), shown);
