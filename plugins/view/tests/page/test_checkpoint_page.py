@@ -226,7 +226,9 @@ def test_whole_numbers_are_exact(tmp_path: Path, show: Show) -> None:
 
 def test_a_slice_without_elements(checkpoint: Path, show: Show) -> None:
     page = show(checkpoint, "#tab=tree&leaf=0")
-    page.get_by_label("Index of the elements, as in NumPy").fill("[5:5]")
+    index = page.get_by_label("Index of the elements, as in NumPy")
+    expect(index).to_have_value("[0:64, 0:48]")
+    index.fill("[5:5]")
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_text("The slice has no elements.")).to_be_visible()
 
