@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_tools.run_steps import read_steps
 from ckptcore_view.documents import DOCUMENTS, BadRequestError, CancelledError, Request, document_of
 from ckptcore_view.documents.elements import format_index, parse_index
 from ckptcore_view.viewed import OTHER, Viewed
@@ -420,14 +419,21 @@ def test_a_running_save_is_not_said_to_be_deleted(run: Path, documents: Document
     assert {step["kept"] for step in load("run", policy="  ")["steps"]} == {None}
 
 
-def test_steps_that_were_saved_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    viewed = Viewed(str(run), default_context())
-    [status, *_] = read_steps(viewed.steps(), [10], default_context())
-    viewed.remember_step(status)
-    assert viewed.known_step(status.name) is status
+def test_steps_in_object_stores_are_read_again_after_a_minute(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore_view.documents.run._is_remote", lambda steps: True)
+    viewed = Viewed(str(run), default_context(), policy="latest_n=1")
+
+    def created() -> Any:
+        return document_of(viewed, "run", Request({"policy": "latest_n=1"}))["steps"]
+
+    first = created()
+    ckptcore.save(run / "10", state(), overwrite=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("ckptcore_view.documents.run.plan_deletions", None)  # nothing is decided again
+        assert created() == first
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert viewed.known_step(status.name) is None
+    assert created()[0]["created"] > first[0]["created"]
 
 
 def test_errors_name_the_location(checkpoint: Path, tmp_path: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ckptcore_tools.comparison import Side
 from ckptcore_tools.locations import child_location, names_in
 from ckptcore_tools.outline import Outline, outline_of
-from ckptcore_tools.run_steps import StepStatus, find_steps
+from ckptcore_tools.run_steps import find_steps
 
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root_json import summarize_root
@@ -189,7 +190,7 @@ class Viewed:
         self.policy = policy
         self.context = context
         self._step_names = StepNames() if step_names is None else step_names
-        self._known_steps: dict[str, tuple[float, StepStatus]] = {}
+        self._remembered: dict[Hashable, tuple[float, Any]] = {}
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenTree] = OrderedDict()
         self.kind: ViewedKind = self._find_kind()
@@ -206,14 +207,14 @@ class Viewed:
         """List the steps of the run."""
         return find_steps(self.location, self._step_names, self.context)
 
-    def known_step(self, name: str) -> StepStatus | None:
-        """Return a committed step that was remembered less than a minute ago: a step may be deleted and saved again."""
-        known = self._known_steps.get(name)
-        return None if known is None or time.monotonic() - known[0] > _REMEMBERED_SECONDS else known[1]
+    def recall(self, key: Hashable) -> Any:
+        """Return what was remembered less than a minute ago, or None. A step may be deleted and saved again."""
+        since, value = self._remembered.get(key, (-math.inf, None))
+        return value if time.monotonic() - since < _REMEMBERED_SECONDS else None
 
-    def remember_step(self, status: StepStatus) -> None:
-        """Remember a committed step."""
-        self._known_steps[status.name] = time.monotonic(), status
+    def remember(self, key: Hashable, value: object) -> None:
+        """Remember a value for a minute. The page asks every few seconds, and object stores are slow."""
+        self._remembered[key] = time.monotonic(), value
 
     def locate(self, place: str) -> str:
         """Return the location of a place.

@@ -51,15 +51,18 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 
 def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int]) -> Sequence[StepStatus]:
-    """Read the steps. The page asks every few seconds, so committed steps in object stores are read once a minute."""
-    is_remote = requests_of(steps.store).concurrency > 1
-    known = [viewed.known_step(steps.name(step)) for step in chosen] if is_remote else []
-    found = {status.step: status for status in known if status is not None}
+    """Read the steps. Committed steps in object stores are remembered for a while."""
+    known = [viewed.recall(steps.name(step)) for step in chosen] if _is_remote(steps) else []
+    found: dict[int, StepStatus] = {status.step: status for status in known if status is not None}
     for status in read_steps(steps, [step for step in chosen if step not in found], viewed.context):
         found[status.step] = status
-        if is_remote and status.state == "committed":
-            viewed.remember_step(status)
+        if status.state == "committed":
+            viewed.remember(status.name, status)
     return [found[step] for step in chosen]
+
+
+def _is_remote(steps: StepDirectory) -> bool:
+    return requests_of(steps.store).concurrency > 1
 
 
 def _step(status: StepStatus, is_pinned: bool, decision: tuple[bool, Sequence[str]] | None) -> Mapping[str, JSON]:
@@ -87,5 +90,11 @@ def _decisions(viewed: Viewed, steps: StepDirectory, text: str) -> Mapping[int, 
         policy = parse_preservation(text)
     except ValueError as error:
         raise BadRequestError(str(error)) from error
-    plan = plan_deletions(steps, policy, time.time(), viewed.context)
-    return {decision.status.step: (not decision.delete, decision.reasons) for decision in plan.decisions}
+    candidates = steps.candidates()
+    remembered = viewed.recall(("policy", text)) if _is_remote(steps) else None
+    if remembered is None or remembered[0] != candidates:
+        plan = plan_deletions(steps, policy, time.time(), viewed.context)
+        found = {decision.status.step: (not decision.delete, decision.reasons) for decision in plan.decisions}
+        viewed.remember(("policy", text), remembered := (candidates, found))
+    decisions: Mapping[int, tuple[bool, Sequence[str]]] = remembered[1]
+    return decisions
