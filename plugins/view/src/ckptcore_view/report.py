@@ -22,7 +22,8 @@ from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames
 from ckptcore_view.assets import MODULES, charts_script, import_map, page_file, page_html
 from ckptcore_view.documents import BadRequestError, Document, Request, document_of
-from ckptcore_view.viewed import OTHER, OpenTree, Viewed
+from ckptcore_view.open_tree import OpenTree
+from ckptcore_view.viewed import OTHER, Viewed
 
 __all__ = ["write_report"]
 

@@ -13,8 +13,9 @@ from ckptcore.model import JSON, ArrayRecord, Box, Chunk, ChunkLocations, format
 from ckptcore.protocols import NativeReader
 from ckptcore.redaction import redacted
 from ckptcore_view.documents.request import Request
+from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.shardings import sharding_of
-from ckptcore_view.viewed import OpenTree, Viewed
+from ckptcore_view.viewed import Viewed
 
 __all__ = ["array_document"]
 

@@ -19,8 +19,10 @@ from ckptcore.loading.opening import member_opener, present_members
 from ckptcore.model import JSON, ArrayRecord, format_path
 from ckptcore.redaction import redacted
 from ckptcore.results import CheckpointMetadata
-from ckptcore_view.documents.request import Request, number_to_json
-from ckptcore_view.viewed import OpenTree, Viewed
+from ckptcore_view.documents.numbers import number_to_json
+from ckptcore_view.documents.request import Request
+from ckptcore_view.open_tree import OpenTree
+from ckptcore_view.viewed import Viewed
 
 __all__ = ["checkpoint_document", "tree_document"]
 

@@ -10,8 +10,10 @@ from ckptcore_tools.elements import Tolerance
 
 from ckptcore.model import JSON, format_path
 from ckptcore.redaction import redacted
-from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
-from ckptcore_view.viewed import OpenTree, Viewed
+from ckptcore_view.documents.numbers import number_to_json
+from ckptcore_view.documents.request import BadRequestError, Request
+from ckptcore_view.open_tree import OpenTree
+from ckptcore_view.viewed import Viewed
 
 __all__ = ["difference_document", "differences_document"]
 

@@ -14,8 +14,10 @@ from ckptcore_tools.statistics import statistics_of
 from ckptcore.loading.indexing import index_box
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import JSON, HostArray
-from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
-from ckptcore_view.viewed import OpenTree, Viewed
+from ckptcore_view.documents.numbers import number_to_json
+from ckptcore_view.documents.request import BadRequestError, Request
+from ckptcore_view.open_tree import OpenTree
+from ckptcore_view.viewed import Viewed
 
 __all__ = ["elements_document", "format_index", "parse_index", "statistics_document"]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ckptcore.model import JSON
 from ckptcore.redaction import redacted
-from ckptcore_view.viewed import OpenTree
+from ckptcore_view.open_tree import OpenTree
 
-__all__ = ["BadRequestError", "CancelledError", "Request", "number_to_json"]
+__all__ = ["BadRequestError", "CancelledError", "Request"]
 
 
 class BadRequestError(ValueError):
@@ -67,14 +65,3 @@ class Request:
         """Raise CancelledError if the client has left."""
         if self.is_cancelled():
             raise CancelledError
-
-
-def number_to_json(number: complex | bool | str | None) -> JSON:
-    """Return a number for JSON: as text if JSON or JavaScript cannot represent it."""
-    if isinstance(number, complex):
-        return str(number)
-    if isinstance(number, float):
-        return number if math.isfinite(number) else str(number)
-    if isinstance(number, int) and not isinstance(number, bool) and abs(number) > 1 << 53:
-        return str(number)
-    return number

@@ -14,7 +14,8 @@ from ckptcore.io.requests import requests_of
 from ckptcore.model import JSON
 from ckptcore.redaction import redacted
 from ckptcore.training.steps import StepDirectory
-from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
+from ckptcore_view.documents.numbers import number_to_json
+from ckptcore_view.documents.request import BadRequestError, Request
 from ckptcore_view.viewed import Viewed
 
 __all__ = ["run_document"]
