@@ -109,9 +109,10 @@ def _step_states(location: str, context: ckptcore.Context) -> object:
     except CheckpointNotFoundError:
         return []
     found = read_steps(steps, steps.candidates(), context)
-    # A step that was deleted after it was listed has the state "other". Sizes are not compared: a checkpoint of several
-    # sessions has other files than one of a single save.
-    return [(status.state, status.nbytes is not None, status.problems) for status in found if status.state != "other"]
+    # A step that was deleted after it was listed has the state "other". An uncommitted one is hidden on file systems.
+    # Sizes are not compared: a checkpoint of several sessions has other files than one of a single save.
+    shown = [status for status in found if status.state not in ("other", "uncommitted")]
+    return [(status.state, status.nbytes is not None, status.problems) for status in shown]
 
 
 def _open(location: str, context: ckptcore.Context) -> object:
