@@ -66,7 +66,7 @@ $(TRAINERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.t
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) pip
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) torch
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --editable . $(PLUGINS:%=--editable %) --group trainers
-	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --no-deps spmd_types torch_checkpointing torchtitan  # it requires an older datasets
+	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --no-deps spmd_types torch_checkpointing torchtitan  # see the group trainers
 	touch $@
 
 test-ceph: $(STAMP)  ## run the tests of S3 against a Ceph gateway (apt packages: ceph-common ceph-mon ceph-osd radosgw)
