@@ -6,7 +6,8 @@
 
 ``DIRECTORY`` is an unpacked source archive of the library; the files are relative to it. The output is a table: for
 each file the number of tests that pass with the library, and how many of these pass with the replacement. The names of
-the others follow, with their errors.
+the others follow, with their errors. Packages that only the tests need, such as expecttest for those of torch, can be
+in PYTHONPATH.
 
 No file of the archive is copied into the repository. Orbax's tests import helpers that its wheel does not have, so they
 run in a temporary copy of the installed package with the missing files of the archive.

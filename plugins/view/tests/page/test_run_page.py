@@ -157,5 +157,5 @@ def test_older_steps_are_shown_on_demand(tmp_path: Path, show: Show) -> None:
     page = show(tmp_path / "run")
     rows = page.get_by_role("region", name="Steps").get_by_role("row")
     expect(rows).to_have_count(201)
-    page.get_by_role("button", name="Show 3 more").click()
+    page.get_by_role("button", name="Show 3 of 3 more").click()
     expect(rows).to_have_count(204)

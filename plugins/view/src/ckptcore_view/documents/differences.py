@@ -43,7 +43,6 @@ def _differences(a: OpenTree, b: OpenTree) -> Mapping[str, JSON]:
             {"path": one.path, "kind": one.kind, "a": _text(one.a), "b": _text(one.b)} for one in found[:_MAX_ROWS]
         ],
         "arrays": len(comparison.pairs),
-        "nbytes": comparison.nbytes,
         "pairs": [
             {"path": format_path(pair.path), "leaf": a.side.leaves[pair.path], "nbytes": a.record(pair.a).spec.nbytes}
             for pair in comparison.pairs[:_MAX_ROWS]

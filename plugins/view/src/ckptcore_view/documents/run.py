@@ -23,8 +23,6 @@ __all__ = ["run_document"]
 _STEPS: Final = 200
 """Steps that are read if the request does not say how many: each costs a read of its root."""
 
-_MAX_STEPS: Final = 5_000
-
 
 def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the steps of a run, ascending.
@@ -33,7 +31,7 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """
     steps = viewed.steps()
     candidates = steps.candidates()
-    last = min(request.number("last") if "last" in request.parameters else _STEPS, _MAX_STEPS)
+    last = request.number("last") if "last" in request.parameters else _STEPS
     chosen = candidates[len(candidates) - last :] if last < len(candidates) else candidates
     pinned = find_pinned(steps.store, viewed.location) or frozenset()
     policy = request.text("policy").strip()

@@ -18,6 +18,7 @@ import {
 const REFRESH_MS = 3000;
 const STYLES = { committed: "good", foreign: "good", uncommitted: "warning", other: "muted" };
 const MOST_FOUND = 50;
+const OLDER_STEPS = 1000; // that are read at a time
 
 /**
  * Show a run.
@@ -51,7 +52,7 @@ async function showSteps(page, body, signal) {
   let newest = 0;
   let count = 0;
   const showOlder = (run) => {
-    count = run.steps.length + run.older;
+    count = run.steps.length + Math.min(run.older, OLDER_STEPS);
     refresh();
   };
   const refresh = async () => {
@@ -156,7 +157,11 @@ function stepParts(run, page, known, along, showOlder) {
 function olderSteps(run, showOlder) {
   return isReport()
     ? formatWhole(run.older)
-    : h("button", { type: "button", click: showOlder }, `Show ${run.older} more`);
+    : h(
+        "button",
+        { type: "button", click: showOlder },
+        `Show ${Math.min(run.older, OLDER_STEPS)} of ${run.older} more`,
+      );
 }
 
 function stepTable(run, page, known) {
