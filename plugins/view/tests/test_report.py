@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -196,17 +195,3 @@ def test_steps_with_several_checkpointables_are_compared_by_name(tmp_path: Path)
     documents = documents_of(tmp_path / "r.html")
     found = {part: documents[f"difference\nat=1/{part}\nother=//other/{part}\nleaf=0"]["differing"] for part in "ab"}
     assert found == {"a": 0, "b": 3}
-
-
-def test_the_browser_gets_the_token_from_a_private_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Path] = []
-
-    def open_file(url: str) -> None:
-        opened.append(Path(url.removeprefix("file://")))
-        assert stat.S_IMODE(opened[0].stat().st_mode) == 0o600
-        assert re.search(r"url=http://127\.0\.0\.1:\d+/[\w-]{32,}/", opened[0].read_text())
-
-    monkeypatch.setattr("webbrowser.open", open_file)
-    monkeypatch.setattr("ckptcore_view.server.ViewServer.run", lambda self: self._socket.close())
-    assert view(checkpoint, "--open").exit_code == 0
-    assert [file.exists() for file in opened] == [False]

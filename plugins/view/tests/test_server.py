@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
+from ckptcore_view.command import _redirect
 from ckptcore_view.documents import Document
 from ckptcore_view.server import ViewServer, application
 from ckptcore_view.viewed import Viewed
@@ -144,3 +146,13 @@ def test_reads_stop_when_the_server_ends(checkpoint: Path) -> None:
     viewed = Viewed(str(checkpoint), default_context())
     client = TestClient(application(viewed, TOKEN, lambda: True), base_url="http://127.0.0.1:8000")
     assert client.get(f"/{TOKEN}/documents/statistics?at=&leaf=0").status_code == 499
+
+
+def test_the_browser_gets_the_token_from_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(Path(url.removeprefix("file://"))))
+    with _redirect("http://127.0.0.1:80/a-token/"):
+        [file] = opened
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert "url=http://127.0.0.1:80/a-token/" in file.read_text()
+    assert not file.exists()
