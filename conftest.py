@@ -60,8 +60,9 @@ _TRAINERS: Final = Path(__file__).parent / "plugins/integrations/tests/trainers"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--slow` and `--trainers`."""
+    """Add `--slow`, `--full` and `--trainers`."""
     parser.addoption("--slow", action="store_true", help="collect the tests marked slow, too")
+    parser.addoption("--full", action="store_true", help="run slow tests of more than a minute in full; with --slow")
     parser.addoption("--trainers", action="store_true", help="collect the tests that make test-integrations runs")
 
 

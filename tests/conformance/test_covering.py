@@ -1,4 +1,4 @@
-"""Covering arrays have every pair, and checks on all examples name those that failed."""
+"""Covering arrays have every pair or triple, and checks on all examples name those that failed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ import itertools
 import numpy as np
 import pytest
 from ckptcore_testing import LeafExample, LeafHandlerTests, bit_patterns
-from ckptcore_testing.pairs import covering_pairs
+from ckptcore_testing.covering import covering
 
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.model import ArraySpec
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows"), [((4, 4, 11, 5), 60), ((4, 5, 2), 20), ((5, 5, 12, 6, 3), 80), ((3, 3, 3), 12)]
+    ("sizes", "strength", "rows"),
+    [
+        ((4, 4, 11, 5), 2, 60),
+        ((4, 5, 2), 2, 20),
+        ((5, 5, 12, 6, 3), 2, 80),
+        ((3, 3, 3), 2, 12),
+        ((4, 4, 5, 5, 39), 3, 1100),
+        ((3, 3, 3, 3), 3, 40),
+    ],
 )
-def test_every_pair_is_covered(sizes: tuple[int, ...], rows: int) -> None:
+def test_every_choice_of_values_is_covered(sizes: tuple[int, ...], strength: int, rows: int) -> None:
     parameters = [[f"{position}-{number}" for number in range(size)] for position, size in enumerate(sizes)]
-    covering = covering_pairs(*parameters)
-    assert len(covering) == len(set(covering)) <= rows
-    for first, second in itertools.combinations(range(len(sizes)), 2):
-        found = {(row[first], row[second]) for row in covering}
-        assert found == set(itertools.product(parameters[first], parameters[second]))
+    combinations = covering(*parameters, strength=strength)
+    assert len(combinations) == len(set(combinations)) <= rows
+    for positions in itertools.combinations(range(len(sizes)), strength):
+        found = {tuple(row[position] for position in positions) for row in combinations}
+        assert found == set(itertools.product(*(parameters[position] for position in positions)))
 
 
-def test_two_parameters_are_their_product() -> None:
-    assert covering_pairs(["a", "b"], ["c", "d"]) == [("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")]
-    assert covering_pairs(["a", "b"], ["c"], []) == []
+def test_few_parameters_are_their_product() -> None:
+    assert covering(["a", "b"], ["c", "d"], strength=2) == [("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")]
+    assert covering(["a", "b"], ["c", "d"], strength=3) == [("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")]
+    assert covering(["a", "b"], ["c"], [], strength=2) == []
 
 
 def test_each_example_that_fails_is_named() -> None:

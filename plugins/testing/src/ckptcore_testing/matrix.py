@@ -20,7 +20,7 @@ from ckptcore.hookspecs import PROJECT_NAME
 from ckptcore.model import ArrayRecord, ArraySpec, HostArray, dtype_from_name
 from ckptcore.plugins import installed_plugins
 from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
-from ckptcore_testing.pairs import covering_pairs
+from ckptcore_testing.covering import covering
 from ckptcore_testing.samples import FrameworkSample, LayoutSample, Samples, StorageSample, installed_samples
 
 __all__ = ["SaveLoadMatrixTests", "StorageMatrixTests"]
@@ -55,11 +55,12 @@ class StorageMatrixTests:
         return _samples().storages
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrise tests with a pairwise covering array of their arguments.
+        """Parametrise tests with a covering array of their arguments.
 
         Quick tests contain every pair of values of any two arguments, except that costly storages are combined only
-        with the first framework, but with all values of the other arguments. The remaining combinations are slow tests.
-        If a `conftest.py` defines the option `--slow`, they are generated only with this option.
+        with the first framework, but with all values of the other arguments. Slow tests contain every triple, and with
+        the option `--full` every combination. If a `conftest.py` defines the option `--slow`, slow tests are generated
+        only with this option.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {
@@ -78,18 +79,23 @@ class StorageMatrixTests:
         taken = [name for name in members if name in metafunc.fixturenames]
         if not taken:
             return
-        cheap = {**members, "storage": [name for name, storage in storages.items() if not storage.costly]}
-        first = list(frameworks)[:1]
-        costly = {**members, "saver": first, "loader": first, "storage": [*storages.keys() - set(cheap["storage"])]}
-        quick = set(covering_pairs(*(list(cheap[name]) for name in taken)))
-        if "storage" in taken:
-            quick.update(itertools.product(*(costly[name] for name in taken)))
+        quick: set[tuple[str, ...]] = set()
+        if metafunc.definition.get_closest_marker("slow") is None:
+            cheap = {**members, "storage": [name for name, storage in storages.items() if not storage.costly]}
+            first = list(frameworks)[:1]
+            costly = {**members, "saver": first, "loader": first, "storage": [*storages.keys() - set(cheap["storage"])]}
+            quick.update(covering(*(list(cheap[name]) for name in taken), strength=2))
+            if "storage" in taken:
+                quick.update(itertools.product(*(costly[name] for name in taken)))
+        chosen = dict.fromkeys(sorted(quick))
+        if metafunc.config.getoption("slow", True):
+            strength = len(taken) if metafunc.config.getoption("full", False) else 3
+            chosen |= dict.fromkeys(covering(*(list(members[name]) for name in taken), strength=strength))
         combinations = []
-        for names in itertools.product(*(members[name] for name in taken)):
-            if names in quick or metafunc.config.getoption("slow", True):
-                values = [members[name][choice] for name, choice in zip(taken, names, strict=True)]
-                marks = [] if names in quick else [pytest.mark.slow]
-                combinations.append(pytest.param(*values, id="-".join(names), marks=marks))
+        for names in chosen:
+            values = [members[name][choice] for name, choice in zip(taken, names, strict=True)]
+            marks = [] if names in quick else [pytest.mark.slow]
+            combinations.append(pytest.param(*values, id="-".join(names), marks=marks))
         metafunc.parametrize(taken, combinations)
 
     @pytest.fixture(autouse=True)
@@ -315,7 +321,7 @@ class SaveLoadMatrixTests(StorageMatrixTests):
     # --- all combinations
 
     @pytest.mark.slow
-    def test_every_combination_of_samples_works(
+    def test_any_combination_of_samples_works(
         self,
         saver: FrameworkSample,
         loader: FrameworkSample,
