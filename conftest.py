@@ -66,6 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--trainers", action="store_true", help="collect the tests that make test-integrations runs")
 
 
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """True if slow tests run in full. Otherwise each tries a part, so that all slow tests together take two hours."""
+    return bool(pytestconfig.getoption("full"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Try more examples with `--slow`."""
     if config.getoption("slow") and "HYPOTHESIS_PROFILE" not in os.environ:

@@ -127,8 +127,8 @@ def test_a_power_loss_at_each_step_keeps_a_valid_state(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _TASKS)
-def test_a_power_loss_with_partial_writes_keeps_a_valid_state(name: str) -> None:
-    _lose_power_at_each_step(name, 8)
+def test_a_power_loss_with_partial_writes_keeps_a_valid_state(name: str, full: bool) -> None:
+    _lose_power_at_each_step(name, 8 if full else 2)
 
 
 def test_a_loss_without_durability_is_detected() -> None:

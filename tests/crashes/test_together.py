@@ -72,13 +72,13 @@ def test_two_processes_overwrite(warm: Saver, other: Saver, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_two_processes_save_for_the_first_time_often(warm: Saver, other: Saver, tmp_path: Path) -> None:
-    _race_first_saves(warm, other, tmp_path, 500)
+def test_two_processes_save_for_the_first_time_often(full: bool, warm: Saver, other: Saver, tmp_path: Path) -> None:
+    _race_first_saves(warm, other, tmp_path, 500 if full else 100)
 
 
 @pytest.mark.slow
-def test_two_processes_overwrite_often(warm: Saver, other: Saver, tmp_path: Path) -> None:
-    _race_overwrites(warm, other, tmp_path, 500)
+def test_two_processes_overwrite_often(full: bool, warm: Saver, other: Saver, tmp_path: Path) -> None:
+    _race_overwrites(warm, other, tmp_path, 500 if full else 100)
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
@@ -112,8 +112,8 @@ def test_a_reader_gets_one_complete_state(warm: Saver, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_often_gets_one_complete_state(warm: Saver, tmp_path: Path) -> None:
-    _read_while_replaced(warm, tmp_path, 1500)
+def test_a_reader_often_gets_one_complete_state(full: bool, warm: Saver, tmp_path: Path) -> None:
+    _read_while_replaced(warm, tmp_path, 1500 if full else 500)
 
 
 def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:

@@ -16,7 +16,6 @@ from tests.resume.numpy_training import POLICY, Training, digest, states
 from tests.resume.trainers import Trainer, trainer
 
 _SEED: Final = 7
-_KILLS: Final = 200
 _SAMPLE: Final = 15
 _LEFT_BY_ONE: Final = 2
 """Hidden directories that one dead job leaves: a save that was under way, and a deletion."""
@@ -147,5 +146,5 @@ def test_what_is_lost_or_mixed_is_noticed(running: Trainer, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_two_hundred_kills(running: Trainer, tmp_path: Path) -> None:
-    _kill_often(running, tmp_path, 2, _KILLS)
+def test_many_kills(full: bool, running: Trainer, tmp_path: Path) -> None:
+    _kill_often(running, tmp_path, 2, 200 if full else 60)

@@ -137,8 +137,8 @@ def test_damage(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _NAMES)
-def test_much_damage(name: str, tmp_path: Path) -> None:
-    _damage(name, tmp_path, 400)
+def test_much_damage(name: str, full: bool, tmp_path: Path) -> None:
+    _damage(name, tmp_path, 400 if full else 100)
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -177,8 +177,8 @@ def test_tampered_documents(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _NAMES)
-def test_much_tampered_documents(name: str, tmp_path: Path) -> None:
-    _tamper(name, tmp_path, 100)
+def test_much_tampered_documents(name: str, full: bool, tmp_path: Path) -> None:
+    _tamper(name, tmp_path, 100 if full else 40)
 
 
 # --- intact databases with wrong contents -----------------------------------------------------------------------------
@@ -258,8 +258,8 @@ def test_databases_with_wrong_entries(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _DATABASES)
-def test_databases_with_many_wrong_entries(name: str, tmp_path: Path) -> None:
-    _change_entries(name, tmp_path, 1500)
+def test_databases_with_many_wrong_entries(name: str, full: bool, tmp_path: Path) -> None:
+    _change_entries(name, tmp_path, 1500 if full else 400)
 
 
 # --- checksums of the format ------------------------------------------------------------------------------------------
