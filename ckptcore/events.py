@@ -49,6 +49,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -68,6 +69,7 @@ __all__ = [
     "Phase",
     "Recording",
     "RunningPhase",
+    "logger_named",
     "timeline_from_json",
     "timeline_to_json",
 ]
@@ -86,7 +88,27 @@ Phase: TypeAlias = Literal[
 ERROR_CHARACTERS: Final = 500
 """Maximum number of characters of an error in an event."""
 
-_LOGGER: Final = logging.getLogger("ckptcore.events")
+
+def logger_named(name: str) -> logging.Logger:
+    """Return a logger whose records have no secrets of URLs, also not in the errors of other libraries."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_hide_secrets)  # does nothing the second time
+    return logger
+
+
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    """Redact the message and the traceback of a log record. Keep the record."""
+    message = record.getMessage()
+    if (hidden := redacted(message)) != message:
+        record.msg, record.args = hidden, ()
+    if record.exc_info and record.exc_info[1] is not None:
+        printed = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
+        if (hidden := redacted(printed)) != printed:
+            record.exc_info, record.exc_text = None, hidden
+    return True
+
+
+_LOGGER: Final = logger_named("ckptcore.events")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

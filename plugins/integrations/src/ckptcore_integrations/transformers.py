@@ -19,7 +19,6 @@ A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 import ckptcore
 from ckptcore.errors import CheckpointError
+from ckptcore.events import logger_named
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -54,7 +54,7 @@ else:
 
 __all__ = ["CheckpointMixin", "export_pretrained", "newest_sound"]
 
-logger = logging.getLogger("ckptcore.integrations.transformers")
+logger = logger_named("ckptcore.integrations.transformers")
 
 _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"

@@ -124,6 +124,7 @@ _KINDS_BY_STATUS: Final = {
 }
 
 _MAX_MESSAGE_LENGTH: Final = 300
+_MAX_BODY_LENGTH: Final = 10_000
 """Maximum length of a service's message in an error."""
 
 
@@ -267,12 +268,12 @@ def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
-        return "", body[:_MAX_MESSAGE_LENGTH].decode("utf-8", "replace"), ()
+        return "", body[:_MAX_BODY_LENGTH].decode("utf-8", "replace"), ()
     found = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}
     hints = tuple((name, found[name]) for name in ("Region", "Endpoint", "ServerTime", "Details") if found.get(name))
     return found.get("Code", ""), found.get("Message", ""), hints
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
+    line = redacted(" ".join(text.split()))  # cutting could hide the end of a password
     return line if len(line) <= _MAX_MESSAGE_LENGTH else line[: _MAX_MESSAGE_LENGTH - 3] + "..."
