@@ -44,6 +44,8 @@ Every event is also logged at DEBUG by the logger ``ckptcore.events``. The log r
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import re
@@ -70,6 +72,7 @@ __all__ = [
     "Recording",
     "RunningPhase",
     "logger_named",
+    "readable_events",
     "timeline_from_json",
     "timeline_to_json",
 ]
@@ -306,6 +309,7 @@ MAX_EVENTS: Final = 10_000
 """Maximum number of events in a stored timeline."""
 
 _OPERATIONS: Final[tuple[Operation, ...]] = ("save", "load", "delete", "upload")
+_COLUMNS: Final = ("phase", "rank", "offset", "duration", "nbytes", "error")
 _NAME: Final = r"[a-z][a-z_]{0,39}"
 _SAVE_ID: Final = r"[0-9a-f]{16}"
 _MAX_MICROSECONDS: Final = 1 << 52
@@ -366,12 +370,11 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
     step = None if found.get("step") is None else _whole("step", found["step"], -_MAX_INTEGER, _MAX_INTEGER)
     save_id = None if found.get("save_id") is None else _text("save_id", found["save_id"], _SAVE_ID)
     first = _whole("began", found.get("began"), 0, _MAX_MICROSECONDS)
-    names = ("phase", "rank", "offset", "duration", "nbytes", "error")
-    columns = [found.get(name) for name in names]
-    for name, column in zip(names, columns, strict=True):
+    columns = [found.get(name) for name in _COLUMNS]
+    for name, column in zip(_COLUMNS, columns, strict=True):
         if not isinstance(column, list) or len(column) > MAX_EVENTS:
             _refuse(name, column, f"a list of at most {MAX_EVENTS}")
-    lengths = {name: len(column) for name, column in zip(names, columns, strict=True) if isinstance(column, list)}
+    lengths = {name: len(column) for name, column in zip(_COLUMNS, columns, strict=True) if isinstance(column, list)}
     if len(set(lengths.values())) != 1 or not lengths["phase"]:
         _refuse("the length of its columns", max(lengths.values()), "the same for all, and at least 1")
     rows: Any = zip(*columns, strict=True)
@@ -392,6 +395,25 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
             for phase, rank, offset, duration, nbytes, error in rows
         ]
     )
+
+
+def readable_events(found: JSON, *, location: str = "") -> tuple[Event, ...]:
+    """Return the events of a stored timeline that `timeline_from_json` accepts; without the others.
+
+    A checkpoint can be read without its timeline, so an odd one is no reason to refuse the checkpoint.
+    """
+    try:
+        return timeline_from_json(found, location=location)
+    except CorruptCheckpointError:
+        columns: list[Any] = [found.get(name) for name in _COLUMNS] if isinstance(found, dict) else []
+    if not isinstance(found, dict) or {*map(type, columns)} != {list}:
+        return ()
+    events: list[Event] = []
+    for row in itertools.islice(zip(*columns, strict=False), MAX_EVENTS):
+        one = {name: [value] for name, value in zip(_COLUMNS, row, strict=True)}
+        with contextlib.suppress(CorruptCheckpointError):
+            events += timeline_from_json({**found, **one}, location=location)
+    return tuple(events)
 
 
 def _microseconds(seconds: float) -> int:

@@ -213,7 +213,7 @@ def failure_of_text(text: str) -> Failure:
     cleaned = _DEBUG.sub("", text)
     status = _STATUS.search(cleaned)
     if status is not None:
-        body = _XML.search(cleaned) or _JSON.search(cleaned)
+        body = _XML.search(cleaned, 0, _MAX_BODY_LENGTH) or _JSON.search(cleaned, 0, _MAX_BODY_LENGTH)
         return failure_of_response(int(status[1]), body[0].encode() if body else b"")
     if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
