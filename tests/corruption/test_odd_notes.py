@@ -119,7 +119,14 @@ def run(tmp_path: Path) -> _Run:
     return _Run(tmp_path)
 
 
-PLACES: Final = ["timeline.phase", "timeline.phase.0", "metrics.loss", "created", "writer", "tables.tree.notes.0.sharding"]
+PLACES: Final = [
+    "timeline.phase",
+    "timeline.phase.0",
+    "metrics.loss",
+    "created",
+    "writer",
+    "tables.tree.notes.0.sharding",
+]
 
 
 def test_every_note_with_an_odd_value_is_passed_over(run: _Run) -> None:
