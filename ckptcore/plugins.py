@@ -142,6 +142,7 @@ class Plugins:
             failed=self.failed,
             handlers={**self._handlers, **handlers},
             distributions=self._distributions,
+            wrap_leaf=self._wrap_leaf,
         )
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import string
 import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
@@ -21,7 +20,7 @@ _ESCAPES: Final = r"(?:%[0-9a-fA-F]{2})+|(?:%|\\)u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{
 _ROUNDS: Final = 8
 """How often a text is decoded. Libraries encode URLs that are encoded already."""
 
-_SCHEME: Final = string.ascii_letters + string.digits + "+.-"
+_SCHEME: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+.-"
 _SCHEME_CHARACTERS: Final = 32
 _LOCAL: Final = frozenset({"file", "local", "memory"})
 """Schemes whose URLs may contain any character, and have no secrets."""

@@ -115,6 +115,7 @@ def consolidate_checkpoint(
     # Before anything can fail: the key contains a counter, which must be the same on every rank.
     key = runtime_of(context).exchange_key(destination)
     job = runtime_of(context).job()
+    layout = replace(layout, standalone=True)  # the files are for other software
     counted = ByteProgress(progress)
     recording = Recording("save", str(destination), context.observers, rank=job.rank, progress=counted)
     try:

@@ -36,6 +36,7 @@ _MAX_VALUE_CHARACTERS: Final = 200
 
 def checkpoint_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the origin, files and timeline of a checkpoint. Parameter: ``at``, its place."""
+    request.check_wanted()
     place = request.text("at")
     composite = viewed.members(place)
     if composite is None:
