@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -128,7 +127,7 @@ def _decoded_once(found: _Decoded) -> _Decoded:
         end = len(text) if escape is None else escape.start()
         for index in range(position, end):
             character = text[index]
-            add(character if character.isascii() else unicodedata.normalize("NFKC", character), index, index + 1)
+            add(character if character.isascii() else _compatible(character), index, index + 1)
         if escape is None:
             break
         position = escape.end()
@@ -213,8 +212,15 @@ def _value_stop(decoded: _Decoded, first: int, stop: int) -> int:
     return stop
 
 
+def _compatible(text: str) -> str:
+    """Return a text with plain characters for those of full width, ligatures and others."""
+    import unicodedata  # few texts need it
+
+    return unicodedata.normalize("NFKD", text)
+
+
 def _is_secret(name: str) -> bool:
-    plain = "".join([character for character in unicodedata.normalize("NFKD", name).casefold() if character.isalnum()])
+    plain = "".join([character for character in _compatible(name).casefold() if character.isalnum()])
     return re.search(_SECRET_NAME, plain) is not None
 
 

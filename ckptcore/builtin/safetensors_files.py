@@ -149,7 +149,8 @@ def lost_root(key: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{key} is part of a checkpoint of ckptcore, but checkpoint.json is missing in its directory, so that the "
         "structure, the values and the checksums are lost: restore checkpoint.json from a copy, or load another "
-        "checkpoint. To load the arrays alone, without checks, name the file, or the index of several files, as the location",
+        "checkpoint. To load the arrays alone, without checks, name the file, or the index of several files, as the "
+        "location",
         key="checkpoint.json",
     )
 

@@ -41,12 +41,17 @@ def _socket(path: Path) -> None:
         os.chdir(before)
 
 
+def _linked_pipe(path: Path) -> None:
+    os.mkfifo(f"{path}-pipe")
+    path.symlink_to(f"{path.name}-pipe")
+
+
 SPECIAL: Final[Mapping[str, Callable[[Path], object]]] = {
     "pipe": os.mkfifo,
     "socket": _socket,
     "device": lambda path: path.symlink_to("/dev/zero"),
     "directory": Path.mkdir,
-    "linked pipe": lambda path: (os.mkfifo(f"{path}-pipe"), path.symlink_to(f"{path.name}-pipe")),
+    "linked pipe": _linked_pipe,
 }
 
 
@@ -73,18 +78,19 @@ def _index(location: str) -> None:
         _ = opened["w"][2:3]
 
 
+def _verify(location: str) -> None:
+    if not ckptcore.verify(location).ok:
+        raise CorruptCheckpointError("it has problems")
+
+
 READERS: Final[Mapping[str, Callable[[str], object]]] = {
     "load": ckptcore.load,
     "open": _index,
     "metadata": ckptcore.metadata,
-    "verify": lambda location: ckptcore.verify(location).ok or _fail(),
+    "verify": _verify,
     "inspect": lambda location: _run("inspect", location),
     "view": lambda location: document_of(Viewed(location, default_context()), "statistics", Request({"leaf": "0"})),
 }
-
-
-def _fail() -> None:
-    raise CorruptCheckpointError("it has problems")
 
 
 def _run(*arguments: str) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Final, cast
 import numpy as np
 import pytest
 import xxhash
-from ckptcore_view.documents import CancelledError, Request, document_of
+from ckptcore_view.documents import BadRequestError, CancelledError, Request, document_of
 from ckptcore_view.documents.array import _chunks
-from ckptcore_view.documents.elements import BadRequestError, parse_index
+from ckptcore_view.documents.elements import parse_index
 from ckptcore_view.notebook import to_html
 from ckptcore_view.report import write_report
 from ckptcore_view.shardings import sharding_of

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has no types
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # it has no types
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # it has no annotations
 
 from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError, StoragePermissionError
 from ckptcore.model import check_directory_key, check_key
