@@ -44,11 +44,14 @@ Every event is also logged at DEBUG by the logger ``ckptcore.events``. The log r
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -68,6 +71,8 @@ __all__ = [
     "Phase",
     "Recording",
     "RunningPhase",
+    "logger_named",
+    "readable_events",
     "timeline_from_json",
     "timeline_to_json",
 ]
@@ -86,7 +91,27 @@ Phase: TypeAlias = Literal[
 ERROR_CHARACTERS: Final = 500
 """Maximum number of characters of an error in an event."""
 
-_LOGGER: Final = logging.getLogger("ckptcore.events")
+
+def logger_named(name: str) -> logging.Logger:
+    """Return a logger whose records have no secrets of URLs, also not in the errors of other libraries."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_hide_secrets)  # does nothing the second time
+    return logger
+
+
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    """Redact the message and the traceback of a log record. Keep the record."""
+    message = record.getMessage()
+    if (hidden := redacted(message)) != message:
+        record.msg, record.args = hidden, ()
+    if record.exc_info and record.exc_info[1] is not None:
+        printed = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
+        if (hidden := redacted(printed)) != printed:
+            record.exc_info, record.exc_text = None, hidden
+    return True
+
+
+_LOGGER: Final = logger_named("ckptcore.events")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +309,7 @@ MAX_EVENTS: Final = 10_000
 """Maximum number of events in a stored timeline."""
 
 _OPERATIONS: Final[tuple[Operation, ...]] = ("save", "load", "delete", "upload")
+_COLUMNS: Final = ("phase", "rank", "offset", "duration", "nbytes", "error")
 _NAME: Final = r"[a-z][a-z_]{0,39}"
 _SAVE_ID: Final = r"[0-9a-f]{16}"
 _MAX_MICROSECONDS: Final = 1 << 52
@@ -344,12 +370,11 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
     step = None if found.get("step") is None else _whole("step", found["step"], -_MAX_INTEGER, _MAX_INTEGER)
     save_id = None if found.get("save_id") is None else _text("save_id", found["save_id"], _SAVE_ID)
     first = _whole("began", found.get("began"), 0, _MAX_MICROSECONDS)
-    names = ("phase", "rank", "offset", "duration", "nbytes", "error")
-    columns = [found.get(name) for name in names]
-    for name, column in zip(names, columns, strict=True):
+    columns = [found.get(name) for name in _COLUMNS]
+    for name, column in zip(_COLUMNS, columns, strict=True):
         if not isinstance(column, list) or len(column) > MAX_EVENTS:
             _refuse(name, column, f"a list of at most {MAX_EVENTS}")
-    lengths = {name: len(column) for name, column in zip(names, columns, strict=True) if isinstance(column, list)}
+    lengths = {name: len(column) for name, column in zip(_COLUMNS, columns, strict=True) if isinstance(column, list)}
     if len(set(lengths.values())) != 1 or not lengths["phase"]:
         _refuse("the length of its columns", max(lengths.values()), "the same for all, and at least 1")
     rows: Any = zip(*columns, strict=True)
@@ -370,6 +395,25 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
             for phase, rank, offset, duration, nbytes, error in rows
         ]
     )
+
+
+def readable_events(found: JSON, *, location: str = "") -> tuple[Event, ...]:
+    """Return the events of a stored timeline that `timeline_from_json` accepts; without the others.
+
+    A checkpoint can be read without its timeline, so an odd one is no reason to refuse the checkpoint.
+    """
+    try:
+        return timeline_from_json(found, location=location)
+    except CorruptCheckpointError:
+        columns: list[Any] = [found.get(name) for name in _COLUMNS] if isinstance(found, dict) else []
+    if not isinstance(found, dict) or {*map(type, columns)} != {list}:
+        return ()
+    events: list[Event] = []
+    for row in itertools.islice(zip(*columns, strict=False), MAX_EVENTS):
+        one = {name: [value] for name, value in zip(_COLUMNS, row, strict=True)}
+        with contextlib.suppress(CorruptCheckpointError):
+            events += timeline_from_json({**found, **one}, location=location)
+    return tuple(events)
 
 
 def _microseconds(seconds: float) -> int:

@@ -2,6 +2,7 @@
 
 `ckptcore.save` writes directories, and `ckptcore.open` and `ckptcore.load` also read plain files. This module is for
 software that writes a plain file from bytes, or needs the positions of tensors. It knows no arrays.
+`open_regular_file` also opens other files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ckptcore.builtin.local_calls import (
     allocate,
     close_descriptor,
     local_error,
+    open_regular_file,
     start_writeback,
     sync_directory,
     sync_file,
@@ -31,6 +33,7 @@ __all__ = [
     "FileHeader",
     "TensorEntry",
     "encode_header",
+    "open_regular_file",
     "read_header",
     "replace_file",
 ]

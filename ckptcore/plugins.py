@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -13,6 +12,7 @@ import pluggy
 from ckptcore.builtin import BuiltinPlugin
 from ckptcore.distributions import DISTRIBUTIONS, install_hint
 from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
+from ckptcore.events import logger_named
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.installed import entry_points, version_of
 from ckptcore.other_libraries import LAYOUTS, did_you_mean
@@ -32,7 +32,7 @@ from ckptcore.protocols import (
 
 __all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "expect_inherits", "installed_plugins"]
 
-logger = logging.getLogger("ckptcore.plugins")
+logger = logger_named("ckptcore.plugins")
 
 Handler: TypeAlias = LeafHandler | ContainerHandler | CheckpointableHandler | FilesHandler
 """An object that handles the values of a type."""
@@ -142,6 +142,7 @@ class Plugins:
             failed=self.failed,
             handlers={**self._handlers, **handlers},
             distributions=self._distributions,
+            wrap_leaf=self._wrap_leaf,
         )
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:

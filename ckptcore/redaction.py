@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
 
 __all__ = ["chainable", "redacted"]
 
 _HIDDEN: Final = "***"
 
-_URL: Final = r"([a-zA-Z][a-zA-Z0-9+.-]*)(:/{1,2})([^\s<>\"]+)"
-"""A URL in a text. `pathlib` may have removed one of its slashes. Trailing punctuation may belong to the text."""
+_WORD: Final = r"[^\s<>\"]+(?: [^\s<>\"?&#:/=＝%]+[=＝%][^\s<>\"]*)*"
+"""A part of a text that may be a URL. The names of its parameters may have spaces, if a library decoded them."""
 
+_MARKS: Final = ("//", ":/", "=", "%", "\\")
+_ESCAPES: Final = r"(?:%[0-9a-fA-F]{2})+|(?:%|\\)u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}"
+_ROUNDS: Final = 8
+"""How often a text is decoded. Libraries encode URLs that are encoded already."""
+
+_SCHEME: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+.-"
+_SCHEME_CHARACTERS: Final = 32
 _LOCAL: Final = frozenset({"file", "local", "memory"})
 """Schemes whose URLs may contain any character, and have no secrets."""
 
-_PARAMETER: Final = (
-    r"(?i)((?:[?&#]|%3F|%26|%23)[\w.-]{0,64}(?:auth|cred|key|passw|secret|sig|token)[\w.-]{0,64}(?:=|%3D))"
-    r"(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+"
-)
-"""A query parameter outside a URL, as in an object key, whose name suggests a secret. It may be percent-encoded.
-Other parameters are not redacted, because local paths may contain them."""
+_WITH_LOGIN: Final = frozenset({"abfs", "abfss", "ftp", "ftps", "hdfs", "scp", "sftp", "smb", "ssh", "wasb", "wasbs"})
+"""Schemes in which a user without a password is a name. In other URLs it may be a token."""
+
+_SECRET_NAME: Final = r"access|assertion|auth|bearer|cred|jwt|key|pass|pwd|sas|secret|session|sig|token"
+"""Parts of the names of parameters that may be secret, without punctuation and in lower case.
+
+Outside URLs other parameters are shown, because local paths may contain them."""
+
 _TAIL: Final = "')],.;:"
-_PORT: Final = r"[^:]*(?::[0-9]*)?\Z"
+"""Punctuation behind a URL, which may belong to the text."""
+
+_HOST_AND_PORT: Final = r"[^:]*(?::[0-9]*)?\Z"
 
 
 def redacted(text: str) -> str:
-    """Return a text whose URLs have no passwords, and no values in queries and fragments.
+    """Return a text whose URLs have no passwords, and no values in queries, fragments and path parameters.
 
-    ``https://user:password@host/a?token=value`` becomes ``https://user:***@host/a?token=***``.
+    ``https://user:password@host/a?token=value`` becomes ``https://user:***@host/a?token=***``. URLs and names are
+    decoded before they are judged, however often they are encoded. Takes time linear in the length of the text.
     """
-    if ":/" in text:
-        text = re.sub(_URL, _redacted_url, text)
-    if "=" in text or "%3" in text:  # compiling the patterns takes longer than a small save
-        text = re.sub(_PARAMETER, rf"\1{_HIDDEN}", text)
-    return text
+    if text.isascii() and not any(mark in text for mark in _MARKS):
+        return text  # compiling the patterns takes longer than a small save
+    return re.sub(_WORD, _redacted_word, text)
 
 
 def chainable(error: BaseException) -> BaseException | None:
@@ -42,39 +54,209 @@ def chainable(error: BaseException) -> BaseException | None:
 
     Errors of other libraries may contain URLs, which a traceback prints. `CheckpointError` redacts its own text.
     """
-    found: BaseException | None = error
+    found: list[BaseException] = [error]
     seen: set[int] = set()  # a chain may have cycles
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        for text in (str(found), repr(found), *getattr(found, "__notes__", ())):
+    while found:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        for text in (str(one), repr(one), *getattr(one, "__notes__", ())):
             if redacted(text) != text:
                 return None
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        linked = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        found += [] if linked is None else [linked]
+        found += one.exceptions if isinstance(one, BaseExceptionGroup) else []
     return error
 
 
-def _redacted_url(matched: re.Match[str]) -> str:
-    scheme, slashes, rest = matched.groups()
-    if scheme.lower() in _LOCAL:
-        return matched[0]
-    stripped = rest.rstrip(_TAIL)
-    rest, tail = stripped, rest[len(stripped) :]
-    begin = min([index for index in (rest.find("?"), rest.find("#")) if index >= 0], default=len(rest))
-    address, query = rest[:begin], rest[begin:]
-    if query:
-        query = re.sub(r"=[^&;#]*", f"={_HIDDEN}", query) if "=" in query else query[0] + _HIDDEN
-    return f"{scheme}{slashes}{_without_password(address, scheme)}{query}{tail}"
+class _Decoded(NamedTuple):
+    """A decoded word.
+
+    Attributes:
+        text: the word without percent-encoding, escapes and compatibility characters.
+        starts, stops: the range of each character in the original word.
+    """
+
+    text: str
+    starts: list[int]
+    stops: list[int]
 
 
-def _without_password(address: str, scheme: str) -> str:
-    """Return the authority and path of a URL without the password, which may have unescaped slashes."""
-    authority = address.partition("/")[0]
-    if "@" not in authority and (re.match(_PORT, authority) or "@" not in address):
-        return address
-    user, _, host = (authority if "@" in authority else address).rpartition("@")
-    rest = address[len(authority) :] if "@" in authority else ""
-    name, colon, _ = user.partition(":")
-    if colon:
-        return f"{name}:{_HIDDEN}@{host}{rest}"
-    # In web URLs the user name alone may be a token.
-    return f"{_HIDDEN if scheme.lower() in ('http', 'https') else name}@{host}{rest}"
+def _redacted_word(matched: re.Match[str]) -> str:
+    word = matched[0]
+    if word.isascii() and "%" not in word and "\\" not in word:
+        positions = list(range(len(word) + 1))
+        decoded = _Decoded(word, positions, positions[1:])
+    else:
+        found = _decoded(word)
+        if found is None:
+            return _HIDDEN
+        decoded = found
+    parts, shown = [], 0
+    for first, stop in sorted(_secrets(decoded)):
+        start, end = decoded.starts[first], decoded.stops[stop - 1]
+        if end > shown:
+            parts += [word[shown:start], "" if start < shown else _HIDDEN]
+            shown = end
+    return "".join([*parts, word[shown:]])
+
+
+def _decoded(word: str) -> _Decoded | None:
+    """Decode a word until it no longer changes; None if it still changes after many rounds."""
+    found = _Decoded(word, list(range(len(word))), list(range(1, len(word) + 1)))
+    for _ in range(_ROUNDS):
+        following = _decoded_once(found)
+        if following.text == found.text:
+            return found
+        found = following
+    return None
+
+
+def _decoded_once(found: _Decoded) -> _Decoded:
+    text, starts, stops = found
+    characters: list[str] = []
+    origins: list[tuple[int, int]] = []
+
+    def add(part: str, first: int, stop: int) -> None:
+        characters.extend(part)
+        origins.extend([(starts[first], stops[stop - 1])] * len(part))
+
+    position = 0
+    for escape in [*re.finditer(_ESCAPES, text), None]:
+        end = len(text) if escape is None else escape.start()
+        for index in range(position, end):
+            character = text[index]
+            add(character if character.isascii() else _compatible(character), index, index + 1)
+        if escape is None:
+            break
+        position = escape.end()
+        if escape[0][0] == "%" and escape[0][1] != "u":
+            for character, first, stop in _characters(bytes.fromhex(escape[0].replace("%", ""))):
+                add(character, end + 3 * first, end + 3 * stop)
+        else:
+            add(chr(int(f"0x{escape[0][2:]}", 0)), end, position)
+    return _Decoded("".join(characters), [start for start, _ in origins], [stop for _, stop in origins])
+
+
+def _characters(data: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield the characters of UTF-8, and the range of their bytes. Characters may be longer than necessary or invalid.
+
+    Lenient decoders read C0 BD as ``=``.
+    """
+    position = 0
+    while position < len(data):
+        lead = data[position]
+        length = 4 if lead >= 0xF0 else 3 if lead >= 0xE0 else 2 if lead >= 0xC0 else 1
+        following = data[position + 1 : position + length]
+        value = lead
+        if length > 1 and len(following) == length - 1 and all(byte >> 6 == 0b10 for byte in following):
+            value = lead & (0x7F >> length)
+            for byte in following:
+                value = value << 6 | byte & 0x3F
+        else:
+            length = 1
+        yield chr(min(value, 0x10FFFF)), position, position + length
+        position += length
+
+
+def _secrets(decoded: _Decoded) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a decoded word that are hidden."""
+    text = decoded.text
+    stop = len(text.rstrip(_TAIL))
+    address = _first_address(text, stop)
+    begin = stop if address is None else address[0]
+    yield from _named_secrets(decoded, _parts(text, 0, begin))
+    if address is None:
+        return
+    query = min([index for index in (text.find("?", begin, stop), text.find("#", begin, stop)) if index >= 0] or [stop])
+    is_encoded = query < stop and decoded.stops[query] - decoded.starts[query] > 1  # it is in the name of an object
+    yield from _users(text, *address, stop if is_encoded else query)
+    for first, end in _parts(text, begin, query):  # parameters of the path, behind semicolons
+        equals = text.find("=", first, end)
+        if equals >= 0:
+            yield from _range(equals + 1, end)
+    for first, end in _parts(text, query, stop):
+        equals = text.find("=", first, end)
+        has_value = equals >= 0 and text[equals:end].strip("=")  # a value in Base64 may end with =
+        begin = equals + 1 if has_value else first
+        yield from _range(begin, _value_stop(decoded, begin, end) if is_encoded else end)
+
+
+def _range(first: int, stop: int) -> Iterator[tuple[int, int]]:
+    if first < stop:
+        yield first, stop
+
+
+def _parts(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges behind each of the characters that begin a parameter."""
+    begins = [found.start() for found in re.compile(r"[?&#;]").finditer(text, start, stop)]
+    for begin, end in itertools.pairwise([*begins, stop]):
+        yield begin + 1, end
+
+
+def _named_secrets(decoded: _Decoded, parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the values of parameters outside URLs whose names suggest secrets."""
+    text = decoded.text
+    for first, stop in parts:
+        equals = text.find("=", first, stop)
+        if equals >= 0 and _is_secret(text[first:equals]):
+            yield from _range(equals + 1, _value_stop(decoded, equals + 1, stop))
+
+
+def _value_stop(decoded: _Decoded, first: int, stop: int) -> int:
+    """Return the end of a value in the name of an object: a slash or quote. An encoded slash belongs to the value."""
+    for found in re.compile(r"[/']").finditer(decoded.text, first, stop):
+        if decoded.stops[found.start()] - decoded.starts[found.start()] == 1:
+            return found.start()
+    return stop
+
+
+def _compatible(text: str) -> str:
+    """Return a text with plain characters for those of full width, ligatures and others."""
+    import unicodedata  # few texts need it
+
+    return unicodedata.normalize("NFKD", text)
+
+
+def _is_secret(name: str) -> bool:
+    plain = "".join([character for character in _compatible(name).casefold() if character.isalnum()])
+    return re.search(_SECRET_NAME, plain) is not None
+
+
+def _first_address(text: str, stop: int) -> tuple[int, str] | None:
+    """Return where the address of the first URL begins that may have secrets, behind its slashes, and its scheme."""
+    return next(_addresses(text, 0, stop), None)
+
+
+def _addresses(text: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
+    """Yield where addresses begin, and their schemes. `pathlib` may have removed one of the slashes."""
+    for found in re.compile(r"(:?)//?").finditer(text, start, stop):
+        if not found[1]:
+            if len(found[0]) == 2 and (found.start() == 0 or not text[found.start() - 1].isalnum()):
+                yield found.end(), ""  # a URL without its scheme
+            continue
+        before = text[max(0, found.start() - _SCHEME_CHARACTERS) : found.start()]
+        name = before[len(before.rstrip(_SCHEME)) :].lstrip("0123456789+.-").lower()
+        if len(name) > 1 and name not in _LOCAL:  # not the drive of a path
+            yield found.end(), name
+
+
+def _users(text: str, begin: int, scheme: str, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the passwords of the URLs in an address, which may have unescaped slashes."""
+    last = text.rfind("@", begin, stop)
+    following: tuple[int, str] | None = (begin, scheme)
+    while following is not None and (begin := following[0]) <= last:
+        scheme = following[1]
+        slash = text.find("/", begin, stop)
+        authority = stop if slash < 0 else slash
+        at = text.rfind("@", begin, authority)
+        if at < 0 and not re.match(_HOST_AND_PORT, text[begin:authority]):
+            at = last
+        if at >= 0:
+            colon = text.find(":", begin, at)
+            if colon >= 0:
+                yield from _range(colon + 1, at)
+            elif scheme.rpartition("+")[2] not in _WITH_LOGIN:
+                yield from _range(begin, at)
+        following = next(_addresses(text, max(at + 1, authority), stop), None)

@@ -9,25 +9,29 @@ import ctypes
 import errno
 import fcntl
 import functools
+import io
 import os
 import posixpath
 import re
+import stat
 import struct
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Final, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
 __all__ = [
     "ABSENT",
+    "OPEN_TO_READ",
     "allocate",
     "close_descriptor",
     "exchange",
     "is_local_file_system",
     "local_error",
     "open_inside",
+    "open_regular_file",
     "open_without_links",
     "real_path",
     "rename_without_replacing",
@@ -36,6 +40,9 @@ __all__ = [
     "sync_file",
     "working_directory",
 ]
+
+OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader for ever."""
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _OPENAT2: Final = 437  # asm-generic/unistd.h; system calls added since then have one number on all machines
@@ -84,6 +91,22 @@ def open_without_links(path: str, flags: int) -> int | None:
     """
     opener = _opener(flags)
     return None if opener is None else opener(path)
+
+
+def open_regular_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a local file for reading. Links are followed; anything but a regular file is refused.
+
+    The files of a checkpoint may be hostile: opening a named pipe would wait for ever, and devices such as /dev/zero
+    have no end.
+
+    Raises:
+        OSError: the file cannot be opened, or is a directory, named pipe, socket or device.
+    """
+    file = open(os.open(path, OPEN_TO_READ), "rb", buffering=0)  # noqa: SIM115  # the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "expected a regular file, found a named pipe, socket or device", str(path))
+    return io.BufferedReader(file)
 
 
 def real_path(path: str) -> str:

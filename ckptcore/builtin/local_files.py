@@ -19,7 +19,13 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.builtin.local_calls import is_local_file_system, local_error, open_inside, open_without_links
+from ckptcore.builtin.local_calls import (
+    OPEN_TO_READ,
+    is_local_file_system,
+    local_error,
+    open_inside,
+    open_without_links,
+)
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model.arrays import HostArray
 
@@ -31,8 +37,6 @@ __all__ = [
     "open_cold_reader",
 ]
 
-# Without O_NONBLOCK, a named pipe in a hostile checkpoint would block the reader for ever.
-_OPEN_FILE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver
 _OPEN_FILES: Final = 64
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
@@ -62,8 +66,8 @@ class LocalFile:
         self.key = key
         self.path = path
         try:
-            descriptor = open_without_links(path, _OPEN_FILE)
-            self._descriptor = open_inside(root, path, _OPEN_FILE) if descriptor is None else descriptor
+            descriptor = open_without_links(path, OPEN_TO_READ)
+            self._descriptor = open_inside(root, path, OPEN_TO_READ) if descriptor is None else descriptor
             self.status = os.fstat(self._descriptor)
         except OSError as error:
             if error.errno in _IS_SOCKET:
@@ -351,7 +355,7 @@ def open_cold_reader(path: str, status: os.stat_result) -> ColdReader | None:
     descriptors: list[int] = []
     try:
         for flags in (0, os.O_DIRECT):
-            descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags))
+            descriptors.append(os.open(path, OPEN_TO_READ | flags))
             if not os.path.samestat(os.fstat(descriptors[-1]), status):
                 raise OSError(errno.EINVAL, "the file was replaced", path)
         # A probe of one page must not start readahead.

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from ckptcore.builtin.safetensors_writing import (
     METADATA,
+    PART,
     SHARDING,
     aligned_header,
     file_metadata,
@@ -68,10 +69,13 @@ class SafetensorsLayout(Layout):
             ``diffusion_pytorch_model`` for diffusers.
         metadata: entries to add to the ``__metadata__`` of every file, names and values as str. An entry ``format``
             replaces ``"format": "pt"``.
+        standalone: True for files that are handed on without their root, as `ckptcore.copy` with a subtree writes
+            them. Other files say in their metadata that they are part of a checkpoint, and a directory of them that
+            has lost its root is refused.
 
     Raises:
-        ValueError: the stem is not allowed in file names, or metadata is not a mapping of str to str, or has the
-            reserved name ``DCP_SHARDING_INFO``.
+        ValueError: the stem is not allowed in file names, or metadata is not a mapping of str to str, or has a
+            reserved name, ``DCP_SHARDING_INFO`` or ``__ckptcore__``.
     """
 
     capabilities = LayoutCapabilities(sessions=True)
@@ -79,6 +83,7 @@ class SafetensorsLayout(Layout):
     max_file_bytes: int = 5_000_000_000
     stem: str = "model"
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
+    standalone: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         stem = self.stem
@@ -97,10 +102,10 @@ class SafetensorsLayout(Layout):
             )
         object.__setattr__(self, "metadata", dict(self.metadata))  # the caller may change its mapping while a save runs
         for name, text in self.metadata.items():
-            if not isinstance(name, str) or not isinstance(text, str) or name == SHARDING:
+            if not isinstance(name, str) or not isinstance(text, str) or name in (SHARDING, PART):
                 raise ValueError(
-                    f"SafetensorsLayout(metadata={{{name!r}: {text!r}}}): names and values must be str, and the name "
-                    f"{SHARDING} is reserved for slices; use another name, or json.dumps(...) of the value"
+                    f"SafetensorsLayout(metadata={{{name!r}: {text!r}}}): names and values must be str, and the names "
+                    f"{SHARDING} and {PART} are reserved; use another name, or json.dumps(...) of the value"
                 )
 
     @property
@@ -153,7 +158,8 @@ class SafetensorsLayout(Layout):
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             for number in own:
-                header: dict[str, JSON] = {METADATA: file_metadata(plan.tree, names, files[number], self.metadata)}
+                about = file_metadata(plan.tree, names, files[number], self.metadata, standalone=self.standalone)
+                header: dict[str, JSON] = {METADATA: about}
                 position = 0
                 segments: list[Segment] = []
                 positions: list[int] = []
@@ -191,6 +197,7 @@ class SafetensorsLayout(Layout):
                 stem=self.stem,
                 max_file_bytes=self.max_file_bytes,
                 metadata=self.metadata,
+                standalone=self.standalone,
             )
             state["slices"] = slices.to_json()
         return state
@@ -202,7 +209,7 @@ class SafetensorsLayout(Layout):
             CheckpointError: a process wrote different files, because its layout has different options.
         """
         if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
-            return _finish_sessions(tree, receipts, self.stem, self.metadata, store)
+            return _finish_sessions(tree, receipts, self, store)
         files = self.arrays_by_object(tree)
         keys = file_names(self.stem, len(files))
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
@@ -260,7 +267,7 @@ class SafetensorsLayout(Layout):
 
 
 def _finish_sessions(
-    tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, metadata: Mapping[str, str], store: WriteStore
+    tree: TreeMetadata, receipts: Sequence[Receipt], layout: SafetensorsLayout, store: WriteStore
 ) -> JSON:
     """Combine the columns of sessions, and write the index. Without arrays, write one empty file.
 
@@ -279,10 +286,11 @@ def _finish_sessions(
     if not slices and locations:
         weight_map = {name: key for key, _, name in locations.values()}
         index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
-        store.put(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
+        store.put(f"{layout.stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
     elif not slices:
-        keys = [f"{stem}.safetensors"]
-        store.put(keys[0], aligned_header({METADATA: file_metadata(tree, {}, (), metadata)}, 0))
+        keys = [f"{layout.stem}.safetensors"]
+        about = file_metadata(tree, {}, (), layout.metadata, standalone=layout.standalone)
+        store.put(keys[0], aligned_header({METADATA: about}, 0))
     numbers = {key: number for number, key in enumerate(keys)}
     state = {
         "files": keys,

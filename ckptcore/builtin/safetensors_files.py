@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.builtin.safetensors_writing import DTYPE_BITS, DTYPES, MAX_HEADER_BYTES, METADATA, PAIRS, RAW
+from ckptcore.builtin.safetensors_writing import DTYPE_BITS, DTYPES, MAX_HEADER_BYTES, METADATA, PAIRS, PART, RAW
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -122,11 +122,15 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
     Raises:
         CorruptCheckpointError: a file is damaged.
         CheckpointNotFoundError: there are several files, and no index lists which belong together.
+        CorruptCheckpointError: a file of a directory is part of a checkpoint of ckptcore, which has lost its root.
     """
     found = _find_tensors(store, entry)
     if found is None:
         return None
     entries, metadata = found
+    if entry is None and PART in metadata:
+        raise lost_root(entries[0].key if entries else "a file")
+    metadata = {name: text for name, text in metadata.items() if name != PART}
     files = sorted({entry.key for entry in entries})
     numbers = {key: number for number, key in enumerate(files)}
     skeleton = Node("dict", tuple([entry.name for entry in entries]), (LEAF,) * len(entries))
@@ -138,6 +142,17 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
     }
     tree = TreeMetadata(skeleton, tuple([entry.record for entry in entries]))
     return Inspection(tree, state, "safetensors", dict(metadata))
+
+
+def lost_root(key: str) -> CorruptCheckpointError:
+    """Return the error for a file of a checkpoint of ckptcore without a root."""
+    return CorruptCheckpointError(
+        f"{key} is part of a checkpoint of ckptcore, but checkpoint.json is missing in its directory, so that the "
+        "structure, the values and the checksums are lost: restore checkpoint.json from a copy, or load another "
+        "checkpoint. To load the arrays alone, without checks, name the file, or the index of several files, as the "
+        "location",
+        key="checkpoint.json",
+    )
 
 
 def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:

@@ -31,6 +31,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "METADATA",
     "PAIRS",
+    "PART",
     "RAW",
     "SHARDING",
     "aligned_header",
@@ -102,6 +103,13 @@ PAIRS: Final = "torch.float4_e2m1fn_x2"
 
 RAW: Final = "safetensors."
 """Prefix of the kind of an array with the bytes of a tensor whose dtype NumPy lacks. The name of the dtype follows."""
+
+
+PART: Final = "__ckptcore__"
+"""The key in the metadata of a file for the version of the root that describes it. Without a root, the structure,
+the values and the checksums are lost."""
+
+_PART_VERSION: Final = "1"
 
 
 def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
@@ -203,16 +211,19 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def file_metadata(
-    tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int], own: Mapping[str, str]
+    tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int], own: Mapping[str, str], *, standalone: bool
 ) -> dict[str, JSON]:
     """Return the metadata of a file with these leaves: aliases with the names of their arrays, and the user's entries.
 
-    The user's entries replace others, as in `safetensors.torch.save_model`.
+    The user's entries replace others, as in `safetensors.torch.save_model`. A file that is not `standalone` says that
+    it is part of a checkpoint.
     """
     here = set(leaves)
     metadata: dict[str, JSON] = {
         names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
     }
+    if not standalone:
+        metadata[PART] = _PART_VERSION
     metadata["format"] = "pt"  # Hugging Face loaders require it, whatever software wrote the file
     metadata.update(own)
     return metadata
@@ -249,6 +260,7 @@ def write_slices(
     stem: str,
     max_file_bytes: int,
     metadata: Mapping[str, str],
+    standalone: bool,
 ) -> ChunkColumns:
     """Write items of a plan as slices into files of this process.
 
@@ -260,6 +272,7 @@ def write_slices(
         stem: the stem of file names.
         max_file_bytes: the most bytes of elements in a file, unless one box is larger.
         metadata: the user's entries for every file.
+        standalone: True if the files do not say that they are part of a checkpoint.
     """
     plan = snapshot.plan
     files = _files(plan, items, max_file_bytes)
@@ -286,7 +299,8 @@ def write_slices(
                 positions.append(position)
                 segments.append(slice_segments.segment(part))
                 position += spec.nbytes
-            about = file_metadata(plan.tree, names, [plan.items[part.item].leaf for part in slices], metadata)
+            leaves = [plan.items[part.item].leaf for part in slices]
+            about = file_metadata(plan.tree, names, leaves, metadata, standalone=standalone)
             about[SHARDING] = json.dumps(begins, separators=(",", ":"))
             head = aligned_header({METADATA: about, **header}, position)
             for part, start in zip(slices, positions, strict=True):

@@ -8,7 +8,6 @@ lost.
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -53,6 +52,7 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
+from ckptcore.events import logger_named
 from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import IF_ABSENT, IfTag, PutCondition, StorageBackend, Transaction
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "new_claim"]
 
-logger = logging.getLogger("ckptcore.commit")
+logger = logger_named("ckptcore.commit")
 
 T = TypeVar("T")
 

@@ -13,7 +13,6 @@ import atexit
 import datetime
 import functools
 import json
-import logging
 import os
 import platform
 import queue
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Final, Literal
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.events import logger_named
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import IfTag, PutCondition, StorageBackend
 
@@ -44,7 +44,7 @@ __all__ = [
     "take_lease",
 ]
 
-logger = logging.getLogger("ckptcore.commit")
+logger = logger_named("ckptcore.commit")
 
 _EXIT_SECONDS: Final = 5.0
 """Maximum time that the end of the program waits for leases to be released."""

@@ -25,7 +25,6 @@ does not check: if it was suspended for longer than a lease time, the step can b
 
 from __future__ import annotations
 
-import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -56,12 +55,13 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
+from ckptcore.events import logger_named
 from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
 
 __all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose", "SeenOwner"]
 
-logger = logging.getLogger("ckptcore.commit")
+logger = logger_named("ckptcore.commit")
 
 Purpose: TypeAlias = Literal["pins", "deleting"]
 """Why a step is locked: a reader has pinned it, or its deletion is announced. Also the name of the locks' directory."""

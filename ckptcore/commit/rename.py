@@ -6,7 +6,6 @@ saves can be recognised and removed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Final, TypeVar, cast
@@ -46,6 +45,7 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
+from ckptcore.events import logger_named
 from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RenameMethod", "RenameTransaction"]
 
-logger = logging.getLogger("ckptcore.commit")
+logger = logger_named("ckptcore.commit")
 
 T = TypeVar("T")
 

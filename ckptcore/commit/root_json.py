@@ -11,6 +11,7 @@ import binascii
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
@@ -251,8 +252,8 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             parts.append(key)
         common: dict[str, Any] = {
             "save_id": head.save_id,
-            "created": _text(document["created"]),
-            "writer": {_text(name): _text(version) for name, version in document["writer"].items()},
+            "created": _decode_created(document),
+            "writer": _decode_writer(document),
             "custom": dict(tables["custom"]),
             "parts": tuple(parts),
             "metrics": _decode_metrics(document),
@@ -289,7 +290,7 @@ def summarize_root(data: bytes) -> RootSummary:
         return RootSummary(
             head.state == "committed",
             head.save_id,
-            _text(document["created"]),
+            _decode_created(document),
             _decode_metrics(document),
             _decode_progress(document),
             _decode_members(document["members"]) if "members" in document else None,
@@ -444,20 +445,32 @@ def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:
 
 
 def _decode_metrics(document: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a root. Notes that have another form than expected are left out: no load needs them."""
     decoded = {}
-    for name, value in document.get("metrics", {}).items():
-        if type(value) not in (int, float) and value not in _NOT_FINITE:
-            raise _damaged(f"invalid value {str(value)[:80]!r} of the metric {name!r}")
-        decoded[_text(name)] = _NOT_FINITE[value] if isinstance(value, str) else float(value)
+    for name, value in _table(document, "metrics").items():
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+            decoded[name] = float(value)
+        elif isinstance(value, str) and value in _NOT_FINITE:
+            decoded[name] = _NOT_FINITE[value]
     return decoded
 
 
 def _decode_progress(document: dict[str, Any]) -> dict[str, int]:
-    progress: dict[str, int] = document.get("progress", {})
-    for name, value in progress.items():
-        if type(value) is not int:
-            raise _damaged(f"invalid value {str(value)[:80]!r} of {name!r}")
-    return dict(progress)
+    return {name: value for name, value in _table(document, "progress").items() if type(value) is int}
+
+
+def _decode_writer(document: dict[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in _table(document, "writer").items() if isinstance(value, str)}
+
+
+def _decode_created(document: dict[str, Any]) -> str:
+    found = document.get("created")
+    return found if isinstance(found, str) else ""
+
+
+def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
+    found = document.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _decode_members(members: Any) -> dict[str, Member]:

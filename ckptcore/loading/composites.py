@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -18,7 +17,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnknownCheckpointableError,
 )
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
 from ckptcore.loading.load import DEFAULT_REQUEST, LoadAs, LoadRequest, choose_strategy
 from ckptcore.loading.opening import ConsistentRead, format_names, is_deleted, open_member, open_names, present_members
@@ -36,7 +35,7 @@ from ckptcore.tree.suggestions import NameSuggestions
 
 __all__ = ["Abstracts", "CompositeLoad", "CompositeRequest", "MemberRequest"]
 
-logger = logging.getLogger("ckptcore.loading")
+logger = logger_named("ckptcore.loading")
 
 Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
 """Objects to build: abstract trees by name, names alone, or None."""

@@ -18,7 +18,7 @@ from ckptcore.errors import (
     StorageError,
     UncommittedCheckpointError,
 )
-from ckptcore.events import Event, timeline_from_json
+from ckptcore.events import Event, readable_events
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.opening import (
     ConsistentRead,
@@ -244,7 +244,7 @@ def _metadata(
         custom=origin.custom,
         save_id=None if root is None else root.save_id,
         metrics=origin.metrics,
-        timeline=() if timeline is None else timeline_from_json(timeline, location=found.location.display),
+        timeline=() if timeline is None else readable_events(timeline, location=found.location.display),
         contents=contents,
         checkpointables=checkpointables,
         digest=_digest(found, checkpointables),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.events import logger_named
 from ckptcore.io.elements import copy_elements
 from ckptcore.loading.checkpoint import Checkpoint, reader_of, stored_format
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -23,7 +23,7 @@ from ckptcore.planning.partition import subtract
 
 __all__ = ["with_copies"]
 
-logger = logging.getLogger("ckptcore.loading")
+logger = logger_named("ckptcore.loading")
 
 
 class _BoxCopy(NamedTuple):

@@ -148,8 +148,9 @@ class ConsistentRead(Generic[OpenedT]):
 class _AlreadyOpen(ConsistentRead[Checkpoint]):
     """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
 
-    def __init__(self, opened: Checkpoint) -> None:
-        self._checkpoint = opened
+    def __init__(self, opened: Checkpoint, context: Context) -> None:
+        super().__init__(opened.location.display, context, open_tree)
+        self._checkpoint = self._opened = opened
 
     def open(self) -> Checkpoint:
         return self._checkpoint
@@ -170,7 +171,7 @@ def tree_attempts(source: Source, context: Context, known: RootCache | None = No
         known: cache of parsed roots; None: parse the root.
     """
     if isinstance(source, Checkpoint):
-        return _AlreadyOpen(source)
+        return _AlreadyOpen(source, context)
     opener: Opener[Checkpoint] = open_tree if known is None else functools.partial(open_tree, known=known)
     return ConsistentRead(source, context, opener)
 

@@ -302,15 +302,19 @@ def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:
 
 
 def _record_with_extra(spec: ArraySpec, notes: Mapping[str, JSON], extra: Mapping[str, JSON]) -> ArrayRecord:
-    cuts_json = extra.get("cuts")
-    cuts = None
-    if cuts_json is not None:
-        cuts = tuple([tuple([_natural(cut) for cut in _expect(axis, list)]) for axis in _expect(cuts_json, list)])
-        if len(cuts) != len(spec.shape):
-            raise CorruptCheckpointError(
-                "the saved tree cannot be read: the cuts and the shape of an array differ in axes"
-            )
-    return ArrayRecord(spec, _expect(extra.get("kind", PLAIN_ARRAY), str), cuts, notes)
+    return ArrayRecord(spec, _expect(extra.get("kind", PLAIN_ARRAY), str), _cuts(extra.get("cuts"), spec), notes)
+
+
+def _cuts(encoded: JSON, spec: ArraySpec) -> tuple[tuple[int, ...], ...] | None:
+    """Return the boundaries of shards. None if they are odd: no array needs them."""
+    if not isinstance(encoded, list) or len(encoded) != len(spec.shape):
+        return None
+    if {*map(type, encoded)} - {list} or {*map(type, itertools.chain.from_iterable(encoded))} - {int}:
+        return None
+    cuts = tuple(map(tuple, encoded))
+    ends = [(0, *axis, extent) for axis, extent in zip(cuts, spec.shape, strict=True) if axis]
+    is_ordered = all(first < second for axis in ends for first, second in itertools.pairwise(axis))
+    return cuts if is_ordered else None
 
 
 def _expect(found: Any, kind: type[T]) -> T:

@@ -63,6 +63,10 @@ class StorageOptions(NamedTuple):
     durable: bool = True
     config: Mapping[str, JSON] = _EMPTY
 
+    def __repr__(self) -> str:
+        """Return a text without the values of options, which may be secrets."""
+        return f"StorageOptions(durable={self.durable}, config=<{', '.join(self.config)}>)"
+
 
 @dataclass(frozen=True, slots=True)
 class IfAbsent:

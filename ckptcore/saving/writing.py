@@ -6,7 +6,6 @@ In a job of several processes every stage ends with an exchange: an error on one
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import is_leftover_name, read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
-from ckptcore.events import Recording, timeline_to_json
+from ckptcore.events import Recording, logger_named, timeline_to_json
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.visibility import seen_by_all, sees_claim
@@ -63,7 +62,7 @@ __all__ = [
     "write_save",
 ]
 
-logger = logging.getLogger("ckptcore.saving")
+logger = logger_named("ckptcore.saving")
 
 
 def write_save(save: Save, at_workers: WorkerCapture[Save] | None = None) -> None:

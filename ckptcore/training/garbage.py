@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -29,7 +28,7 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
@@ -45,7 +44,7 @@ __all__ = [
     "readable_steps",
 ]
 
-logger = logging.getLogger("ckptcore.training")
+logger = logger_named("ckptcore.training")
 
 _MAX_ERRORS: Final = 100
 """Maximum number of stored errors. Every error is logged."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from ckptcore.errors import (
     TargetUndefinedError,
     UnknownCheckpointableError,
 )
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.collective.joint import take_step
 from ckptcore.loading.load import recorded_load
@@ -30,7 +29,7 @@ from ckptcore.training.run_directory import RunSteps
 
 __all__ = ["SkippedStep", "StepLoad", "StepLoader"]
 
-logger = logging.getLogger("ckptcore.training")
+logger = logger_named("ckptcore.training")
 
 T = TypeVar("T")
 

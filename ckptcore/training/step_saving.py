@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Literal
 
 from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context
+from ckptcore.events import logger_named
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
@@ -23,7 +23,7 @@ from ckptcore.training.save_decisions import LastSave, SaveDecider
 
 __all__ = ["StepOptions", "StepSaveRequest", "StepSaver", "StepSaves"]
 
-logger = logging.getLogger("ckptcore.training")
+logger = logger_named("ckptcore.training")
 
 
 class StepSaves:

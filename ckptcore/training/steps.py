@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import math
 import os
 import threading
@@ -32,6 +31,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
 )
+from ckptcore.events import logger_named
 from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import ConsistentRead, open_either
@@ -43,7 +43,7 @@ from ckptcore.step_names import StepNames
 
 __all__ = ["StepDirectory"]
 
-logger = logging.getLogger("ckptcore.training")
+logger = logger_named("ckptcore.training")
 
 T = TypeVar("T")
 

@@ -66,7 +66,7 @@ def test_consolidation_writes_the_same_files_as_a_save(layout: str, tmp_path: Pa
         tied="once",
         context=FAST,
     )
-    expected = ckptcore.SafetensorsLayout(max_file_bytes=40_000)
+    expected = ckptcore.SafetensorsLayout(max_file_bytes=40_000, standalone=True)
     ckptcore.save(tmp_path / "saved", sample()["model"], layout=expected, context=FAST)
     assert files_of(tmp_path / "hf") == files_of(tmp_path / "saved")
     assert ckptcore.verify(tmp_path / "hf").ok

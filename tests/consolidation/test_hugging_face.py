@@ -122,12 +122,15 @@ def test_a_save_accepts_metadata(tmp_path: Path) -> None:
     assert _header_metadata(tmp_path / "c" / "model.safetensors") == {
         "by": "us",
         "b": "a name of the user's",
+        "__ckptcore__": "1",
         "format": "pt",
     }
     assert ckptcore.load(tmp_path / "c")["b"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, {"a": None}, {"DCP_SHARDING_INFO": "{}"}])
+@pytest.mark.parametrize(
+    "metadata", [{"a": 1}, {1: "a"}, {"a": None}, {"DCP_SHARDING_INFO": "{}"}, {"__ckptcore__": ""}]
+)
 def test_invalid_metadata_is_refused(metadata: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"SafetensorsLayout\(metadata="):
         _published(tmp_path, metadata=metadata)

@@ -100,7 +100,7 @@ def test_verify_ends_at_the_bytes_of_its_report(how: str, source: Path, tmp_path
     elif how == "values":
         ckptcore.save(location, {"step": 3})
     else:
-        ckptcore.save(location, state)
+        ckptcore.save(location, state, layout=ckptcore.SafetensorsLayout(standalone=True))
     if how == "other":
         (location / "checkpoint.json").unlink()
     reports = Reports()

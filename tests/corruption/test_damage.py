@@ -167,8 +167,8 @@ def test_every_missing_file_is_detected(name: str, tmp_path: Path) -> None:
         original.check()
         original.restore()
     (original.location / "checkpoint.json").unlink()
-    # What is left is a checkpoint of other software, whose arrays are found by other names.
-    assert ckptcore.metadata(original.location).save_id is None
+    with pytest.raises(ckptcore.errors.CorruptCheckpointError, match=r"checkpoint\.json is missing"):
+        ckptcore.metadata(original.location)
 
 
 def test_the_error_names_the_damage(tmp_path: Path) -> None:

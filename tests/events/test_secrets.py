@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import CheckpointError, StorageError
-from ckptcore.events import Event
+from ckptcore.events import Event, logger_named
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.redaction import chainable, redacted
 
@@ -107,6 +107,63 @@ def test_no_error_and_no_event_has_them(name: str, url: str, told: list[str], mo
     assert isinstance(caught.value, CheckpointError)
     assert SECRET not in repr(caught.value)
     assert SECRET not in repr(events)
+
+
+def test_no_command_that_succeeds_shows_them(tmp_path: Path, told: list[str]) -> None:
+    run = f"fsspec+memory://user:{SECRET}@host/{tmp_path.name}"
+    context = ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="marker"))
+    with ckptcore.Checkpointer(run, context=context) as checkpointer:
+        checkpointer.save(1, STATE)
+        checkpointer.save(2, {"w": np.ones(4)})
+    for command, *arguments in [
+        ["inspect", f"{run}/1"],
+        ["verify", f"{run}/1"],
+        ["ls", run],
+        ["steps", run],
+        ["diff", f"{run}/1", f"{run}/2"],
+        ["consolidate", f"{run}/1", str(tmp_path / "w.safetensors")],
+        ["copy", f"{run}/1", str(tmp_path / "copy")],
+        ["gc", run, "--policy", "latest_n=1", "--dry-run"],
+        ["view", f"{run}/1", "--out", str(tmp_path / "report.html")],
+    ]:
+        for form in ([], ["--json"]):
+            overwrite = ["--overwrite"] if command in ("copy", "consolidate") else []
+            result = CliRunner().invoke(application, [command, *arguments, *form, *overwrite])
+            assert SECRET not in result.output
+            assert result.exit_code in (0, 1), result.output
+
+
+def test_a_failing_observer_shows_none_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def export(event: Event) -> None:
+        raise OSError(f"cannot send to https://user:{SECRET}@127.0.0.1:9/?token={SECRET}")
+
+    with caplog.at_level(logging.WARNING, "ckptcore"):
+        ckptcore.save("memory://secrets/observed", STATE, context=ckptcore.Context(observers=(export,)))
+    formatted = "".join([logging.Formatter().format(record) for record in caplog.records])
+    assert "cannot send to https://user:***@127.0.0.1:9/?token=***" in formatted
+    assert SECRET not in formatted
+    assert all(record.exc_info is None for record in caplog.records)
+
+
+def test_the_traceback_of_other_errors_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logger_named("ckptcore.some")
+    assert logger is logger_named("ckptcore.some")
+    assert len(logger.filters) == 1
+    with caplog.at_level(logging.WARNING, "ckptcore"):
+        try:
+            raise OSError("plain")
+        except OSError:
+            logger.exception("failed: %s", f"https://host/x?token={SECRET}")
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert record.getMessage() == "failed: https://host/x?token=***"
+
+
+def test_the_repr_of_options_has_no_values() -> None:
+    options = StorageOptions(config={"secret_access_key": SECRET})
+    assert SECRET not in repr(options) + str(options)
+    assert "secret_access_key" in repr(options)
+    assert SECRET not in repr(ckptcore.Context(storage={"s3": {"secret_access_key": SECRET}}))
 
 
 REDACTED = {

@@ -48,7 +48,7 @@ def test_safetensors_reads_what_we_write(tmp_path: Path) -> None:
     assert loaded.keys() == state.keys()
     assert all(same(loaded[name], state[name]) for name in state)
     with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # Hugging Face loaders ask for it
+        assert file.metadata() == {"__ckptcore__": "1", "format": "pt"}  # Hugging Face loaders ask for it
 
 
 def test_we_read_what_safetensors_writes(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_tied_weights_are_named_as_save_model_does(tmp_path: Path) -> None:
     shared = torch.arange(6.0)
     ckptcore.save(tmp_path / "c", {"a": shared, "b": shared})
     with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as file:
-        assert file.keys() == ["a"] and file.metadata() == {"b": "a", "format": "pt"}
+        assert file.keys() == ["a"] and file.metadata() == {"b": "a", "__ckptcore__": "1", "format": "pt"}
 
 
 class Tied(torch.nn.Module):

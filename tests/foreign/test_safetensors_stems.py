@@ -30,7 +30,7 @@ def test_one_file_has_the_stem(tmp_path: Path) -> None:
 
 
 def test_several_files_and_their_index_have_the_stem(tmp_path: Path) -> None:
-    layout = ckptcore.SafetensorsLayout(max_file_bytes=20, stem="diffusion_pytorch_model")
+    layout = ckptcore.SafetensorsLayout(max_file_bytes=20, stem="diffusion_pytorch_model", standalone=True)
     ckptcore.save(tmp_path / "c", _TREE, layout=layout)
     shards = [f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     index = "diffusion_pytorch_model.safetensors.index.json"

@@ -322,7 +322,8 @@ def test_safetensors_and_torch_open_what_sessions_wrote(tmp_path: Path) -> None:
     # Without our root, software of others that reads the formats has all of it.
     for layout in ("safetensors", "dcp"):
         (tmp_path / layout / "checkpoint.json").unlink()
-        assert ckptcore.metadata(tmp_path / layout).abstract is not None
+    assert ckptcore.metadata(tmp_path / "safetensors" / "model.safetensors.index.json").abstract is not None
+    assert ckptcore.metadata(tmp_path / "dcp").abstract is not None
 
 
 def test_no_element_is_written_twice(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.context import PluginOptions
 from ckptcore.errors import InvalidLocationError, PluginConflictError, UnknownPluginError
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.protocols import LeafHandler, StorageBackend, StorageOpener, StorageOptions
 
 
 class Owner:
@@ -95,3 +95,14 @@ def test_names_with_a_colon_are_paths(tmp_path: Path, monkeypatch: pytest.Monkey
     for location in (Path("run:1/step_1"), "C:/step_1", tmp_path / "s3:" / "bucket"):
         ckptcore.save(location, {"w": 1})
         assert ckptcore.load(location) == {"w": 1}
+
+
+def test_additional_plugins_keep_the_wrapper_of_leaf_handlers() -> None:
+    wrapped: list[LeafHandler] = []
+
+    def wrap(handler: LeafHandler) -> LeafHandler:
+        wrapped.append(handler)
+        return handler
+
+    plugins = installed_plugins().wrapping(wrap).with_plugins([Fallback()], {})
+    assert plugins.dispatch(1.5).leaf is wrapped[0]

@@ -355,7 +355,7 @@ def test_all_given_refers_to_nothing(run: str) -> None:
 
 
 def test_what_other_software_wrote_is_no_base(tmp_path: Path) -> None:
-    ckptcore.save(tmp_path / "1", {"a": np.ones(2)})
+    ckptcore.save(tmp_path / "1", {"a": np.ones(2)}, layout=ckptcore.SafetensorsLayout(standalone=True))
     (tmp_path / "1" / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"not written by ckptcore.*ckptcore\.copy"):
         ckptcore.save(tmp_path / "2", {"b": 1}, strategy=ckptcore.Update(tmp_path / "1"))

@@ -111,8 +111,9 @@ def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
             job=ckptcore.context.JobOptions(coordinator=coordinator),
             plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: Rows()}),
         )
-        ckptcore.save(tmp_path / "ours", state, context=context)
+        ckptcore.save(tmp_path / "ours", state, layout=layout, context=context)
 
+    layout = ckptcore.SafetensorsLayout(standalone=True)
     ThreadJob(2, timeout_seconds=60).run(job)
     found = {name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype) for name, array in state.items()}
     dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
@@ -120,6 +121,12 @@ def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
         assert np.array_equal(found[name].numpy(), array)
     (tmp_path / "ours" / "checkpoint.json").unlink()
     expect_shards(tmp_path / "ours", {name: torch.from_numpy(array) for name, array in state.items()})
+    layout = ckptcore.SafetensorsLayout()
+    (tmp_path / "ours").rename(tmp_path / "standalone")
+    ThreadJob(2, timeout_seconds=60).run(job)
+    (tmp_path / "ours" / "checkpoint.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint\.json is missing"):
+        ckptcore.load(tmp_path / "ours")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")

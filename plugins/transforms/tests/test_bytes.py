@@ -80,7 +80,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     thin = {"l.0.B": np.ones((SIDE, RANK), np.float32), "l.0.A": np.ones((RANK, SIDE), np.float32)}
     ckptcore.save(directory / "adapter", thin, context=QUIET)
     ckptcore.save(
-        directory / "quantised", {**QUANTIZED, "m.w_blocks": PACKED[0], "m.w_scales": PACKED[1]}, context=QUIET
+        directory / "quantised",
+        {**QUANTIZED, "m.w_blocks": PACKED[0], "m.w_scales": PACKED[1]},
+        layout=ckptcore.SafetensorsLayout(standalone=True),
+        context=QUIET,
     )
     (directory / "quantised" / "checkpoint.json").unlink()  # the other files are those of Hugging Face's tools
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -20,7 +19,7 @@ from ckptcore.errors import (
     StorageError,
     TreeMismatchError,
 )
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ItemColumns, Receipt, WritePlan
@@ -39,7 +38,7 @@ __all__ = ["finalize_sessions"]
 _SHOWN: Final = 20
 """Maximum number of arrays in an error message."""
 
-logger = logging.getLogger("ckptcore.saving")
+logger = logger_named("ckptcore.saving")
 
 
 def finalize_sessions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from ckptcore.commit.method import (
 from ckptcore.commit.root import PartialSave, Session
 from ckptcore.commit.root_json import encode_partial
 from ckptcore.errors import CheckpointError, CommitUnknownError, UnsupportedLeafError
+from ckptcore.events import logger_named
 from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
@@ -36,7 +36,7 @@ from ckptcore_incremental.session_tables import (
 
 __all__ = ["PartialSession", "expect_same_layout", "expect_session_support"]
 
-logger = logging.getLogger("ckptcore.saving")
+logger = logger_named("ckptcore.saving")
 
 
 @dataclass(frozen=True, slots=True)

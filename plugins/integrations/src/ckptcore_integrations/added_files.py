@@ -11,6 +11,7 @@ from typing import Any
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError
+from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.protocols import SaveCommit, StorageBackend
 
 __all__ = ["ObjectWithFiles", "SaveWithFiles", "check_files", "digests_of", "is_checkpoint", "read_files"]
@@ -26,7 +27,12 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
 def read_files(directory: str | os.PathLike[str]) -> Mapping[str, bytes]:
     """Return the contents of all files below a directory, by name."""
     files = [path for path in Path(directory).rglob("*") if path.is_file()]
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+    return {path.relative_to(directory).as_posix(): _read(path) for path in files}
+
+
+def _read(path: Path) -> bytes:
+    with open_regular_file(path) as file:
+        return file.read()
 
 
 def digests_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -48,7 +54,7 @@ def check_files(directory: str | os.PathLike[str]) -> Sequence[str]:
         if path.is_absolute() or ".." in path.parts:
             raise CorruptCheckpointError(f"{os.fspath(directory)} names a file outside: {name!r}")
         try:
-            data = (Path(directory) / path).read_bytes()
+            data = _read(Path(directory) / path)
         except (OSError, ValueError) as error:
             raise CorruptCheckpointError(f"{os.fspath(directory)}: cannot read {name!r}: {error}") from error
         if digests_of({name: data})[name] != digest:

@@ -19,7 +19,6 @@ A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -36,6 +35,8 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 import ckptcore
 from ckptcore.errors import CheckpointError
+from ckptcore.events import logger_named
+from ckptcore.plain_safetensors import open_regular_file
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -54,7 +55,7 @@ else:
 
 __all__ = ["CheckpointMixin", "export_pretrained", "newest_sound"]
 
-logger = logging.getLogger("ckptcore.integrations.transformers")
+logger = logger_named("ckptcore.integrations.transformers")
 
 _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
@@ -324,7 +325,8 @@ def _problem(path: Path, step: int) -> str | None:
 
 def _problem_of_trainer(path: Path, step: int) -> str | None:
     """The same for a directory that a plain Trainer wrote."""
-    state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    with open_regular_file(path / _STATE) as file:
+        state = json.load(file)
     if not isinstance(state, dict) or state.get("global_step") != step:
         return f"{_STATE} is not of step {step}"
     names = os.listdir(path)
@@ -339,11 +341,12 @@ def _problem_of_trainer(path: Path, step: int) -> str | None:
         if name.endswith(".safetensors"):
             ckptcore.metadata(path / name)  # checks that the header describes all bytes
         elif name.endswith((".pt", ".pth", ".bin")):
-            with zipfile.ZipFile(path / name) as archive:
+            with open_regular_file(path / name) as file, zipfile.ZipFile(file) as archive:
                 if (broken := archive.testzip()) is not None:
                     return f"{name} is damaged in {broken}"
     return None
 
 
 def _shards(index: Path) -> set[str]:
-    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    with open_regular_file(index) as file:
+        return set(json.load(file)["weight_map"].values())

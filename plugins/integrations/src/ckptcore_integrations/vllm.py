@@ -18,6 +18,7 @@ from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import Attribute, Key
+from ckptcore.redaction import redacted
 from ckptcore.results import StoredArray, StoredTree
 
 __all__ = ["CheckpointLoader", "register"]
@@ -81,7 +82,7 @@ class CheckpointLoader(BaseModelLoader):
             tree = opened if self._subtree is None else opened[self._subtree]
             if not isinstance(tree, StoredTree):
                 raise TreeMismatchError(
-                    f"{self._subtree!r} in {location} is one leaf: expected a container of weights",
+                    f"{self._subtree!r} in {redacted(location)} is one leaf: expected a container of weights",
                     [f"{self._subtree} is a leaf"],
                 )
             loaded = model.load_weights(_tensors(tree, ""))
@@ -91,8 +92,9 @@ class CheckpointLoader(BaseModelLoader):
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(
-                f"{location} lacks weights of the model: {', '.join(missing[:5])}{more}. Its names must be those of "
-                "Hugging Face; if the weights are in a part of the tree, set 'subtree' in model_loader_extra_config"
+                f"{redacted(location)} lacks weights of the model: {', '.join(missing[:5])}{more}. Its names must "
+                "be those of Hugging Face; if the weights are in a part of the tree, set 'subtree' in "
+                "model_loader_extra_config"
             )
 
     def _location(self, model_config: Any) -> str:

@@ -123,7 +123,7 @@ def test_several_objects_on_another_storage(tracker: ModuleType) -> None:
 @both
 def test_what_cannot_be_logged_is_refused(tmp_path: Path, tracker: ModuleType) -> None:
     plain = tmp_path / "plain"
-    save(plain)
+    save(plain, layout=ckptcore.SafetensorsLayout(standalone=True))
     (plain / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"written by other software.*ckptcore\.copy"):
         log(tracker, os.fspath(plain))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,28 @@ def test_damage_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path:
     assert newest_sound(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-8")
     (newest / name).write_bytes(content)
     assert newest_sound(tmp_path / "run") == str(newest)
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors.index.json", "optimizer.pt", "added"])
+@pytest.mark.parametrize("special", ["pipe", "device"])
+def test_only_regular_files_are_opened(tmp_path: Path, name: str, special: str) -> None:
+    for step in (4, 8):
+        directory = tmp_path / f"checkpoint-{step}"
+        ckptcore.save(directory, {"w": torch.ones(2)}, metadata={"files": added_files.digests_of({"added": b"x"})})
+        (directory / "added").write_bytes(b"x")
+    if name != "added":  # a directory of a plain Trainer
+        (directory / "checkpoint.json").unlink()
+        (directory / "trainer_state.json").write_text('{"global_step": 8}')
+    (directory / name).unlink(missing_ok=True)
+    if special == "pipe":
+        os.mkfifo(directory / name)
+    else:
+        (directory / name).symlink_to("/dev/zero")
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(newest_sound(tmp_path)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [str(tmp_path / "checkpoint-4")]
 
 
 def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has no types
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # it has no types
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # it has no annotations
 
 from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError, StoragePermissionError
 from ckptcore.model import check_directory_key, check_key
@@ -57,6 +58,8 @@ class FsspecStorage(StorageBackend):
         # Read a whole object without a range: it may be empty, and a range needs at least one byte.
         first = start if start or stop is not None else None
         system = self._connection.get()
+        if isinstance(system, LocalFileSystem):
+            self.size(key)  # a named pipe would block the reader, and a device may never end
         try:
             data = system.cat_file(path, start=first, end=stop)
         except MISSING_OBJECT_ERRORS as error:
@@ -83,8 +86,9 @@ class FsspecStorage(StorageBackend):
         with converted_errors(f"cannot find {key!r} in {self._url}"):
             system = self._connection.get()
             found = system.info(path)
-        if found.get("type") == "directory":
-            raise ObjectNotFoundError(f"{key!r} in {self._url} is a directory")
+        if found.get("type") in ("directory", "other"):
+            what = "a directory" if found["type"] == "directory" else "not a regular file"
+            raise ObjectNotFoundError(f"{key!r} in {self._url} is {what}")
         size = found.get("size")
         if type(size) is not int:
             raise StorageError(

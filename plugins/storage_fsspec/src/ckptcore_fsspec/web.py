@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import weakref
@@ -11,6 +10,7 @@ from typing import IO, Final
 from urllib.parse import quote, unquote
 
 from ckptcore.errors import InvalidLocationError, StorageError
+from ckptcore.events import logger_named
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import RangeReader
 from ckptcore_fsspec.failures import converted_errors
@@ -21,7 +21,7 @@ from ckptcore_fsspec.storage import ReadOnlyStorage
 
 __all__ = ["WebStorage"]
 
-logger = logging.getLogger("ckptcore_fsspec.web")
+logger = logger_named("ckptcore_fsspec.web")
 
 _MAX_DIRECTORIES: Final = 10_000
 """Limit of directories, because a server can generate them endlessly."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import threading
 from typing import IO, Final
 
 from ckptcore.errors import StorageError
+from ckptcore.events import logger_named
 from ckptcore.protocols import Buffer
 from ckptcore_fsspec.failures import converted_errors, first_line
 from ckptcore_fsspec.write_methods import Sink
 
 __all__ = ["InOrderWriter"]
 
-logger = logging.getLogger("ckptcore_fsspec.writing")
+logger = logger_named("ckptcore_fsspec.writing")
 
 _MAX_BUFFERED_BYTES: Final = 32 << 20
 """Memory limit for early pieces of one writer. Further pieces go to a file."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.forks import reset_in_children
 
+from ckptcore.redaction import chainable, redacted
+
 if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError
 
@@ -92,7 +94,7 @@ class DefaultTokens:
                 if not self._found.valid:
                     self._found.refresh(_connection())
             except GoogleAuthError as error:
-                raise RequestFailed(_failure_of(error)) from error
+                raise RequestFailed(_failure_of(error)) from chainable(error)
             expiry = self._found.expiry
             return Token(str(self._found.token), None if expiry is None else expiry.replace(tzinfo=UTC))
 
@@ -124,7 +126,7 @@ def _failure_of(error: GoogleAuthError) -> Failure:
     """Convert an error of google-auth."""
     from google.auth.exceptions import TransportError
 
-    message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
+    message = redacted(" ".join(str(error).split()))[:_MAX_MESSAGE_LENGTH]
     # The message of the token service is "Token must be a short-lived token (60 minutes) and in a
     # reasonable timeframe."
     if "reasonable timeframe" in message:

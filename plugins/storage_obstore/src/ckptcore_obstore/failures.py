@@ -124,6 +124,7 @@ _KINDS_BY_STATUS: Final = {
 }
 
 _MAX_MESSAGE_LENGTH: Final = 300
+_MAX_BODY_LENGTH: Final = 10_000
 """Maximum length of a service's message in an error."""
 
 
@@ -212,7 +213,7 @@ def failure_of_text(text: str) -> Failure:
     cleaned = _DEBUG.sub("", text)
     status = _STATUS.search(cleaned)
     if status is not None:
-        body = _XML.search(cleaned) or _JSON.search(cleaned)
+        body = _XML.search(cleaned, 0, _MAX_BODY_LENGTH) or _JSON.search(cleaned, 0, _MAX_BODY_LENGTH)
         return failure_of_response(int(status[1]), body[0].encode() if body else b"")
     if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
@@ -267,12 +268,12 @@ def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
-        return "", body[:_MAX_MESSAGE_LENGTH].decode("utf-8", "replace"), ()
+        return "", body[:_MAX_BODY_LENGTH].decode("utf-8", "replace"), ()
     found = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}
     hints = tuple((name, found[name]) for name in ("Region", "Endpoint", "ServerTime", "Details") if found.get(name))
     return found.get("Code", ""), found.get("Message", ""), hints
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
+    line = redacted(" ".join(text.split()))  # cutting could hide the end of a password
     return line if len(line) <= _MAX_MESSAGE_LENGTH else line[: _MAX_MESSAGE_LENGTH - 3] + "..."

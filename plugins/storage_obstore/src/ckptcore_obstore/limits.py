@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from ckptcore.events import logger_named
 from ckptcore_obstore.forks import reset_in_children
 
 __all__ = ["AdaptiveLimit"]
 
-_LOG: Final = logging.getLogger("ckptcore.storage")
+_LOG: Final = logger_named("ckptcore.storage")
 
 _MIN_LIMIT: Final = 1
 _SECONDS_BETWEEN_CUTS: Final = 1.0

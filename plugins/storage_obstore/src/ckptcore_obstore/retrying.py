@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from ckptcore.events import logger_named
 from ckptcore_obstore.failures import FailureKind, RequestFailed, Tried
 from ckptcore_obstore.limits import AdaptiveLimit
 
@@ -16,7 +16,7 @@ __all__ = ["RetryPolicy", "try_request"]
 
 T = TypeVar("T")
 
-_LOG: Final = logging.getLogger("ckptcore.storage")
+_LOG: Final = logger_named("ckptcore.storage")
 
 _SILENT_TRIES: Final = 3
 """Number of failed tries of a request after which a warning is logged.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Final
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.errors import StorageError
+from ckptcore.events import logger_named
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import RequestFailed
@@ -19,7 +19,7 @@ from ckptcore_obstore.uploads import PendingUpload
 
 __all__ = ["PartWriter"]
 
-_LOG: Final = logging.getLogger("ckptcore.storage")
+_LOG: Final = logger_named("ckptcore.storage")
 
 
 class _PartBuffer:

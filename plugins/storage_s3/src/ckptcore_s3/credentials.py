@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from ckptcore_obstore.forks import reset_in_children
 
 from ckptcore.errors import StorageCredentialsError
+from ckptcore.redaction import chainable, redacted
 
 __all__ = ["ChainCredentials", "CredentialSource", "Credentials", "FixedCredentials", "environment_credentials"]
 
@@ -91,12 +92,12 @@ class ChainCredentials:
                 self._found = self._find()
             try:
                 frozen = self._found.get_frozen_credentials()
-            except Exception as error:  # botocore's providers raise many types
+            except Exception as error:  # noqa: BLE001  # botocore's providers raise many types
                 raise StorageCredentialsError(
                     "cannot refresh the AWS credentials: "
-                    f"{' '.join(str(error).split())[:300]}. Sign in again, or check the source "
+                    f"{redacted(' '.join(str(error).split()))[:300]}. Sign in again, or check the source "
                     "of the profile"
-                ) from error
+                ) from chainable(error)
             credentials = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
             self._cached = now + timedelta(seconds=_CACHE_SECONDS), credentials
             return credentials
@@ -109,9 +110,9 @@ class ChainCredentials:
             found = boto3.Session(profile_name=self._profile).get_credentials()
         except BotoCoreError as error:
             raise StorageCredentialsError(
-                f"cannot find AWS credentials: {' '.join(str(error).split())[:300]}. Check the "
+                f"cannot find AWS credentials: {redacted(' '.join(str(error).split()))[:300]}. Check the "
                 "environment variables AWS_..., ~/.aws/config, and the option 'profile'"
-            ) from error
+            ) from chainable(error)
         if found is None:
             raise StorageCredentialsError(
                 "cannot find AWS credentials in the options, AWS_ACCESS_KEY_ID, the profiles "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from ckptcore.commit.location import IndirectLocation, Location, Storages, SubPa
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
 from ckptcore.errors import ObjectNotFoundError
+from ckptcore.events import logger_named
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import (
     ObjectWriter,
@@ -24,7 +24,7 @@ from ckptcore.protocols import (
 
 __all__ = ["FallbackLocation", "FallbackStorage"]
 
-logger = logging.getLogger("ckptcore.tiers")
+logger = logger_named("ckptcore.tiers")
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ the leader commits.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.events import logger_named
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -42,7 +42,7 @@ from ckptcore_tiers.hosts import Hosts
 
 __all__ = ["HostSender", "LeaderSender"]
 
-logger = logging.getLogger("ckptcore.tiers")
+logger = logger_named("ckptcore.tiers")
 
 _UPLOADS: Final = f"{INTERNAL_DIRECTORY}/uploads"
 _CURRENT: Final = f"{_UPLOADS}/current.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ckptcore.errors import (
     NotSharedError,
     UnsupportedVersionError,
 )
+from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.tree import JSON
@@ -30,7 +30,7 @@ from ckptcore.training.steps import StepDirectory
 
 __all__ = ["HostSteps", "Hosts", "find_hosts", "has_expected_sizes_on_host", "shards_key"]
 
-logger = logging.getLogger("ckptcore.tiers")
+logger = logger_named("ckptcore.tiers")
 
 _HOST_PROBES: Final = f"{INTERNAL_DIRECTORY}/host-"
 """Prefix of keys of temporary objects by which processes of one host find each other."""

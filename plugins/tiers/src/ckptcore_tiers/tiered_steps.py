@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptcore.commit.location import AnyLocation
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UnsupportedVersionError
+from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.training.steps import StepDirectory
@@ -18,7 +18,7 @@ from ckptcore_tiers.hosts import HostSteps
 
 __all__ = ["TieredSteps"]
 
-logger = logging.getLogger("ckptcore.tiers")
+logger = logger_named("ckptcore.tiers")
 
 
 class TieredSteps:

@@ -22,7 +22,7 @@ from ckptcore.errors import (
     UnsupportedVersionError,
     UploadError,
 )
-from ckptcore.events import Observer, Recording
+from ckptcore.events import Observer, Recording, logger_named
 from ckptcore.io.requests import reset_in_children
 from ckptcore.policies import PreservationPolicy, SaveContext, StepInfo, what_to_delete
 from ckptcore.results import Progress
@@ -35,7 +35,7 @@ from ckptcore_tiers.status import UploadState, UploadStatus
 
 __all__ = ["Uploader"]
 
-logger = logging.getLogger("ckptcore.tiers")
+logger = logger_named("ckptcore.tiers")
 
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0

@@ -283,11 +283,15 @@ def _parent_exists(path: TreePath, side: Side) -> bool:
     return not path or path[:-1] in side.containers
 
 
-def _containers(node: Skeleton, path: TreePath = ()) -> Iterator[tuple[TreePath, str]]:
-    if isinstance(node, Node):
-        yield path, node.kind if node.type is None else f"{node.kind} {node.type}"
-        for key, child in zip(node.keys, node.children, strict=True):
-            yield from _containers(child, (*path, key))
+def _containers(skeleton: Skeleton) -> Iterator[tuple[TreePath, str]]:
+    """Yield the containers in the order of their leaves. Without recursion, in which each would pass through others."""
+    left: list[tuple[TreePath, Skeleton]] = [((), skeleton)]
+    while left:
+        path, node = left.pop()
+        if isinstance(node, Node):
+            yield path, node.kind if node.type is None else f"{node.kind} {node.type}"
+            inner = [((*path, key), child) for key, child in zip(node.keys, node.children, strict=True)]
+            left += [one for one in reversed(inner) if isinstance(one[1], Node)]
 
 
 class _CheckpointComparison:

@@ -7,13 +7,13 @@ Names with dots, such as the keys of a PyTorch state dict, are folded: the keys 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ckptcore import select
 from ckptcore.model import ArrayRecord, Attribute, Key, Node, TreeMetadata
-from ckptcore.model.tree import leaf_count
+from ckptcore.model.tree import LEAF, Skeleton
 
 __all__ = ["Outline", "count_arrays", "leaf_filter", "outline_of"]
 
@@ -92,6 +92,7 @@ def outline_of(tree: TreeMetadata) -> Outline:
     """Return the outline of a tree."""
     rows = _Rows()
     skeleton = tree.skeleton
+    _count_leaves(skeleton, rows.counts)
     rows.add("<root>", (skeleton, 0) if isinstance(skeleton, Node) else 0)
     while rows.open:
         rows.continue_last()
@@ -99,6 +100,17 @@ def outline_of(tree: TreeMetadata) -> Outline:
     columns = (arrays, parameters, nbytes)
     totals = [_totals([0 if leaf < 0 else of[leaf] for leaf in rows.leaves], rows.stops) for of in columns]
     return Outline(rows.names, rows.depths, rows.stops, rows.leaves, rows.kinds, *totals)
+
+
+def _count_leaves(node: Skeleton, counts: dict[int, int]) -> int:
+    """Return the number of leaves, and add that of each container by its identity: once, not once for each level."""
+    if not isinstance(node, Node):
+        return 1
+    leaves = node.children.count(LEAF)
+    if leaves < len(node.children):
+        leaves += sum([_count_leaves(child, counts) for child in node.children if child is not LEAF])
+    counts[id(node)] = leaves
+    return leaves
 
 
 def _leaf_totals(tree: TreeMetadata) -> Iterator[tuple[int, int, int]]:
@@ -153,6 +165,7 @@ class _Rows:
 
     Attributes:
         open: rows that have more children: the position of each, and an iterator of the children.
+        counts: the number of leaves of each container, by its identity.
     """
 
     def __init__(self) -> None:
@@ -161,6 +174,7 @@ class _Rows:
         self.stops: list[int] = []
         self.leaves: list[int] = []
         self.kinds: dict[int, str] = {}
+        self.counts: dict[int, int] = {}
         self.open: list[tuple[int, Iterator[tuple[str, _Content]]]] = []
 
     def continue_last(self) -> None:
@@ -188,12 +202,12 @@ class _Rows:
         if not isinstance(content, _Group):
             node, _ = content
             self.kinds[position] = node.type or node.kind
-            content = _children_of(*content)
+            content = _children_of(*content, self.counts)
         self.open.append((position, zip(content.names, content.contents, strict=True)))
         return True
 
 
-def _children_of(node: Node, first: int) -> _Group:
+def _children_of(node: Node, first: int, counts: Mapping[int, int]) -> _Group:
     """Return the children of a container, with keys that have dots in groups."""
     groups = {"": _Group()}
     for key, child in zip(node.keys, node.children, strict=True):
@@ -202,7 +216,7 @@ def _children_of(node: Node, first: int) -> _Group:
         group.names.append(name)
         if isinstance(child, Node):
             group.contents.append((child, first))
-            first += leaf_count(child)
+            first += counts[id(child)]
         else:
             group.contents.append(first)
             first += 1

@@ -21,7 +21,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     StorageError,
 )
-from ckptcore.events import timeline_from_json
+from ckptcore.events import readable_events
 from ckptcore.loading.completeness import FileCheck
 from ckptcore.loading.opening import ATTEMPTS
 from ckptcore.model import JSON
@@ -188,10 +188,9 @@ def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> Ste
 
 def _durations(timeline: JSON) -> tuple[float | None, float | None]:
     """Return the seconds of a save, and those during which its caller was blocked. None if they are unknown."""
-    try:
-        events = timeline_from_json(timeline)
-    except CorruptCheckpointError:
-        return None, None  # it is not needed to load the step
+    events = readable_events(timeline)
+    if not events:
+        return None, None
     seconds = max(event.ended for event in events) - min(event.began for event in events)
     # The timeline ends at the commit. If the call had not returned by then, the caller was blocked from start to end.
     blocked = max([event.seconds for event in events if event.phase == "blocking"], default=seconds)

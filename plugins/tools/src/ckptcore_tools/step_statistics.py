@@ -7,12 +7,11 @@ ml-goodput-measurement 0.2 reads them from log entries. It requires a number for
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ckptcore.events import Event
+from ckptcore.events import Event, logger_named
 
 __all__ = ["StepStatisticsObserver", "log_step_statistics"]
 
@@ -22,7 +21,7 @@ _MAX_OPEN_OPERATIONS: Final = 64
 _COMMIT_PHASES: Final = ("write", "exchange", "commit")
 _SAVE_PHASES: Final = ("save", "blocking", "wait_for_previous", *_COMMIT_PHASES)
 
-_LOGGER: Final = logging.getLogger("ckptcore.statistics")
+_LOGGER: Final = logger_named("ckptcore.statistics")
 
 
 def log_step_statistics(record: Mapping[str, object]) -> None:

@@ -60,6 +60,7 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
     Attributes:
         max_file_bytes: unlimited, because PEFT reads only one file.
         stem: stem of the file name.
+        standalone: True, because adapters are handed on.
         config: content of ``adapter_config.json``. If you save with `ckptcore.save`, also pass
             ``metadata={"adapter_config": config}``, which `load_adapter` needs.
 
@@ -69,6 +70,7 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
 
     max_file_bytes: int = sys.maxsize
     stem: str = "adapter_model"
+    standalone: bool = field(default=True, kw_only=True)
     config: AdapterConfig = field(kw_only=True, hash=False)
 
     def __post_init__(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from ckptcore.events import logger_named
 from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
@@ -23,7 +23,7 @@ from ckptcore_torch.optimizers import OptimizerHandler
 
 __all__ = ["DataLoaderHandler", "GeneratorHandler", "StateDictHandler", "checkpointable_handler_of_type"]
 
-logger = logging.getLogger("ckptcore.torch")
+logger = logger_named("ckptcore.torch")
 
 
 _WITHOUT_STATE: Final = tuple([kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)])

@@ -17,9 +17,20 @@ from ckptcore.loading.loaded_boxes import iter_boxes
 from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import ArrayRecord, HostArray, TreeMetadata, TreePath, format_path
-from ckptcore.select import names
+from ckptcore.select import LeafTable, Selection
 
 __all__ = ["OpenTree"]
+
+
+class _Leaf(Selection):
+    """One leaf by its number. Names would be compared with those of all leaves, for each array of a report."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def leaves(self, table: LeafTable) -> frozenset[int]:
+        """Return the number."""
+        return frozenset({self._number})
 
 
 class OpenTree:
@@ -109,7 +120,8 @@ class OpenTree:
 
     def boxes(self, leaf: int) -> Iterator[HostArray]:
         """Read an array in boxes, with bounded memory."""
-        chosen = LoadRequest(select=names(self.path(leaf)))
+        self.record(leaf)
+        chosen = LoadRequest(select=_Leaf(leaf))
         return (box.elements for box in iter_boxes(self.state, chosen, ()))
 
     def is_current(self) -> bool:

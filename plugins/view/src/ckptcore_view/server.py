@@ -7,7 +7,6 @@ site can reach the server under a name of its own, and the page loads nothing fr
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import socket
 import threading
@@ -25,6 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.events import logger_named
 from ckptcore.redaction import redacted
 from ckptcore_view.assets import CHARTS, MODULES, charts_script, import_map, page_file, page_html
 from ckptcore_view.documents import BadRequestError, CancelledError, Document, Request, document_of
@@ -32,7 +32,7 @@ from ckptcore_view.viewed import Viewed
 
 __all__ = ["ViewServer", "application"]
 
-_logger = logging.getLogger("ckptcore.view")
+_logger = logger_named("ckptcore.view")
 
 _HOST: Final = "127.0.0.1"
 _SHUTDOWN_SECONDS: Final = 5
@@ -122,7 +122,7 @@ def _document(viewed: Viewed, name: str, request: Request) -> tuple[bytes, int]:
     except CancelledError:
         return _json({"error": "cancelled"}), 499
     except BadRequestError as error:
-        return _json({"error": str(error)}), 400
+        return _json({"error": redacted(str(error))}), 400
     except CheckpointNotFoundError as error:
         return _json({"error": redacted(str(error))}), 404
     except (CheckpointError, OSError, MemoryError) as error:

@@ -12,6 +12,9 @@ from ckptcore.model import ArrayRecord, Box
 
 __all__ = ["Sharding", "sharding_of"]
 
+_MAX_AXES: Final = 64
+"""Limit of the axes of a mesh. Arrays of NumPy have at most as many."""
+
 _MAX_OWNERS: Final = 4096
 """Shardings over more devices are shown without their shards: the notes of a hostile checkpoint may have any mesh."""
 
@@ -54,15 +57,17 @@ def _named_sharding(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Shardin
     axes_of = [_mesh_axes(axes) for axes in noted["spec"]]
     axes_of += [()] * (len(shape) - len(axes_of))
     count = _mesh_size(list(mesh.values()))
-    if len(axes_of) != len(shape) or count is None:
+    named = [axis for axes in axes_of for axis in axes]
+    if len(axes_of) != len(shape) or count is None or len(named) != len(set(named)):  # JAX refuses an axis twice
         return None
+    parts_of = [math.prod([mesh[axis] for axis in axes]) for axes in axes_of]
     devices = noted.get("devices", range(count))
     shards: dict[Box, list[str]] = {}
     for device, position in zip(devices, itertools.product(*map(range, mesh.values())), strict=True):
         coordinate = dict(zip(mesh, position, strict=True))
         ranges = []
-        for extent, axes in zip(shape, axes_of, strict=True):
-            parts, part = math.prod([mesh[axis] for axis in axes]), 0
+        for extent, axes, parts in zip(shape, axes_of, parts_of, strict=True):
+            part = 0
             for axis in axes:
                 part = part * mesh[axis] + coordinate[axis]
             ranges.append(_chunk(0, extent, parts, part))
@@ -102,7 +107,7 @@ def _dtensor(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Sharding | Non
 
 def _mesh_size(mesh: Sequence[int]) -> int | None:
     """Return the number of positions of a mesh; None if it is not plausible."""
-    if not all(type(size) is int and 0 < size <= _MAX_OWNERS for size in mesh):
+    if len(mesh) > _MAX_AXES or not all(type(size) is int and 0 < size <= _MAX_OWNERS for size in mesh):
         return None
     count = math.prod(mesh)
     return count if count <= _MAX_OWNERS else None

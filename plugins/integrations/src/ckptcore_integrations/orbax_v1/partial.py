@@ -109,7 +109,7 @@ class _Record:
     def __init__(self, final: Any) -> None:
         """Read the file. Without parts, it is left from an earlier checkpoint, and ignored."""
         self._file = add_partial_save_suffix(final)
-        document = json.loads(self._file.read_text()) if _has_parts(final) and self._file.exists() else {}
+        document = json.loads(self._file.read_text()) if _has_parts(final) and self._file.is_file() else {}
         self.leaves: list[str] = document.get("leaves", [])
         self.custom_metadata: dict[str, Any] = document.get("custom_metadata", {})
 

@@ -13,6 +13,7 @@ from ckptcore_jax import abstract_arrays
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, TreeMismatchError, UncommittedCheckpointError
 from ckptcore.model import Node, Skeleton
+from ckptcore.redaction import redacted
 from ckptcore_integrations.orbax_v1.library import PYTREE_METADATA_FILE, get_context, typestr, v1
 from ckptcore_integrations.orbax_v1.settings import context_of, matching_of, text_of
 
@@ -45,7 +46,9 @@ class TreeHandler:
 
         async def read() -> Any:
             if not (directory / PYTREE_METADATA_FILE).exists():
-                raise FileNotFoundError(f"No structure could be identified: {directory} has no {PYTREE_METADATA_FILE}")
+                raise FileNotFoundError(
+                    f"No structure could be identified: {redacted(str(directory))} has no {PYTREE_METADATA_FILE}"
+                )
             return _load_tree(str(directory), abstract_checkpointable, self._context)
 
         return read()

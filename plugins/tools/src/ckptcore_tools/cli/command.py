@@ -34,6 +34,7 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.model.tree import JSON
+from ckptcore.redaction import redacted
 from ckptcore_tools.cli.output import error_line, print_document
 
 __all__ = [
@@ -156,7 +157,7 @@ def begin_context(options: Sequence[str]) -> None:
         matched = _STORAGE_OPTION.fullmatch(option)
         if matched is None:
             raise click.BadParameter(
-                f"{option!r}: expected SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000",
+                f"{option.partition('=')[0]!r}: expected SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000",
                 param_hint="--option",
             )
         storage.setdefault(matched[1].lower(), {})[matched[2]] = _json_or_text(matched[3])
@@ -247,7 +248,7 @@ def _error_text(error: Exception) -> str:
 
 def _report_failure(error: Exception, code: ExitCode, message: str, *, as_json: bool, debug: bool) -> ExitCode:
     if debug:
-        traceback.print_exception(error)
+        sys.stderr.write(redacted("".join(traceback.format_exception(error))))
     if as_json:
         print_document("error", error=type(error).__name__, message=message, exit_code=int(code))
     error_line(message)

@@ -20,6 +20,7 @@ from rich.segment import Segment, Segments
 
 from ckptcore.model import Attribute
 from ckptcore.progress import ProgressCallback, show_bar
+from ckptcore.redaction import redacted
 
 __all__ = [
     "UNSET",
@@ -119,9 +120,11 @@ def print_document(kind: str, **members: object) -> None:
     Args:
         kind: the type of the document. Its ``schema`` is the type with a version. Within a version, members are only
             added.
-        members: the members of the document; sizes in bytes, times in ISO 8601 (UTC). Dataclasses are converted.
+        members: the members of the document; sizes in bytes, times in ISO 8601 (UTC). Dataclasses are converted, and
+            secrets of URLs are hidden.
     """
-    document = {"schema": f"ckptcore.{kind}/1", **to_json(members)}
+    shown = {name: redacted(member) if isinstance(member, str) else member for name, member in members.items()}
+    document = {"schema": f"ckptcore.{kind}/1", **to_json(shown)}
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
@@ -137,7 +140,11 @@ def error_line(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape the control characters of a text, because text of a checkpoint could control the terminal."""
+    """Escape the control characters of a text, because text of a checkpoint could control the terminal.
+
+    Secrets of URLs are hidden.
+    """
+    text = redacted(text)
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

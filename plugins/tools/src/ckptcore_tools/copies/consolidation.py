@@ -39,6 +39,7 @@ from ckptcore.loading.reading import check_sizes
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
+from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import SaveCommit, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
@@ -114,6 +115,7 @@ def consolidate_checkpoint(
     # Before anything can fail: the key contains a counter, which must be the same on every rank.
     key = runtime_of(context).exchange_key(destination)
     job = runtime_of(context).job()
+    layout = replace(layout, standalone=True)  # the files are for other software
     counted = ByteProgress(progress)
     recording = Recording("save", str(destination), context.observers, rank=job.rank, progress=counted)
     try:
@@ -347,7 +349,7 @@ def _file_segments(path: FilePath) -> list[ArraySegment]:
         box = Box((0,), (min(_FILE_SLICE_BYTES, size - start),))
 
         def read() -> Sequence[tuple[Box, HostArray]]:
-            with open(path, "rb") as file:
+            with open_regular_file(path) as file:
                 file.seek(start)
                 data: Any = np.frombuffer(file.read(box.size), np.uint8)
             if data.size != box.size:

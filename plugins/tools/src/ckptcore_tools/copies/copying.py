@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
+from ckptcore.events import logger_named
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.opening import ATTEMPTS, replaced_too_often
@@ -49,7 +49,7 @@ from ckptcore_tools.copies.transfers import Transfer
 
 __all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "copy_whole"]
 
-logger = logging.getLogger("ckptcore.copying")
+logger = logger_named("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]
 """When a copy is verified: as bytes are copied, or also by reading the destination."""

@@ -20,7 +20,9 @@ from ckptcore_view.viewed import Viewed
 __all__ = ["array_document"]
 
 _MAX_CHUNKS: Final = 1_024
-_MAX_COUNTED: Final = 1 << 20
+_MAX_COUNTED: Final = 1 << 16
+"""Further chunks are not counted: a hostile checkpoint of a few bytes may have any number."""
+
 _MAX_SHARDS: Final = 1_024
 _MAX_OWNERS: Final = 16
 """Limit of the owners that are named for one shard."""
@@ -28,10 +30,10 @@ _MAX_OWNERS: Final = 16
 
 def array_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return facts about an array. Parameters: ``at``, the place of its tree, and ``leaf``, its number."""
-    return viewed.read(request.text("at"), lambda opened: _array(opened, request.array_of(opened)))
+    return viewed.read(request.text("at"), lambda opened: _array(opened, request.array_of(opened), request))
 
 
-def _array(opened: OpenTree, leaf: int) -> Mapping[str, JSON]:
+def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
     record, tree = opened.record(leaf), opened.tree
     stored = opened.stored(leaf)
     return {
@@ -45,7 +47,7 @@ def _array(opened: OpenTree, leaf: int) -> Mapping[str, JSON]:
         "ranks": list(tree.held_by[leaf]) if leaf in tree.held_by else None,
         "notes": {name: json.dumps(note, ensure_ascii=False) for name, note in record.notes.items()},
         "sharding": _sharding(record),
-        "chunks": _chunks(opened.checkpoint, stored, record),
+        "chunks": _chunks(opened.checkpoint, stored, record, request),
     }
 
 
@@ -68,13 +70,16 @@ def _sharding(record: ArrayRecord) -> JSON:
     }
 
 
-def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord) -> JSON:
-    """Return the first chunks, with their bytes as far as the metadata has them, and all objects with these chunks."""
+def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord, request: Request) -> JSON:
+    """Return the first chunks, with their bytes as far as the metadata has them, and all objects with these chunks.
+
+    If there are many, ``count`` is the number of those that were counted, and ``is_all`` is False.
+    """
     if checkpoint.derived is not None:
         return {"error": "This checkpoint takes arrays from other checkpoints: look at the base."}
     whole = Box.whole(record.spec.shape)
     try:
-        chunks = iter(checkpoint.index.boxes(leaf, whole))
+        chunks = request.each(checkpoint.index.boxes(leaf, whole))
         shown = list(itertools.islice(chunks, _MAX_CHUNKS))
         located = _located(checkpoint, shown, record.spec.numpy_dtype.itemsize)
     except CheckpointError as error:
@@ -82,9 +87,10 @@ def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord) -> JSON:
     objects: dict[str, int] = {}
     for chunk in located:
         objects[chunk["key"]] = objects.get(chunk["key"], 0) + 1
-    more = sum(1 for _ in itertools.islice(chunks, _MAX_COUNTED))
+    counted = len(shown) + sum(1 for _ in itertools.islice(chunks, _MAX_COUNTED - len(shown)))
     return {
-        "count": len(shown) + more,
+        "count": counted,
+        "is_all": counted < _MAX_COUNTED or next(chunks, None) is None,
         "chunks": located,
         "objects": [[key, count] for key, count in objects.items()],
     }

@@ -12,7 +12,7 @@ from ckptcore_tools.locations import describe_and_check
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.context import Context
-from ckptcore.events import Event, timeline_from_json
+from ckptcore.events import Event, readable_events
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.loading.completeness import FileCheck, Problem
 from ckptcore.loading.opening import member_opener, present_members
@@ -36,6 +36,7 @@ _MAX_VALUE_CHARACTERS: Final = 200
 
 def checkpoint_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the origin, files and timeline of a checkpoint. Parameter: ``at``, its place."""
+    request.check_wanted()
     place = request.text("at")
     composite = viewed.members(place)
     if composite is None:
@@ -65,7 +66,7 @@ def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
         },
         "files": _files(checkpoint),
         **_problems(files.problems),
-        "timeline": _timeline([] if timeline is None else timeline_from_json(timeline)),
+        "timeline": _timeline([] if timeline is None else readable_events(timeline)),
     }
 
 
@@ -161,16 +162,16 @@ def _checkpointable(
 
 def tree_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the rows of a tree in columns. Parameter: ``at``, its place."""
-    return viewed.read_current(request.text("at"), _tree)
+    return viewed.read_current(request.text("at"), lambda opened: _tree(opened, request))
 
 
-def _tree(opened: OpenTree) -> Mapping[str, JSON]:
+def _tree(opened: OpenTree, request: Request) -> Mapping[str, JSON]:
     outline, tree = opened.outline, opened.tree
     types: dict[str, int] = {}
     known: dict[int, int] = {}  # equal arrays share a record, so most types are found by identity
     column: list[int] = []
     values: dict[str, JSON] = {}
-    for row, leaf in enumerate(outline.leaves):
+    for row, leaf in enumerate(request.each(outline.leaves)):
         if leaf < 0:
             kind = outline.kinds.get(row, "")
             column.append(types.setdefault(kind, len(types)))

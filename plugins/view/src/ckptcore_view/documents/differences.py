@@ -27,13 +27,13 @@ def differences_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]
     """
     return viewed.read_current(
         request.text("at"),
-        lambda a: viewed.read_current(request.text("other"), lambda b: _differences(a, b)),
+        lambda a: viewed.read_current(request.text("other"), lambda b: _differences(a, b, request)),
     )
 
 
-def _differences(a: OpenTree, b: OpenTree) -> Mapping[str, JSON]:
+def _differences(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON]:
     comparison = TreeComparison(a.side, b.side, Tolerance())
-    found = list(comparison.structure_differences(with_dtypes=True))
+    found = list(request.each(comparison.structure_differences(with_dtypes=True)))
     return {
         "a": redacted(a.location),
         "b": redacted(b.location),

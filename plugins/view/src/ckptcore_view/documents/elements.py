@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Final
 
@@ -13,7 +13,7 @@ from ckptcore_tools.statistics import statistics_of
 
 from ckptcore.loading.indexing import index_box
 from ckptcore.loading.stored_arrays import StoredArray
-from ckptcore.model import JSON, HostArray
+from ckptcore.model import JSON
 from ckptcore_view.documents.numbers import number_to_json
 from ckptcore_view.documents.request import BadRequestError, Request
 from ckptcore_view.open_tree import OpenTree
@@ -25,7 +25,8 @@ _MAX_ELEMENTS: Final = 1 << 16
 _WINDOW: Final = 64
 """Rows and columns of the first slice that is shown."""
 
-_PART: Final = re.compile(r"\s*(?:(\.\.\.)|(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?\s*(?::\s*(-?\d{1,18})?)?)\s*")
+_MAX_INDEX_CHARACTERS: Final = 4_096
+_NUMBER: Final = re.compile(r"-?[0-9]{1,18}")
 
 
 def statistics_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
@@ -43,7 +44,7 @@ def statistics_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 def _statistics(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
     if not are_numbers(opened.record(leaf).spec.numpy_dtype):
         return {"numbers": False}
-    found = statistics_of(_while_wanted(opened.boxes(leaf), request))
+    found = statistics_of(request.each(opened.boxes(leaf)))
     assert found is not None  # for numbers
     histogram = found.histogram
     return {
@@ -63,13 +64,6 @@ def _statistics(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, J
     }
 
 
-def _while_wanted(boxes: Iterator[HostArray], request: Request) -> Iterator[HostArray]:
-    """Yield boxes until the client leaves."""
-    for box in boxes:
-        request.check_wanted()
-        yield box
-
-
 def elements_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return a slice of an array with at most two axes.
 
@@ -77,6 +71,7 @@ def elements_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     default the first rows and columns.
     """
     text = request.text("index")
+    request.check_wanted()
     return viewed.read(request.text("at"), lambda opened: _elements(opened.array(request.array_of(opened)), text))
 
 
@@ -126,22 +121,29 @@ def parse_index(text: str) -> tuple[int | slice | EllipsisType, ...]:
     Raises:
         BadRequestError: it is something else.
     """
-    parts = text.strip().removeprefix("[").removesuffix("]").split(",")
-    index: list[int | slice | EllipsisType] = []
-    for part in parts if len(parts) > 1 or parts[0].strip() else ():
-        found = _PART.fullmatch(part)
-        if found is None:
-            raise BadRequestError(
-                f"{text[:80]!r} is not an index: expected integers and ranges, such as [0, 0:64, ::8]"
-            )
-        dots, number, *ends = found.groups()
-        if dots:
-            index.append(...)
-        elif number is not None:
-            index.append(int(number))
-        else:
-            index.append(slice(*[None if end is None else int(end) for end in ends]))
-    return tuple(index)
+    parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
+    if len(text) > _MAX_INDEX_CHARACTERS:
+        raise BadRequestError(f"{text[:80]!r}... is longer than an index of an array can be")
+    try:
+        return tuple([_part_of(part) for part in parts]) if parts != [""] else ()
+    except ValueError as error:
+        raise BadRequestError(
+            f"{text[:80]!r} is not an index: expected integers and ranges, such as [0, 0:64, ::8]"
+        ) from error
+
+
+def _part_of(text: str) -> int | slice | EllipsisType:
+    """Parse a part of an index.
+
+    Raises:
+        ValueError: it is not an integer, a slice or ``...``.
+    """
+    if text == "...":
+        return ...
+    ends = [end.strip() for end in text.split(":")]
+    if len(ends) > 3 or not all(_NUMBER.fullmatch(end) for end in ends if end or len(ends) == 1):
+        raise ValueError(text)
+    return int(text) if len(ends) == 1 else slice(*[int(end) if end else None for end in ends])
 
 
 def format_index(index: Sequence[int | slice | EllipsisType]) -> str:

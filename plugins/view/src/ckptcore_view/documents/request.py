@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ckptcore.redaction import redacted
 from ckptcore_view.open_tree import OpenTree
 
 __all__ = ["BadRequestError", "CancelledError", "Request"]
+
+
+T = TypeVar("T")
 
 
 class BadRequestError(ValueError):
@@ -65,3 +69,9 @@ class Request:
         """Raise CancelledError if the client has left."""
         if self.is_cancelled():
             raise CancelledError
+
+    def each(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items until the client has left; then raise CancelledError. Documents have no other loops that last."""
+        for item in items:
+            self.check_wanted()
+            yield item

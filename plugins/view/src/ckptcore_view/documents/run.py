@@ -24,6 +24,10 @@ _STEPS: Final = 200
 """Steps that are read if the request does not say how many: each costs a read of its root."""
 
 
+_AT_ONCE: Final = 64
+"""Steps that are read between two looks for the client."""
+
+
 def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the steps of a run, ascending.
 
@@ -44,19 +48,22 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
         "leftovers": list(steps.leftovers),
         "policy": policy or None,
         "steps": [
-            _step(status, status.name in pinned, decisions.get(status.step)) for status in _read(viewed, steps, chosen)
+            _step(status, status.name in pinned, decisions.get(status.step))
+            for status in _read(viewed, steps, chosen, request)
         ],
     }
 
 
-def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int]) -> Sequence[StepStatus]:
+def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int], request: Request) -> Sequence[StepStatus]:
     """Read the steps. Committed steps in object stores are remembered for a while."""
     known = [viewed.recall(steps.name(step)) for step in chosen] if _is_remote(steps) else []
     found: dict[int, StepStatus] = {status.step: status for status in known if status is not None}
-    for status in read_steps(steps, [step for step in chosen if step not in found], viewed.context):
-        found[status.step] = status
-        if status.state == "committed":
-            viewed.remember(status.name, status)
+    missing = [step for step in chosen if step not in found]
+    for first in request.each(range(0, len(missing), _AT_ONCE)):
+        for status in read_steps(steps, missing[first : first + _AT_ONCE], viewed.context):
+            found[status.step] = status
+            if status.state == "committed":
+                viewed.remember(status.name, status)
     return [found[step] for step in chosen]
 
 

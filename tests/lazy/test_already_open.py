@@ -1,0 +1,22 @@
+"""Reads of a checkpoint that is open already: a single attempt, with the whole state of any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import ckptcore
+from ckptcore.context import default_context
+from ckptcore.loading.opening import ConsistentRead, tree_attempts
+
+
+def test_an_open_checkpoint_is_read_in_one_attempt(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.arange(3)})
+    first = tree_attempts(tmp_path / "c", default_context())
+    opened = first.open()
+    second = tree_attempts(opened, default_context())
+    assert vars(first).keys() <= vars(second).keys()  # methods of the base class need them
+    assert second.open() is opened
+    assert second.retry_if_replaced(lambda found: found) is opened
+    assert ConsistentRead.is_current(second) and ConsistentRead.is_unchanged(second)
