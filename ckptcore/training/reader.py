@@ -351,8 +351,17 @@ class CheckpointReader(StepReader):
             InvalidLocationError: it is a checkpoint, not a directory of steps.
         """
         names, context = check_step_names(step_names), context or default_context()
+        self._options = {"directory": directory, "step_names": step_names, "context": context}
         steps = as_run_directory(directory).open(names, context)
         agree = exchanges_of(steps.main.display, context, runtime_of(context).job())
         # Another job may have saved since the last listing.
         super().__init__(steps, context, agree, before_newest=self.reload)
         self.reload()
+
+    def __reduce__(self) -> tuple[Callable[..., CheckpointReader], tuple[object, ...]]:
+        """Pickle and copy the directory and the options. The copy lists the directory again."""
+        return _reader_of, (self._options,)
+
+
+def _reader_of(options: Mapping[str, Any]) -> CheckpointReader:
+    return CheckpointReader(**options)
