@@ -167,6 +167,10 @@ class Context:
             return default_context, ()
         return _of_options, ({option.name: getattr(self, option.name) for option in fields(self)},)
 
+    def __deepcopy__(self, memo: object) -> Context:
+        """Return the Context itself: nothing in it changes, and a coordinator cannot be copied."""
+        return self
+
     def __post_init__(self) -> None:
         _expect("Context", "durability", self.durability, ("full", "none"))
         _expect("Context", "when_busy", self.when_busy, ("wait", "queue"))

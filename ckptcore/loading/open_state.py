@@ -181,7 +181,7 @@ class OpenState:
 
 
 class _Reference(NamedTuple):
-    """What a pickle of an `OpenState` has."""
+    """The content of a pickle of an `OpenState`."""
 
     location: AnyLocation
     context: Context

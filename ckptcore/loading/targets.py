@@ -157,7 +157,7 @@ class _StoredValue:
             chosen = chosen_leaves(checkpoint, load.request.select, load.context)
             selected, numbers = prune(tree.skeleton, chosen)
         self._skeleton, numbers = own_values(selected, numbers, job.rank, job.size)
-        if len(numbers) == len(handlers):
+        if load.request.select is None and len(numbers) == len(handlers):
             return Matched(numbers, handlers, skeleton=self._skeleton, leaves=leaves)
         kept = set(numbers)
         return Matched(

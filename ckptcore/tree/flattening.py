@@ -374,8 +374,16 @@ def own_values(
         numbers: the number of the stored leaf, for each leaf of the structure.
         rank, size: the rank of this process, and the number of processes of the job.
     """
+    if not _has_own_values(skeleton):
+        return skeleton, numbers
     kept: list[int | None] = []
     return _own_values(skeleton, iter(numbers), rank, tuple(range(size)), kept), kept
+
+
+def _has_own_values(skeleton: Skeleton) -> bool:
+    if not isinstance(skeleton, Node):
+        return False
+    return skeleton.type == PER_PROCESS or any(map(_has_own_values, skeleton.children))
 
 
 def _own_values(

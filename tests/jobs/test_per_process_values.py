@@ -80,6 +80,8 @@ def test_each_process_gets_its_own_value(tmp_path: Path, layout: str, save: Call
         assert filled["list"][1].value is array
         selected = ckptcore.load(tmp_path / "x", select=ckptcore.select.names("seconds"), context=context)
         assert selected == {"seconds": 0.5 + rank}
+        part = ckptcore.load(tmp_path / "x", select=ckptcore.select.glob("list/0"), context=context)
+        assert same(part["list"], [np.ones(2), ckptcore.PLACEHOLDER])
 
     run(job)
     assert ckptcore.verify(tmp_path / "x").ok

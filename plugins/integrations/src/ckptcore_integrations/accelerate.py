@@ -210,7 +210,7 @@ class CheckpointMixin(_Accelerator):
         return found[-1]
 
     def _continue_numbers(self) -> None:
-        """Let the next save have a number above all existing ones: Accelerate loads the highest, and counts from 0."""
+        """Set the number of the next save above all existing ones. Accelerate counts from 0, and loads the highest."""
         from accelerate.utils import gather_object
 
         config = self.project_configuration
