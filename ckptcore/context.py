@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from ckptcore.builtin import SingleProcess
@@ -161,6 +161,16 @@ class Context:
     when_busy: Literal["wait", "queue"] = "wait"
     observers: Sequence[Observer] = ()
 
+    def __reduce__(self) -> tuple[Callable[..., Context], tuple[object, ...]]:
+        """Pickle and copy the options, without the threads and memory that belong to this object."""
+        if self is default_context():
+            return default_context, ()
+        return _of_options, ({option.name: getattr(self, option.name) for option in fields(self)},)
+
+    def __deepcopy__(self, memo: object) -> Context:
+        """Return the Context itself: nothing in it changes, and a coordinator cannot be copied."""
+        return self
+
     def __post_init__(self) -> None:
         _expect("Context", "durability", self.durability, ("full", "none"))
         _expect("Context", "when_busy", self.when_busy, ("wait", "queue"))
@@ -172,6 +182,10 @@ class Context:
         ):
             if not isinstance(getattr(self, name), group):
                 raise TypeError(f"Context({name}={getattr(self, name)!r}): expected {group.__name__}(...)")
+
+
+def _of_options(options: Mapping[str, Any]) -> Context:
+    return Context(**options)
 
 
 def _expect(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:

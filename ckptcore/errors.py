@@ -54,6 +54,7 @@ Messages name the path or array, and say what failed, why, and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ckptcore.redaction import redacted
 
@@ -118,9 +119,23 @@ class CheckpointError(Exception):
     def __repr__(self) -> str:
         return redacted(super().__repr__())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with all attributes, also if the class is created with more arguments than its message."""
+        state = dict(self.__dict__)
+        if isinstance(self, OSError):  # these are not in the dict
+            own = {name: getattr(self, name) for name in ("errno", "strerror", "filename", "filename2")}
+            state |= {name: value for name, value in own.items() if value is not None}
+        return _restored, (type(self), self.args), state
+
     def add_note(self, note: str, /) -> None:
         """Add a line that is printed below the error. Secrets in URLs are printed as ``***``."""
         super().add_note(redacted(note))
+
+
+def _restored(error_type: type[CheckpointError], arguments: tuple[object, ...]) -> CheckpointError:
+    error = error_type.__new__(error_type, *arguments)
+    error.args = arguments
+    return error
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

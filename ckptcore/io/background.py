@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
 from ckptcore.io.requests import call_into, reset_in_children
@@ -133,6 +133,9 @@ class SaveHandle(ExplainsAttributes):
         state = "running" if not self.done() else "failed" if self._future.exception() else "committed"
         return f"<SaveHandle {self.location!r} {state}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"cannot pickle or copy the handle of the save to {self.location}: wait for its result() here")
+
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is committed.
 
@@ -181,6 +184,9 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
         """Start a load on a new thread. It reports its progress to the function that it is called with."""
         self._progress = Progress(0, 0)
         self._future = BackgroundThreads(1, "ckptcore-load").submit(functools.partial(load, self._set_progress))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("cannot pickle or copy the handle of a load: wait for its result() here, and pickle that")
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the value.

@@ -50,14 +50,45 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
 
     def __init__(self, state: OpenState, node: Node, path: TreePath, first: int) -> None:
         """Refer to a container of an open checkpoint; `first` is the number of the first leaf in the container."""
-        self.path = path
-        self._state = state
+        self._refer(state, path)
         self._node = node
         self._first = first
+
+    def _refer(self, state: OpenState, path: TreePath) -> None:
+        self.path = path
+        self._state = state
         self._numbers: Mapping[Key, int] | None = None
         self._numbers_by_text: Mapping[Key, int] | None = None
         self._firsts: Sequence[int] | None = None
         self._found: dict[object, object] = {}
+
+    def __getstate__(self) -> tuple[OpenState, TreePath]:
+        """Pickle and copy the location, the options and the path. The copy opens the checkpoint at its first use."""
+        return self._state, self.path
+
+    def __setstate__(self, reference: tuple[OpenState, TreePath]) -> None:
+        self._refer(*reference)
+
+    @cached_property
+    def _node(self) -> Node:
+        """The structure of the container. Looked up only in a copy."""
+        return self._place[0]
+
+    @cached_property
+    def _first(self) -> int:
+        """The number of the first leaf in the container. Looked up only in a copy."""
+        return self._place[1]
+
+    @property
+    def _place(self) -> tuple[Node, int]:
+        node, first = _root_of(self._state), 0
+        for key in self.path:
+            number = node.keys.index(key)
+            first += sum([leaf_count(child) for child in node.children[:number]])
+            child = node.children[number]
+            assert isinstance(child, Node)  # the path of a container in the same save
+            node = child
+        return node, first
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {format_path(self.path)}: {self._node.kind} of {len(self)}>"
@@ -201,10 +232,18 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | No
     return None
 
 
+def _root_of(state: OpenState) -> Node:
+    """Return the outermost container; an empty one if the whole tree is one leaf."""
+    skeleton = state.opened.tree.skeleton
+    return skeleton if isinstance(skeleton, Node) else Node("dict", (), ())
+
+
 class OpenCheckpoint(StoredTree):
     """An open checkpoint: a mapping of its tree, with arrays that are read when they are indexed. Thread-safe.
 
-    All data is of the save that was opened. Use it in a ``with`` statement, or call `close`.
+    All data is of the save that was opened. Use it in a ``with`` statement, or call `close`. It can be pickled, for
+    example for the workers of a data loader: the copy has the location and the options, opens the checkpoint at its
+    first use, and raises `CheckpointNotFoundError` if another save is there then.
     """
 
     def __init__(self, location: LocationLike, context: Context) -> None:
@@ -216,9 +255,7 @@ class OpenCheckpoint(StoredTree):
                 f"{opened.location.display} has files of an object instead of a tree: load() returns them as bytes",
                 ["files are stored, a tree is opened"],
             )
-        skeleton = opened.tree.skeleton
-        self._leaf = None if isinstance(skeleton, Node) else _LeafAt((), 0)
-        super().__init__(state, skeleton if isinstance(skeleton, Node) else Node("dict", (), ()), (), 0)
+        super().__init__(state, _root_of(state), (), 0)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{self._node.kind} of {len(self)}"
@@ -238,6 +275,11 @@ class OpenCheckpoint(StoredTree):
     ) -> None:
         """Close the checkpoint."""
         self.close()
+
+    @cached_property
+    def _leaf(self) -> _LeafAt | None:
+        """The leaf, if the whole tree is one."""
+        return None if isinstance(self._state.opened.tree.skeleton, Node) else _LeafAt((), 0)
 
     def __getitem__(self, path: StoredPath) -> Any:
         """See `StoredTree`. If the whole tree is one leaf, ``()`` returns it."""

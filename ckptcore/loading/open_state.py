@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NamedTuple, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
 
 from ckptcore.builtin.local_files import LocalFile
 from ckptcore.commit.location import AnyLocation
+from ckptcore.commit.target import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, NotMappableError
 from ckptcore.io.block_cache import BlockCache
@@ -41,7 +43,7 @@ class OpenState:
     """A checkpoint that stays open to read parts of its arrays. Thread-safe.
 
     All bytes are of the save that was opened: open objects belong to it, and any other read checks the root again
-    afterwards.
+    afterwards. Pickles and deep copies have the location and the options, and open the checkpoint at their first use.
 
     Attributes:
         is_closed: True after `close`.
@@ -56,7 +58,18 @@ class OpenState:
         self.context = context
         self.is_closed = False
         self._now: Checkpoint | None = tree_attempts(location, context, runtime_of(context).parsed_roots).open()
+        self._location = _absolute(location, self._now)
+        self._version = _digest(self._now.version)
         self._held: dict[str, BlockCache | None] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> _Reference:
+        return _Reference(self._location, self.context, self._version, self.is_closed)
+
+    def __setstate__(self, reference: _Reference) -> None:
+        self._location, self.context, self._version, self.is_closed = reference
+        self._now = None
+        self._held = {}
         self._lock = threading.Lock()
 
     @property
@@ -65,11 +78,20 @@ class OpenState:
 
         Raises:
             ValueError: it was closed.
+            CheckpointNotFoundError: this is a copy, not used before, and the checkpoint was replaced or deleted.
         """
         now = self._now
-        if now is None:
-            raise ValueError("the checkpoint is closed: open it again, or read before the end of its with block")
-        return now
+        if now is not None:
+            return now
+        with self._lock:
+            if self.is_closed:
+                raise ValueError("the checkpoint is closed: open it again, or read before the end of its with block")
+            if self._now is None:
+                opened = tree_attempts(self._location, self.context, runtime_of(self.context).parsed_roots).open()
+                if _digest(opened.version) != self._version:
+                    raise _replaced(opened)
+                self._now = opened
+            return self._now
 
     def close(self) -> None:
         """Close the checkpoint, and its objects once no read uses them."""
@@ -156,6 +178,28 @@ class OpenState:
                 raise incomplete_read(opened, leaf)
 
         self.guard(fill)
+
+
+class _Reference(NamedTuple):
+    """The content of a pickle of an `OpenState`."""
+
+    location: AnyLocation
+    context: Context
+    version: str
+    is_closed: bool
+
+
+def _absolute(location: AnyLocation, opened: Checkpoint) -> AnyLocation:
+    """Return a location that another process can open, whatever its working directory is."""
+    if isinstance(location, str | os.PathLike) and opened.location.address.scheme == "file":
+        return opened.location.absolute
+    return location
+
+
+def _digest(version: LocationVersion) -> str:
+    """Return a digest of the root, which differs between any two saves; without a root, of what a version has."""
+    root = version.root
+    return hashlib.sha256(root if isinstance(root, bytes) else repr(version).encode()).hexdigest()
 
 
 def _replaced(opened: Checkpoint) -> CheckpointNotFoundError:

@@ -87,6 +87,10 @@ class StoredArray(ShownInNotebooks):
         self._held: BlockCache | Literal[False] | None = None  # False: read through the layout; None: not known yet
         self._view: HostArray | None = None  # mapped memory; only verified blocks of it are read
 
+    def __reduce__(self) -> tuple[type[StoredArray], tuple[OpenState, int, TreePath, ArraySpec]]:
+        """Pickle and copy the reference, without what was read."""
+        return type(self), (self._state, self._leaf, self.path, self._spec)
+
     def __repr__(self) -> str:
         return f"<StoredArray {format_path(self.path)}: {self._spec}>"
 

@@ -30,11 +30,22 @@ from ckptcore.loading.stored_trees import (
 )
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
-from ckptcore.model.tree import MAX_DEPTH, Skeleton, format_path
+from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.flattening import Flat, Shape, first_fixed, flatten, rebuild, restore, shared_containers, unflatten
+from ckptcore.tree.flattening import (
+    Flat,
+    Shape,
+    first_fixed,
+    flatten,
+    own_values,
+    per_process_values,
+    rebuild,
+    restore,
+    shared_containers,
+    unflatten,
+)
 
 __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
 
@@ -139,16 +150,20 @@ class _StoredValue:
         leaves: list[object] = [None] * len(handlers)
         if load.request.framework is not None:
             _choose_framework(load.request.framework, tree.leaves, load.runtime.registry, handlers, leaves)
-        self._skeleton = tree.skeleton
-        numbers: list[int | None] = list(range(len(handlers)))
-        if load.request.select is None:
-            return Matched(numbers, handlers, skeleton=tree.skeleton, leaves=leaves)
-        chosen = chosen_leaves(checkpoint, load.request.select, load.context)
-        self._skeleton, numbers = prune(tree.skeleton, chosen)
+        job = load.runtime.job()
+        selected: Skeleton = tree.skeleton
+        numbers: Sequence[int | None] = range(len(handlers))
+        if load.request.select is not None:
+            chosen = chosen_leaves(checkpoint, load.request.select, load.context)
+            selected, numbers = prune(tree.skeleton, chosen)
+        self._skeleton, numbers = own_values(selected, numbers, job.rank, job.size)
+        if load.request.select is None and len(numbers) == len(handlers):
+            return Matched(numbers, handlers, skeleton=self._skeleton, leaves=leaves)
+        kept = set(numbers)
         return Matched(
             numbers,
             [None if number is None else handlers[number] for number in numbers],
-            ignored=[number for number in range(len(handlers)) if number not in chosen],
+            ignored=[number for number in range(len(handlers)) if number not in kept],
             skeleton=self._skeleton,
             leaves=[None if number is None else leaves[number] for number in numbers],
         )
@@ -318,8 +333,35 @@ def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Fl
     """
     if checkpoint.is_files:
         raise files_instead(checkpoint)
-    registry = runtime_of(context).registry
-    return flatten(value, registry, placeholders=True, stored_at=stored_at(checkpoint, registry))
+    runtime = runtime_of(context)
+    registry, job = runtime.registry, runtime.job()
+    found = stored_at(checkpoint, registry)
+    flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found)
+    for path in per_process_values(flat.shape):
+        _expect_processes(checkpoint, path, job.rank, job.size)
+    return flat
+
+
+def _expect_processes(checkpoint: Checkpoint, path: TreePath, rank: int, size: int) -> None:
+    """Check that the number of processes that saved a `PerProcess` value is that of this job.
+
+    Raises:
+        TreeMismatchError: it is another one.
+    """
+    node = checkpoint.tree.skeleton
+    for key in path:
+        if not isinstance(node, Node) or key not in node.keys:
+            return  # a difference that is found later
+        node = node.children[node.keys.index(key)]
+    ranks = [key for key in node.keys if isinstance(key, int)] if isinstance(node, Node) else []
+    if ranks and (rank not in ranks or max(ranks) >= size):
+        name = format_path(path)
+        raise TreeMismatchError(
+            f"{name} in {checkpoint.location.display} has a separate value for each of {max(ranks) + 1} processes, but "
+            f"this job has {size}. Request the values that this process needs as a dict by rank, such as "
+            f"{{{ranks[0]}: ...}}, instead of PerProcess(...)",
+            [f"{name}: {max(ranks) + 1} processes saved it, {size} load it"],
+        )
 
 
 def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:

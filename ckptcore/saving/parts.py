@@ -230,10 +230,9 @@ def describe_part(
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: with the name of the checkpointable.
     """
-    own = isinstance(value, PerProcess)
-    if isinstance(value, PerProcess):
-        if not name:
-            raise UnsupportedLeafError("PerProcess(...) needs a name: use save_checkpointables. Nothing was written")
+    own = False
+    if name and isinstance(value, PerProcess):
+        own = True
         value = value.value
     with naming(name):
         if name:

@@ -139,8 +139,8 @@ def _refuse_per_process_objects(description: TreeDescription, size: int) -> None
         more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
         raise UnsupportedLeafError(
             f"{where}{'; '.join(found[:20])}{more}: every process has its own, and a tree that {size} processes save "
-            "together stores only one. To store one for each rank, save it as a separate name in "
-            "save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
+            "together stores only one. To store one for each rank, wrap it in PerProcess(...), or save it as a "
+            "separate name in save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
             "torch.distributed.checkpoint does, save with "
             'Context(job=JobOptions(replicas=ReplicaOptions(objects="lowest_rank"))). Nothing was written'
         )

@@ -22,7 +22,7 @@ from ckptcore.protocols import (
     Layout,
     LeafHandler,
 )
-from ckptcore.tree.flattening import Flat, flatten, per_process_leaves
+from ckptcore.tree.flattening import Flat, flatten, leaves_of_values, per_process_leaves, per_process_values
 
 __all__ = ["BoxHolders", "Placeholders", "TreeDescription", "describe_tree"]
 
@@ -196,8 +196,10 @@ def describe_tree(
         UnsupportedKeyError: a key of a container is neither int nor str.
         NameCollisionError: two leaves would get the same name in the layout.
     """
-    rank, size = (0, 1) if own else (rank, size)
-    flat = flatten(value, plugins, placeholders=placeholders)
+    flat = flatten(value, plugins, rank=rank, placeholders=placeholders)
+    if own:
+        rank, size = 0, 1
+        _refuse_nested(flat)
     found = _NO_PLACEHOLDERS
     if placeholders:
         flat, found = _without_placeholders(flat)
@@ -217,6 +219,16 @@ def describe_tree(
     layout.check(tree, size + len(by_worker))
     holders = BoxHolders(shards, remote_leaves, by_worker)
     return TreeDescription(name, layout, tree, holders, flat, own, None, shares, found)
+
+
+def _refuse_nested(flat: Flat) -> None:
+    """Refuse `PerProcess` in a tree that every process saves by itself."""
+    paths = [format_path(path) for path in per_process_values(flat.shape)]
+    if paths:
+        raise UnsupportedLeafError(
+            f"{', '.join(paths[:20])}: PerProcess(...) is in a tree of which every process has its own already; remove "
+            "this inner PerProcess. Nothing was written"
+        )
 
 
 def _without_placeholders(flat: Flat) -> tuple[Flat, Placeholders]:
@@ -254,11 +266,14 @@ def _describe_leaves(
     records: list[LeafRecord] = []
     refused: dict[int, UnsupportedLeafError] = {}
     aliases: dict[int, int] = {}
-    first: dict[tuple[int, Hashable], int] = {}
+    first: dict[tuple[int, bool, Hashable], int] = {}
     shards: dict[int, Sequence[Shard]] = {}
     remote_leaves: set[int] = set()
+    own = leaves_of_values(flat)
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         assert handler is not None  # placeholders are for loading only
+        # A value in `PerProcess` is saved as by a process alone, and never tied to an array that all processes share.
+        of_rank = (0, 1) if number in own else (rank, size)
         try:
             record = handler.describe(leaf)
             records.append(record)
@@ -266,7 +281,7 @@ def _describe_leaves(
                 at_workers = executor if executor is not None and executor.takes(leaf) else None
                 identity = (handler if at_workers is None else at_workers).identity(leaf)
                 if identity is not None:
-                    original = first.setdefault((id(handler), identity), number)
+                    original = first.setdefault((id(handler), number in own, identity), number)
                     if original != number and _same_array(records[original], record):
                         aliases[number] = original
                         if original in remote_leaves:
@@ -276,12 +291,12 @@ def _describe_leaves(
                     for worker, of_worker in enumerate(by_worker):
                         of_worker[number] = at_workers.shards(leaf, worker)
                     continue
-                local = handler.shards(leaf, rank, size)
+                local = handler.shards(leaf, *of_rank)
                 if local is not None:
                     shards[number] = local
                     continue
                 remote_leaves.add(number)
-                if size == 1:
+                if of_rank[1] == 1:
                     raise UnsupportedLeafError(
                         "only other processes hold elements of the array, and this process saves alone. Save together "
                         "with the processes that hold it, or leave it out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.commit.locks import IfInUse
@@ -133,6 +133,12 @@ class Checkpointer(CheckpointReader):
         except BaseException:
             self._release()
             raise
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"cannot pickle or copy the Checkpointer of {self.directory}: one object owns the directory. Pass the "
+            "directory, and read it with CheckpointReader in the other process"
+        )
 
     def _read_past(self, choose: Callable[[], int | None]) -> None:
         """Read the time and the epoch of a step for the save policy. The leader reads."""

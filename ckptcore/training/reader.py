@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -351,8 +352,19 @@ class CheckpointReader(StepReader):
             InvalidLocationError: it is a checkpoint, not a directory of steps.
         """
         names, context = check_step_names(step_names), context or default_context()
+        is_path = isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory)
+        lasting = os.path.abspath(os.fspath(directory)) if is_path else directory  # the working directory may change
+        self._options = {"directory": lasting, "step_names": step_names, "context": context}
         steps = as_run_directory(directory).open(names, context)
         agree = exchanges_of(steps.main.display, context, runtime_of(context).job())
         # Another job may have saved since the last listing.
         super().__init__(steps, context, agree, before_newest=self.reload)
         self.reload()
+
+    def __reduce__(self) -> tuple[Callable[..., CheckpointReader], tuple[object, ...]]:
+        """Pickle and copy the directory and the options. The copy lists the directory again."""
+        return _reader_of, (self._options,)
+
+
+def _reader_of(options: Mapping[str, Any]) -> CheckpointReader:
+    return CheckpointReader(**options)

@@ -9,22 +9,38 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
-from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
+from ckptcore.model.tree import (
+    LEAF,
+    MAX_DEPTH,
+    Attribute,
+    Key,
+    Node,
+    Skeleton,
+    TreePath,
+    format_path,
+    leaf_count,
+    leaf_paths,
+)
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     CheckpointableHandler,
     ContainerHandler,
+    Flattened,
     LeafHandler,
 )
 
 __all__ = [
+    "PER_PROCESS",
     "PLACEHOLDER",
     "Flat",
     "PerProcess",
     "first_fixed",
     "flatten",
+    "leaves_of_values",
+    "own_values",
     "per_process_leaves",
     "per_process_objects",
+    "per_process_values",
     "rebuild",
     "restore",
     "shared_containers",
@@ -35,6 +51,9 @@ __all__ = [
 PLACEHOLDER: Final = ...
 """Placeholder in an abstract tree for a leaf or a subtree that is not to be loaded."""
 
+PER_PROCESS: Final = "ckptcore.PerProcess"
+"""The type of a stored dict of the values of all processes by rank."""
+
 T = TypeVar("T")
 
 
@@ -42,7 +61,9 @@ T = TypeVar("T")
 class PerProcess(Generic[T]):
     """A value that differs between the processes of a job. A checkpoint stores the value of every process.
 
-    Iterators, random generators and other known per-process objects need no wrapper.
+    It may be one of several checkpointables, or anywhere in a tree, where a dict of the values by rank is stored. A
+    load gives each process its own value if the job has as many processes. Any other load can request the dict.
+    Iterators, random generators and other known per-process objects need no wrapper as checkpointables.
 
     Attributes:
         value: the value of this process; in a load, its abstract value.
@@ -99,6 +120,7 @@ def flatten(
     value: object,
     plugins: Plugins,
     *,
+    rank: int = 0,
     placeholders: bool = False,
     stored_at: Callable[[TreePath], object] | None = None,
 ) -> Flat:
@@ -107,6 +129,7 @@ def flatten(
     Args:
         value: a tree of containers and leaves.
         plugins: find the handler of each type.
+        rank: the rank of this process, which is the key of values in `PerProcess`.
         placeholders: True if `PLACEHOLDER` may replace a leaf.
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there.
 
@@ -115,7 +138,7 @@ def flatten(
             deep.
         UnsupportedKeyError: a key has another type than int, str or `Attribute`. Subclasses, such as bool, are refused.
     """
-    walk = _Flattening(plugins, placeholders, stored_at)
+    walk = _Flattening(plugins, rank, placeholders, stored_at)
     skeleton, shape = walk.node(value)
     if walk.unsupported:
         raise UnsupportedLeafError(
@@ -126,7 +149,10 @@ def flatten(
 
 
 class _Flattening:
-    def __init__(self, plugins: Plugins, placeholders: bool, stored_at: Callable[[TreePath], object] | None) -> None:
+    def __init__(
+        self, plugins: Plugins, rank: int, placeholders: bool, stored_at: Callable[[TreePath], object] | None
+    ) -> None:
+        self.rank = rank
         self.dispatch = plugins.dispatch
         self.unsupported_reason = plugins.unsupported_reason
         self.placeholders = placeholders
@@ -180,6 +206,8 @@ class _Flattening:
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
+        if isinstance(value, PerProcess):
+            flattened = Flattened("dict", (self.rank,), flattened.children, PER_PROCESS)
         keys, children = tuple(flattened.keys), flattened.children
         for key in keys:
             if type(key) is not str and type(key) is not int and type(key) is not Attribute:
@@ -252,24 +280,50 @@ def per_process_objects(shape: Shape) -> Iterator[tuple[TreePath, object]]:
 
 def _per_process_objects(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
     if isinstance(shape, _Checkpointable):
-        if shape.handler.per_process:
+        # An object that wraps what differs in its state shares the rest.
+        if shape.handler.per_process and next(_per_process_values(shape.state, path), None) is None:
             yield path, shape.like
         else:
             yield from _per_process_objects(shape.state, path)
-    elif shape is not None:
+    elif shape is not None and not isinstance(shape.like, PerProcess):
         for key, child in zip(shape.keys, shape.children, strict=True):
             if child is not None:
                 yield from _per_process_objects(child, (*path, key))
 
 
+def per_process_values(shape: Shape) -> Iterator[TreePath]:
+    """Return the paths of the outermost `PerProcess` wrappers in a value."""
+    return _per_process_values(shape, ())
+
+
+def _per_process_values(shape: Shape, path: TreePath) -> Iterator[TreePath]:
+    if isinstance(shape, _Checkpointable):
+        yield from _per_process_values(shape.state, path)
+    elif shape is not None and isinstance(shape.like, PerProcess):
+        yield path
+    elif shape is not None:
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from _per_process_values(child, (*path, key))
+
+
 def per_process_leaves(flat: Flat) -> frozenset[int]:
-    """Return the numbers of the leaves of per-process objects."""
-    objects = {path for path, _ in per_process_objects(flat.shape)}
-    if not objects:
+    """Return the numbers of the leaves of per-process objects, and of values in `PerProcess`."""
+    objects = [path for path, _ in per_process_objects(flat.shape)]
+    return _leaves_below(flat, [*objects, *per_process_values(flat.shape)])
+
+
+def leaves_of_values(flat: Flat) -> frozenset[int]:
+    """Return the numbers of the leaves of values in `PerProcess`."""
+    return _leaves_below(flat, list(per_process_values(flat.shape)))
+
+
+def _leaves_below(flat: Flat, above: Collection[TreePath]) -> frozenset[int]:
+    if not above:
         return frozenset()
-    lengths = sorted({len(path) for path in objects})
+    tops, lengths = set(above), sorted(set(map(len, above)))
     return frozenset(
-        [number for number, path in enumerate(flat.paths()) if any(path[:length] in objects for length in lengths)]
+        [number for number, path in enumerate(flat.paths()) if any(path[:length] in tops for length in lengths)]
     )
 
 
@@ -306,6 +360,45 @@ def _in_order(
         below = cast("list[object]", children[position])
         children[position] = make(shape.children[position], iter(below))
     return children
+
+
+def own_values(
+    skeleton: Skeleton, numbers: Sequence[int | None], rank: int, size: int
+) -> tuple[Skeleton, Sequence[int | None]]:
+    """Replace the stored values of all processes by the one of this process, for loads without an abstract tree.
+
+    Values of another number of processes stay a dict by rank.
+
+    Args:
+        skeleton: the stored structure.
+        numbers: the number of the stored leaf, for each leaf of the structure.
+        rank, size: the rank of this process, and the number of processes of the job.
+    """
+    if not _has_own_values(skeleton):
+        return skeleton, numbers
+    kept: list[int | None] = []
+    return _own_values(skeleton, iter(numbers), rank, tuple(range(size)), kept), kept
+
+
+def _has_own_values(skeleton: Skeleton) -> bool:
+    if not isinstance(skeleton, Node):
+        return False
+    return skeleton.type == PER_PROCESS or any(map(_has_own_values, skeleton.children))
+
+
+def _own_values(
+    skeleton: Skeleton, numbers: Iterator[int | None], rank: int, ranks: tuple[int, ...], kept: list[int | None]
+) -> Skeleton:
+    if not isinstance(skeleton, Node):
+        kept.append(next(numbers))
+        return skeleton
+    if skeleton.type == PER_PROCESS and skeleton.keys == ranks:
+        place = ranks.index(rank)
+        first = sum([leaf_count(child) for child in skeleton.children[:place]])
+        below, own = list(itertools.islice(numbers, leaf_count(skeleton))), skeleton.children[place]
+        return _own_values(own, iter(below[first:]), rank, (rank,), kept)  # a wrapper inside has only this rank
+    children = tuple([_own_values(child, numbers, rank, ranks, kept) for child in skeleton.children])
+    return skeleton._replace(children=children)
 
 
 def rebuild(skeleton: Skeleton, leaves: Sequence[object]) -> object:

@@ -15,8 +15,8 @@ __all__ = ["merge_trees"]
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _RULES: Final = {
-    "rank": "Ranks may have different keys, but a leaf must be equal on every rank that has it. Save state that "
-    "differs between ranks as a separate name, in PerProcess(...), and different objects under different keys",
+    "rank": "Ranks may have different keys, but a leaf must be equal on every rank that has it. Wrap state that "
+    "differs between ranks in PerProcess(...), and save different objects under different keys",
     "session": "Sessions may differ only in the keys of mappings, and a leaf must be equal in every session that has "
     "it",
 }

@@ -270,8 +270,8 @@ def test_errors_name_the_checkpointable(place: str) -> None:
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
 
-def test_per_process_needs_names(place: str) -> None:
-    with pytest.raises(UnsupportedLeafError, match="save_checkpointables"):
-        ckptcore.save(place + "/c", ckptcore.PerProcess({"a": 1}))
+def test_per_process_needs_no_name(place: str) -> None:
+    ckptcore.save(place + "/tree", ckptcore.PerProcess({"a": 1}))
+    assert ckptcore.load(place + "/tree") == {"a": 1}
     ckptcore.save_checkpointables(place + "/c", {"seed": ckptcore.PerProcess({"a": 1})})
     assert ckptcore.load_checkpointables(place + "/c") == {"seed": {"a": 1}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 from ckptcore_testing import assert_same_bits, bit_patterns
 from ckptcore_torch.dtypes import encoding_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ckptcore
+from ckptcore import Checkpointer
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArraySpec
 
@@ -374,3 +377,86 @@ def test_a_tensor_whose_elements_share_memory_is_replaced_or_refused(tmp_path: P
     with pytest.raises(TreeMismatchError, match="cannot be filled in place"):
         ckptcore.load_into(tmp_path / "d", memory.as_strided((3,), (0,)))
     assert memory.eq(7).all()
+
+
+# --- tensors without data
+
+
+def fake_tensor() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(3)
+
+
+def freed_tensor() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def traced_tensor() -> torch.Tensor:
+    """Return a tensor of `torch.func`, which has no memory of its own."""
+    seen = []
+    torch.func.grad(lambda x: seen.append(x) or x.sum())(torch.ones(3))
+    return seen[0]
+
+
+def save_in_every_way(directory: Path, tree: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+    """Yield functions that save a tree, and load it."""
+
+    def with_checkpointer() -> Any:
+        with Checkpointer(directory / "run") as checkpointer:
+            checkpointer.save_blocking(1, tree)
+            return checkpointer.load(1)
+
+    def alone(save: Callable[..., Any], name: str) -> Any:
+        handle = save(directory / name, tree)
+        if handle is not None:
+            handle.result()
+        return ckptcore.load(directory / name, framework="torch")
+
+    yield lambda: alone(ckptcore.save, "blocking")
+    yield lambda: alone(ckptcore.save_async, "background")
+    yield with_checkpointer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(0, device="meta"),
+        lambda: torch.empty(0, 3, device="meta", dtype=torch.bfloat16),
+        lambda: torch.nn.Parameter(torch.empty(0, device="meta")),
+        lambda: torch.empty(0, device="meta", dtype=torch.complex64).conj(),
+        lambda: torch._efficientzerotensor(0),
+        lambda: torch.empty(0, dtype=torch.complex64).conj(),
+    ],
+)
+def test_a_tensor_without_elements_has_nothing_to_lose(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
+    leaf = make()
+    for save in save_in_every_way(tmp_path, {"a": {"leaf": leaf}, "b": torch.ones(2)}):
+        loaded = save()
+        assert loaded["a"]["leaf"].shape == leaf.shape
+        assert list(loaded["b"]) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.empty(3, 4, device="meta").T,
+        lambda: torch._efficientzerotensor(3),
+        fake_tensor,
+        freed_tensor,
+        traced_tensor,
+        lambda: torch._to_functional_tensor(torch.ones(3)),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        lambda: torch.nn.LazyLinear(3).weight,
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of what is experimental or deprecated
+def test_a_tensor_without_data_is_refused_by_its_path(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
+    for save in save_in_every_way(tmp_path, {"a": {"leaf": make()}, "b": torch.ones(2)}):
+        with pytest.raises(UnsupportedLeafError, match=r"a/leaf: .*; .*Nothing was written"):
+            save()
+    assert not [path for path in tmp_path.rglob("*.safetensors")]

@@ -61,7 +61,8 @@ class CheckpointMixin(_Accelerator):
         Args:
             output_dir: the new directory. A checkpoint of ckptcore there is replaced atomically. Not used with
                 ``automatic_checkpoint_naming``: then it is ``checkpoints/checkpoint_<iteration>`` in the project, and
-                directories beyond ``total_limit`` are deleted after the commit.
+                directories beyond ``total_limit`` are deleted after the commit, those with the lowest numbers first,
+                but never the one that was just saved.
             safe_serialization: must be True, because nothing is pickled.
             kwargs: must be empty. Accelerate passes them to DeepSpeed.
 
@@ -93,7 +94,7 @@ class CheckpointMixin(_Accelerator):
         def finish() -> None:
             if handle is not None:
                 handle.result()
-            self._delete_old(location.parent)
+            self._delete_old(location)
 
         self._pending = finish
         if not self.save_in_background:
@@ -104,6 +105,9 @@ class CheckpointMixin(_Accelerator):
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
     ) -> None:
         """Load what `save_state` saved, in place.
+
+        With ``automatic_checkpoint_naming``, the next save has a number above those of all existing directories, unless
+        ``project_configuration.iteration`` is set to a higher one.
 
         Args:
             input_dir: the directory. None with ``automatic_checkpoint_naming``: the newest one.
@@ -118,6 +122,7 @@ class CheckpointMixin(_Accelerator):
         directory = self._newest_directory() if input_dir is None else Path(input_dir).expanduser()
         if not is_checkpoint(directory):
             super().load_state(str(directory), load_kwargs, **kwargs)
+            self._continue_numbers()
             return
         _refuse_unsupported(self)
         _refuse_arguments("load_state", kwargs if load_kwargs is None else {**kwargs, "load_kwargs": load_kwargs})
@@ -126,6 +131,7 @@ class CheckpointMixin(_Accelerator):
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(directory))
         ckptcore.load_checkpointables(directory, into={**_numbered("model", models), **self._objects()})
+        self._continue_numbers()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last save is committed, then delete checkpoints beyond ``total_limit``.
@@ -203,10 +209,20 @@ class CheckpointMixin(_Accelerator):
             raise ValueError(f"{self.project_dir} has no checkpoint to load")
         return found[-1]
 
-    def _delete_old(self, parent: Path) -> None:
+    def _continue_numbers(self) -> None:
+        """Set the number of the next save above all existing ones. Accelerate counts from 0, and loads the highest."""
+        from accelerate.utils import gather_object
+
+        config = self.project_configuration
+        if config.automatic_checkpoint_naming:
+            numbers = [_number(directory) + 1 for directory in _directories(Path(self.project_dir, "checkpoints"))]
+            config.iteration = max(gather_object([config.iteration, *numbers[-1:]]))
+
+    def _delete_old(self, saved: Path) -> None:
         config = self.project_configuration
         if config.automatic_checkpoint_naming and config.total_limit is not None and self.is_main_process:
-            for directory in _directories(parent)[: -max(config.total_limit, 1)]:
+            others = [directory for directory in _directories(saved.parent) if directory != saved]
+            for directory in others[: max(len(others) + 1 - max(config.total_limit, 1), 0)]:
                 shutil.rmtree(directory)
 
 
@@ -218,8 +234,11 @@ def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
 def _directories(parent: Path) -> list[Path]:
     """Return the directories of saves with automatic names, oldest first."""
     names = os.listdir(parent) if parent.is_dir() else []
-    numbers = {int(found[1]): name for name in names if (found := re.fullmatch(r"checkpoint_(\d+)", name))}
-    return [parent / numbers[number] for number in sorted(numbers)]
+    return sorted([parent / name for name in names if re.fullmatch(r"checkpoint_\d+", name)], key=_number)
+
+
+def _number(directory: Path) -> int:
+    return int(directory.name.rpartition("_")[2])
 
 
 def _refuse_unsupported(accelerator: Any) -> None:

@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -30,6 +34,7 @@ from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
+from ckptcore_integrations.added_files import is_checkpoint
 
 __all__ = ["CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
 
@@ -44,6 +49,9 @@ _ONLY_SHARDED: Final = (
     "checkpoints are saved by all ranks; use the sharded state. Any number of ranks, also one, can load it"
 )
 
+_SHARDED_METADATA: Final = "meta.pt"
+"""A file in the directories that Lightning's own sharded strategies write."""
+
 _VERSIONS: Final = "state_dict_versions"
 """Entry for the versions of modules, which a state dict has as the attribute ``_metadata``."""
 
@@ -52,8 +60,8 @@ class CkptcoreIO(CheckpointIO):
     """Saves and loads the checkpoints of a Lightning Trainer. Each is a directory.
 
     Lightning saves on rank 0 and loads on every rank, so each process works alone. A save replaces an existing
-    checkpoint atomically. Checkpoints of `torch.save` can be loaded, too. Loading runs no code from a checkpoint, with
-    any value of `weights_only`.
+    checkpoint atomically. Files that Lightning wrote are loaded, replaced and removed as well, so that its runs can be
+    continued. Loading runs no code from a checkpoint, with any value of `weights_only`.
     """
 
     def __init__(
@@ -65,7 +73,8 @@ class CkptcoreIO(CheckpointIO):
             layout: the on-disk format of arrays.
             context: options, such as those of storages. Its job must not be set.
             asynchronous: True to write in the background, from a copy. Errors are raised by the next save or load, or
-                at the end of the run. Checkpoints are removed once the running save has been committed.
+                at the end of the run. Checkpoints are removed once the running save has been committed. A save that
+                replaces a file of Lightning waits for its commit.
 
         Raises:
             ValueError: the Context has options of a job.
@@ -84,10 +93,15 @@ class CkptcoreIO(CheckpointIO):
         """
         _refuse_storage_options(storage_options)
         self._finish()
-        save = ckptcore.save_async if self._asynchronous else ckptcore.save
-        self._running = save(
-            path, _with_versions(checkpoint), layout=self._layout, overwrite=True, context=self._context
-        )
+        state = _with_versions(checkpoint)
+        _recover(path)
+        if _is_of_lightning(path):
+            _replace(path, lambda beside: self._save(ckptcore.save, beside, state), self._context)
+        else:
+            self._running = self._save(ckptcore.save_async if self._asynchronous else ckptcore.save, path, state)
+
+    def _save(self, save: Callable[..., SaveHandle | None], path: _Path, state: dict[str, Any]) -> SaveHandle | None:
+        return save(path, state, layout=self._layout, overwrite=True, context=self._context)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -99,6 +113,7 @@ class CkptcoreIO(CheckpointIO):
         """
         device = _device(map_location)
         self._finish()
+        _recover(path)
         checkpoint: dict[str, Any] = ckptcore.load(path, framework="torch", context=self._context)
         versions = checkpoint.pop(_VERSIONS, None)
         if versions is not None:
@@ -156,13 +171,23 @@ class ShardedCheckpoints(Strategy):
         """
         _refuse_storage_options(storage_options)
         own = {name: value for name, value in checkpoint.items() if self.is_global_zero or name in _SHARDED}
-        ckptcore.save(
-            self.broadcast(filepath),
-            own,
-            layout=self._checkpoint_layout,
-            overwrite=True,
-            context=self._checkpoint_context,
-        )
+        if self.is_global_zero:
+            _recover(filepath)
+        path, replaces = self.broadcast((filepath, self.is_global_zero and _is_of_lightning(filepath)))
+
+        def save(location: _Path) -> None:
+            ckptcore.save(
+                location, own, layout=self._checkpoint_layout, overwrite=True, context=self._checkpoint_context
+            )
+
+        if not replaces:
+            save(path)
+        elif self.is_global_zero:
+            _replace(path, save, replace(self._checkpoint_context, job=_ALONE))
+        else:
+            save(_beside(path))
+        if replaces:
+            self.barrier()
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the state of the model, and of the optimizers when fitting. Return the other entries.
@@ -172,6 +197,8 @@ class ShardedCheckpoints(Strategy):
         Raises:
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
         """
+        if self.is_global_zero:
+            _recover(checkpoint_path)
         path, model, module = self.broadcast(checkpoint_path), self.model, self.lightning_module
         assert model is not None and module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
@@ -261,5 +288,71 @@ def _with_versions(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _delete(path: _Path, context: Context) -> None:
+    """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
+    if _is_of_lightning(path):
+        _remove(path)
+        return
     with contextlib.suppress(CheckpointNotFoundError):
         ckptcore.delete(path, context=context)
+
+
+# --- files of Lightning -----------------------------------------------------------------------------------------------
+
+
+def _is_of_lightning(path: _Path) -> bool:
+    """Return True for what Lightning itself replaces and removes: a file, a link, or a directory of sharded state.
+
+    A link may be of `save_last="link"`: a save through it would replace another checkpoint.
+    """
+    if "://" in os.fspath(path):
+        try:
+            return bool(get_filesystem(path).isfile(os.fspath(path)))
+        except (ImportError, ValueError):
+            return False  # fsspec, and so Lightning, does not know the storage
+    if os.path.islink(path) or os.path.isfile(path):
+        return True
+    return os.path.isfile(os.path.join(path, _SHARDED_METADATA)) and not is_checkpoint(path)
+
+
+def _remove(path: _Path) -> None:
+    """Remove what is of Lightning."""
+    if "://" in os.fspath(path):
+        get_filesystem(path).rm(os.fspath(path))
+    elif os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def _beside(path: _Path) -> str:
+    """Return the location for a checkpoint until it can replace a file of Lightning.
+
+    `ckpt_path="last"` finds it for ``last.ckpt``, so that a run that is killed in `_replace` resumes from it.
+    """
+    start, suffix = os.path.splitext(os.fspath(path))
+    return f"{start}.replacing{suffix}"
+
+
+def _replace(path: _Path, save: Callable[[_Path], object], context: Context) -> None:
+    """Save, and then replace what is of Lightning at a path. At each moment, one of the two is complete.
+
+    Args:
+        path: the path or URL.
+        save: save to a location, and wait for the commit.
+        context: options, of a process alone.
+    """
+    beside = _beside(path)
+    save(beside)
+    _remove(path)
+    if "://" in os.fspath(path):  # object stores cannot rename
+        ckptcore.copy(beside, path, context=context)
+        ckptcore.delete(beside, context=context)
+    else:
+        os.rename(beside, path)
+
+
+def _recover(path: _Path) -> None:
+    """Finish a replacement of a process that was killed before its last step. Several processes may do this."""
+    if "://" not in os.fspath(path) and not os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.rename(_beside(path), path)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, sort_checkpoints
 
 import ckptcore
 from ckptcore.errors import CheckpointError
@@ -127,7 +127,7 @@ class CheckpointMixin(_Trainer):
             metadata={"files": digests_of(files)},
             strategy=SaveWithFiles(files=files),
         )
-        self._pending = self._after_save(handle, directory)
+        self._pending = self._after_save(handle, location)
         if not self.save_in_background:
             self.wait_for_checkpoint()
 
@@ -156,19 +156,14 @@ class CheckpointMixin(_Trainer):
             self.state.save_to_json(os.path.join(name, _STATE))
             return read_files(name)
 
-    def _after_save(self, handle: SaveHandle | None, directory: str) -> Callable[[], None]:
+    def _after_save(self, handle: SaveHandle | None, location: str) -> Callable[[], None]:
         best = self.state.best_model_checkpoint
 
         def finish() -> None:
             if handle is not None:
                 handle.result()
             if self.args.should_save:
-                rotate_checkpoints(
-                    output_dir=directory,
-                    save_total_limit=self.args.save_total_limit,
-                    best_model_checkpoint=best,
-                    use_mtime=True,
-                )
+                _delete_old(location, best, self.args.save_total_limit)
 
         return finish
 
@@ -289,6 +284,20 @@ def _refuse_unsupported(trainer: Any) -> None:
                 f"CheckpointMixin does not support {name}. Remove CheckpointMixin from the bases of "
                 f"{type(trainer).__name__}, so that the Trainer writes its own checkpoints"
             )
+
+
+def _delete_old(saved: str, best: str | None, limit: int | None) -> None:
+    """Delete the checkpoints beyond ``save_total_limit``, in the Trainer's order, except `saved` and the best one.
+
+    The Trainer's own function keeps the one with the newest time instead of `saved`. Clocks may be set back, and it
+    goes by the number if the times are close: then a run that was set back would lose each step that it saves.
+    """
+    if limit is not None and limit > 0:
+        found = sort_checkpoints(os.path.dirname(saved), use_mtime=True)
+        protected = {str(Path(kept)) for kept in (saved, best) if kept is not None}.intersection(found)
+        others = [directory for directory in found if directory not in protected]
+        for directory in others[: max(len(found) - max(limit, len(protected)), 0)]:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _step_directory(directory: str, step: int) -> str:

@@ -92,7 +92,6 @@ class Run:
 
     def resume(self) -> None:
         self.accelerator.load_state()
-        self.project.iteration = len(self.progress.seen) // 4
 
 
 def assert_same(run: Run, other: Run) -> None:
@@ -154,6 +153,45 @@ def test_the_limit_is_applied_after_the_commit(tmp_path: Path) -> None:
     run.project.iteration = 2
     with pytest.raises(ValueError, match="checkpoint_2 exists"):
         run.accelerator.save_state()
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Accelerator], ids=["ours", "Accelerate's"])
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("loaded", [None, 1], ids=["newest", "earlier"])
+def test_numbers_continue_after_a_load(tmp_path: Path, kind: type[Accelerator], limit: int, loaded: int | None) -> None:
+    first = Run(tmp_path, kind)
+    for _ in range(3):
+        first.accelerator.save_state()
+    run = Run(tmp_path, total_limit=limit)
+    run.accelerator.load_state(None if loaded is None else tmp_path / "checkpoints" / f"checkpoint_{loaded}")
+    for number in (3, 4):
+        assert run.accelerator.save_state().name == f"checkpoint_{number}"
+        kept = sorted(os.listdir(tmp_path / "checkpoints"))
+        assert kept == [f"checkpoint_{number + 1 - limit + place}" for place in range(limit)]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+@pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
+def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, *, in_background: bool) -> None:
+    run = Run(tmp_path, total_limit=limit)
+    run.accelerator.save_in_background = in_background
+    run.project.iteration = 7
+    run.accelerator.save_state()
+    for number in (0, 1):
+        run.project.iteration = number
+        run.accelerator.save_state()
+        run.accelerator.wait_for_checkpoint()
+        assert set(os.listdir(tmp_path / "checkpoints")) == {f"checkpoint_{number}", "checkpoint_7"} - (
+            {"checkpoint_7"} if limit < 2 else set()
+        )
+
+
+def test_a_number_that_was_set_is_not_lowered_by_a_load(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.accelerator.save_state()
+    run.project.iteration = 20
+    run.accelerator.load_state()
+    assert run.accelerator.save_state().name == "checkpoint_20"
 
 
 def test_a_directory_of_accelerate_is_loaded(tmp_path: Path) -> None:
@@ -225,7 +263,7 @@ def resume_in_a_job(directory: Path) -> None:
     run.train()
     other = Run(directory)
     other.accelerator.load_state(directory / "checkpoints" / "checkpoint_1")
-    other.project.iteration = 3
+    assert other.project.iteration == 3
     assert len(other.progress.seen) == 8
     other.train()
     assert_same(run, other)

@@ -16,6 +16,8 @@ import lightning
 import pytest
 import torch
 from ckptcore_integrations.lightning import CkptcoreFSDPStrategy, CkptcoreIO, CkptcoreModelParallelStrategy
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -222,6 +224,98 @@ def test_files_of_lightning_are_loaded(uninterrupted: Any, tmp_path: Path) -> No
     assert ours.seen == theirs.seen != []
 
 
+def continue_run(directory: Path, *, plugins: Any, keep: int, last: Any, ckpt_path: str) -> Any:
+    """Train 8 steps with Lightning's own files, then resume with the plugins, set back if an earlier file is named."""
+    fit(trainer(directory, max_steps=8, keep=keep, last=last))
+    path = ckpt_path if ckpt_path == "last" else str(directory / ckpt_path)
+    return fit(trainer(directory, max_steps=16, keep=keep, last=last, plugins=plugins), ckpt_path=path)
+
+
+@pytest.mark.parametrize("last", [True, "link", False])
+@pytest.mark.parametrize("keep", [1, 2, -1])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+@pytest.mark.parametrize("ckpt_path", ["last", "step=4.ckpt", "step=8.ckpt"])
+def test_a_run_of_plain_lightning_continues(
+    tmp_path: Path, keep: int, *, asynchronous: bool, last: Any, ckpt_path: str
+) -> None:
+    if (ckpt_path == "last" and not last) or (ckpt_path == "step=4.ckpt" and keep == 1):
+        pytest.skip("there is no such file")
+    theirs = continue_run(tmp_path / "theirs", plugins=[], keep=keep, last=last, ckpt_path=ckpt_path)
+    io = CkptcoreIO(asynchronous=asynchronous)
+    ours = continue_run(tmp_path / "ours", plugins=[io], keep=keep, last=last, ckpt_path=ckpt_path)
+    assert ours.seen == theirs.seen
+    names = sorted(os.listdir(tmp_path / "theirs"))
+    assert sorted(os.listdir(tmp_path / "ours")) == names
+    for name in names:
+        assert (tmp_path / "ours" / name).is_symlink() == (tmp_path / "theirs" / name).is_symlink(), name
+        expected = torch.load(tmp_path / "theirs" / name, weights_only=True)
+        actual = io.load_checkpoint(tmp_path / "ours" / name)
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+            assert same(actual[part], expected[part]), (name, part)
+
+
+@pytest.mark.parametrize("name", ["_remove", "_rename"])
+def test_a_run_that_is_killed_while_it_replaces_a_file_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Killed(BaseException):
+        """Ends the run without handlers."""
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    fit(trainer(tmp_path, max_steps=8, keep=-1, last=True))
+    before = trainer(tmp_path, max_steps=12, keep=-1, last=True, plugins=[CkptcoreIO()])
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if name == "_remove":
+            patch.setattr("ckptcore_integrations.lightning._remove", kill)
+        else:
+            rename = os.rename
+
+            def renamed(source: Any, target: Any, **options: Any) -> None:
+                kill() if os.path.exists(tmp_path / "last.replacing.ckpt") else rename(source, target, **options)
+
+            patch.setattr("ckptcore_integrations.lightning.os.rename", renamed)
+        fit(before, ckpt_path=str(tmp_path / "step=8.ckpt"))
+    after = trainer(tmp_path, max_steps=16, keep=-1, last=True, plugins=[CkptcoreIO()])
+    resumed = fit(after, ckpt_path="last")
+    assert len(resumed.seen) == 4  # nothing that was committed is trained again
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", *sorted(f"step={step}.ckpt" for step in (4, 8, 12, 16))]
+
+
+def test_a_link_is_replaced_and_removed_without_its_target(tmp_path: Path) -> None:
+    io = CkptcoreIO()
+    io.save_checkpoint({"w": 1}, tmp_path / "step=8.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("step=8.ckpt")
+    io.save_checkpoint({"w": 2}, tmp_path / "last.ckpt")
+    assert [io.load_checkpoint(tmp_path / name)["w"] for name in ("step=8.ckpt", "last.ckpt")] == [1, 2]
+    (tmp_path / "link.ckpt").symlink_to("step=8.ckpt")
+    io.remove_checkpoint(tmp_path / "link.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=8.ckpt"]
+
+
+def test_other_directories_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    with pytest.raises(CheckpointError, match="notes.txt"):
+        CkptcoreIO().save_checkpoint({"w": 1}, tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="not written by ckptcore"):
+        CkptcoreIO().remove_checkpoint(tmp_path / "mine")
+    assert os.listdir(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_a_file_of_lightning_at_a_url_is_replaced_and_removed() -> None:
+    plain, io = TorchCheckpointIO(), CkptcoreIO()
+    for name in ("a.ckpt", "b.ckpt"):
+        plain.save_checkpoint({"w": 1}, f"memory://plain/{name}")
+    io.save_checkpoint({"w": 2}, "memory://plain/a.ckpt")
+    io.remove_checkpoint("memory://plain/b.ckpt")
+    assert not any(get_filesystem("memory://plain").exists(f"memory://plain/{name}") for name in ("a.ckpt", "b.ckpt"))
+    assert io.load_checkpoint("memory://plain/a.ckpt") == {"w": 2}
+    with pytest.raises(CheckpointNotFoundError):
+        io.load_checkpoint("memory://plain/a.replacing.ckpt")
+
+
 def test_a_checkpoint_returns_as_it_was_saved(uninterrupted: Any, tmp_path: Path) -> None:
     module, expected, _ = uninterrupted
     io = CkptcoreIO(layout="dcp")
@@ -344,6 +438,10 @@ def train_sharded(kind: str, directory: Path) -> None:
     run, module = sharded(kind, directory, 2)
     fit(run, module)
     again, resumed = sharded(kind, directory / "again", 2)
+    again.callbacks.append(SaveAtStart())
+    if again.local_rank == 0:  # a file of Lightning, which the save replaces
+        (directory / "again").mkdir()
+        (directory / "again" / "loaded").touch()
     fit(again, resumed, ckpt_path=str(directory / "step=8.ckpt"))
     assert resumed.seen == module.seen[8:]
 
@@ -378,6 +476,7 @@ def test_sharded_checkpoints_are_loaded_by_any_number_of_ranks(tmp_path: Path, k
     assert sorted(os.listdir(tmp_path)) == ["again", "last.ckpt", "step=12.ckpt", "step=8.ckpt"]
     assert len(list((tmp_path / "last.ckpt").glob("*.distcp"))) == 2  # each rank wrote its shards
     assert_same_state(tmp_path / "last.ckpt", tmp_path / "again" / "last.ckpt")
+    assert_same_state(tmp_path / "step=8.ckpt", tmp_path / "again" / "loaded")
     run_job(f"load_sharded({kind!r}, Path({str(tmp_path)!r}))", 1)
     assert_same_state(tmp_path / "step=8.ckpt", tmp_path / "alone" / "loaded")
 

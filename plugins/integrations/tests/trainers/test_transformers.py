@@ -186,6 +186,28 @@ def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
     assert state["global_step"] == 12
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(1, [8]), (2, [8, 12])])
+@pytest.mark.parametrize("newer", [0, 10_000], ids=["equal times", "clock set back"])
+def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, kept: list[int], newer: int) -> None:
+    trainer(tmp_path).train()
+    now = os.stat(tmp_path / "checkpoint-12").st_mtime
+    run = trainer(tmp_path, max_steps=8, save_total_limit=limit)
+
+    def set_times() -> None:
+        for step, seconds in ((4, newer), (12, newer * 2), (8, 0)):
+            os.utime(tmp_path / f"checkpoint-{step}", (now, now + seconds))
+
+    finish = run._after_save
+
+    def after_save(*arguments: Any) -> Any:
+        set_times()
+        return finish(*arguments)
+
+    run._after_save = after_save  # type: ignore[attr-defined]
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert sorted(os.listdir(tmp_path)) == sorted(f"checkpoint-{step}" for step in kept)
+
+
 def test_damage_is_found(tmp_path: Path) -> None:
     trainer(tmp_path).train()
     flip(tmp_path / "checkpoint-12" / "model" / "model.safetensors")

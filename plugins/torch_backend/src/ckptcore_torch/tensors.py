@@ -108,6 +108,8 @@ class TensorHandler(LeafHandler):
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copy boxes to the host. CUDA copies run on a side stream, after pending work of the current stream."""
+        if not leaf.numel():
+            return _without_elements(leaf, boxes)
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             whole = host_view(leaf)
             return [memory.copy(_view_box(whole, box)) for box in boxes]
@@ -121,6 +123,8 @@ class TensorHandler(LeafHandler):
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """Return views of CPU memory, and copies from other devices."""
         _check_has_memory(leaf)
+        if not leaf.numel():
+            return _without_elements(leaf, boxes)
         if not leaf.is_cpu:
             encoding = encoding_of(leaf.dtype)
             return [start_copy(leaf[box.slices], np.empty(box.shape, encoding.host)) for box in boxes]
@@ -334,6 +338,11 @@ def _whole_shard(shape: torch.Size, rank: int, size: int) -> tuple[Shard, ...]:
 @functools.lru_cache(maxsize=4096)
 def _whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
     return (Box.whole(shape),)
+
+
+def _without_elements(leaf: torch.Tensor, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+    """Return empty host arrays. PyTorch copies no meta tensor and views no zero tensor, even without elements."""
+    return [Ready(np.empty(box.shape, encoding_of(leaf.dtype).host)) for box in boxes]
 
 
 def _view_box(whole: HostArray, box: Box) -> HostArray:
