@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Collection
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, ParsedRoots, PartialSave, Root
+from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, ParsedRoots, PartialSave, Root, split_rank
 from ckptcore.commit.root_json import is_claim
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version, root_bytes
@@ -70,7 +69,6 @@ ATTEMPTS: Final = 20
 """Limit of attempts to read a checkpoint that is replaced again and again."""
 
 _NAMES_SHOWN: Final = 20
-_OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
 class ConsistentRead(Generic[OpenedT]):
@@ -354,8 +352,8 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
         listed |= _found_by_roots(composite)
     of_ranks: dict[str, list[int]] = {}
     for directory in listed:
-        if (matched := _OF_RANK.fullmatch(directory)) is not None:
-            of_ranks.setdefault(matched[1], []).append(int(matched[2]))
+        if (of_rank := split_rank(directory)) is not None:
+            of_ranks.setdefault(of_rank[0], []).append(of_rank[1])
     present = {}
     for name, member in composite.members.items():
         # Do not count up to the number of processes: a hostile root may state any number.

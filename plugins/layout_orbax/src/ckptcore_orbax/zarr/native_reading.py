@@ -16,6 +16,7 @@ from ckptcore.model import JSON, Box, HostArray
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import ReadErrors
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
+from ckptcore_orbax.zarr.chunk_sizes import expect_justified
 from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
@@ -146,7 +147,7 @@ def check_native_files(
 
     Raises:
         InvalidLocationError: a link leads out of the checkpoint.
-        CorruptCheckpointError: a file is missing, or not a regular file.
+        CorruptCheckpointError: a file is missing, or not a regular file, or too small for a read chunk.
     """
     if store.address is None or not store.address.url.startswith("file:"):
         return
@@ -161,9 +162,10 @@ def check_native_files(
                     continue
                 seen.add(location.key)
                 try:
-                    store.size(location.key)
+                    nbytes = store.size(location.key)
                 except ObjectNotFoundError as error:
                     raise CorruptCheckpointError(f"a chunk is missing: {error}", key=location.key) from error
+                expect_justified(stored, nbytes)
 
 
 def read_native(
