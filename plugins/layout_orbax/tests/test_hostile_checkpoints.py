@@ -343,7 +343,9 @@ def test_a_chunk_of_few_bytes_that_claims_much_memory(name: str, extent: int, fi
             lambda: ckptcore.copy(location, tmp_path / "copy", layout="safetensors"),
             lambda: ckptcore.copy(location, tmp_path / "copy", layout="zarr3"),
         ):
-            with pytest.raises((CorruptCheckpointError, InsufficientMemoryError), match=r"\ba\b.*(bytes|memory|chunks)"):
+            with pytest.raises(
+                (CorruptCheckpointError, InsufficientMemoryError), match=r"\ba\b.*(bytes|memory|chunks)"
+            ):
                 read()
     assert not ckptcore.verify(location).ok
 
