@@ -15,6 +15,7 @@
     ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists how
     ├── TransformError                 (ValueError)         a transform failed, or does not fit the stored tree
     ├── UnknownPathError               (KeyError)           an open checkpoint has no such path
+    ├── InsufficientMemoryError        (MemoryError)        there is not enough memory for an array; says how much
     ├── NotMappableError               (ValueError)         a stored array cannot be mapped into memory; says why
     ├── UnsupportedLeafError           (TypeError)          no handler or layout can store this leaf
     ├── UnsupportedKeyError            (TypeError)          a container key is neither int nor str
@@ -74,6 +75,7 @@ __all__ = [
     "CoordinationTimeoutError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "InsufficientMemoryError",
     "InvalidLocationError",
     "MissingDistributionError",
     "NameCollisionError",
@@ -226,6 +228,14 @@ class UnknownPathError(CheckpointError, KeyError):
     def __str__(self) -> str:
         """Return the message without the quotes that `KeyError` adds."""
         return Exception.__str__(self)
+
+
+class InsufficientMemoryError(CheckpointError, MemoryError):
+    """There is not enough memory for the elements of an array.
+
+    The array may be too large for this machine. In a checkpoint of other software, its shape may also be damaged: few
+    bytes can state any shape.
+    """
 
 
 class NotMappableError(CheckpointError, ValueError):

@@ -35,6 +35,7 @@ __all__ = [
     "Session",
     "check_name",
     "new_save_id",
+    "split_rank",
     "this_writer",
 ]
 
@@ -54,6 +55,7 @@ _SHOWN: Final = 8
 """Maximum number of sessions in a message. The others are counted."""
 
 _RANK_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
+_OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
 class Claim(NamedTuple):
@@ -280,6 +282,18 @@ class CompositeRoot(CommittedRoot):
 
     members: Mapping[str, Member]
 
+    def has_directory(self, entry: str) -> bool:
+        """Return True if an entry of a listing is a directory, and one process saved a checkpointable there."""
+        directory = entry.removesuffix("/")
+        name, rank = split_rank(directory) or (directory, 0)
+        member = self.members.get(name)
+        return (
+            directory != entry
+            and member is not None
+            and rank < (member.processes or 1)
+            and directory == member.directory(name, rank)
+        )
+
 
 AnyRoot: TypeAlias = Root | CompositeRoot | Claim | PartialSave
 """The content of a root: a committed checkpoint, the claim of a save, or the session table of a partial save."""
@@ -336,6 +350,12 @@ def check_name(name: str) -> str:
     if reason is not None:
         raise InvalidLocationError(f"{name!r} cannot be the name of a checkpointable: {reason}")
     return check_key(name)
+
+
+def split_rank(directory: str) -> tuple[str, int] | None:
+    """Return the checkpointable and the rank of a directory that one process of several saved; None for other names."""
+    matched = _OF_RANK.fullmatch(directory)
+    return None if matched is None else (matched[1], int(matched[2]))
 
 
 @functools.cache

@@ -147,8 +147,8 @@ def own_files(store: StorageBackend) -> Collection[str]:
     except (CorruptCheckpointError, UnsupportedVersionError):
         root = None
     if isinstance(root, CompositeRoot):
-        ranks = [(name, member, rank) for name, member in root.members.items() for rank in range(member.processes or 1)]
-        return {ROOT_KEY, *root.parts, *[f"{member.directory(name, rank)}/" for name, member, rank in ranks]}
+        # Do not count up to the number of processes: a hostile root may state any number.
+        return {ROOT_KEY, *root.parts, *filter(root.has_directory, store.list_names())}
     return {ROOT_KEY, *root.parts, *root.objects} if isinstance(root, Root) else {ROOT_KEY}
 
 

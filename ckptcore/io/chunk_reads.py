@@ -39,6 +39,9 @@ _DECODED_BYTES: Final = 128 << 20
 _LEAST_STARTED: Final = 2
 """Number of chunks that may be decoded at a time even if they exceed `_DECODED_BYTES`."""
 
+_BATCH_CHUNKS: Final = 1 << 12
+"""Chunks of a box that are read at a time: a few bytes of metadata may state millions."""
+
 _Target: TypeAlias = tuple[int, Box, HostArray]
 """The number of an item, its box and its buffer."""
 
@@ -110,7 +113,11 @@ def read_boxes(
             yield number
             continue
         target = (number, box, buffer)
+        waiting = 0
         for chunk in chunks:
+            if waiting == _BATCH_CHUNKS:
+                yield from [done for done in _read_chunks(index, store, exact, others) if done != number]
+                exact, others, waiting = {}, {}, 0
             if chunk.box is box:
                 missing -= size
             elif (common := chunk.box.intersect(box)) is not None:
@@ -128,15 +135,28 @@ def read_boxes(
                 if requested is None:
                     requested = of_leaf[chunk.number] = _RequestedChunk(chunk, [])
             requested.targets.append(target)
+            waiting += 1
         if missing:
             raise CorruptCheckpointError(
                 f"leaf {item.leaf}: {missing} of the {size} elements of a box are in no chunk. Restore the checkpoint "
                 "from a copy, or load another one"
             )
+        if not waiting:
+            yield number
     if by_index and native is not None:
         part = [ReadItem(items[number].leaf, box) for number, box, _ in by_index]
         for position in native.read(part, [buffer for _, _, buffer in by_index], store):
             yield by_index[position][0]
+    yield from _read_chunks(index, store, exact, others)
+
+
+def _read_chunks(
+    index: ChunkIndex,
+    store: ReadStore,
+    exact: Mapping[tuple[int, int], _RequestedChunk],
+    others: Mapping[int, Mapping[int, _RequestedChunk]],
+) -> Iterator[int]:
+    """Read chunks. Yields the number of each target once all of these chunks of it are complete."""
     reads = [_chunk_read(requested, requested.chunk.key, requested.chunk.offset, None) for requested in exact.values()]
     if others:
         yield from _Located(index, store, reads).results(others)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptcore.errors import InsufficientMemoryError
 from ckptcore.io.elements import copy_elements, plain
 from ckptcore.io.requests import IOThreads, reset_in_children
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
@@ -109,7 +110,7 @@ def allocate(spec: ArraySpec) -> HostArray:
     Large arrays use huge pages, which a load fills several times faster than small ones.
 
     Raises:
-        MemoryError
+        InsufficientMemoryError
     """
     nbytes = spec.nbytes
     try:
@@ -120,8 +121,8 @@ def allocate(spec: ArraySpec) -> HostArray:
         pass
     try:
         return np.empty(spec.shape, spec.numpy_dtype)
-    except ValueError as error:
-        raise MemoryError(f"cannot get memory for {spec}: {error}") from error
+    except (MemoryError, ValueError) as error:
+        raise InsufficientMemoryError(f"not enough memory for {spec}, {nbytes} bytes: {error}") from error
 
 
 class StagingPool:

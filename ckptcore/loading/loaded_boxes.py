@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ckptcore.loading.load import LoadRequest, ReportBuilder
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
-from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
+from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.loading.stored_trees import chosen_leaves, transformed
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -34,9 +35,6 @@ _BUDGET_BYTES: Final = 128 << 20
 
 _BATCHES: Final = 2
 """Batches in memory: one is read while the caller receives the boxes of another one."""
-
-_ITEM_BYTES: Final = 512 << 20
-"""Chunks up to this size that can only be read whole are not cut: a part costs as much as the whole chunk."""
 
 _MAX_CUTS: Final = 1 << 20
 """Limit of parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
@@ -135,12 +133,17 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
                     "damaged. Load another checkpoint"
                 )
             is_whole = piece.chunk is not None and not piece.chunk.is_plain
-            if is_whole and most_bytes < piece.nbytes <= _ITEM_BYTES:
-                alone.append((piece,))
+            if is_whole and most_bytes < piece.nbytes:
+                alone.append((piece,))  # it is decoded as a whole: a part takes as much memory and time
             else:
                 pieces.append(piece)
     sizes = BatchSizes(aim=most_bytes, most=most_bytes, block=BLOCK_BYTES)
-    return sorted([*alone, *batches_of(pieces, sizes)], key=lambda batch: batch[0].order)
+    alone.sort(key=_order)
+    return heapq.merge(alone, batches_of(pieces, sizes), key=_order)  # cuts large pieces only as they are read
+
+
+def _order(batch: Sequence[StoredPiece]) -> Order:
+    return batch[0].order
 
 
 def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:

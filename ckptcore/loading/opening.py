@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Collection
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, ParsedRoots, PartialSave, Root
-from ckptcore.commit.root_json import is_claim
+from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, ParsedRoots, PartialSave, Root, split_rank
+from ckptcore.commit.root_json import is_claim, summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version, root_bytes
 from ckptcore.context import Context
@@ -70,7 +69,6 @@ ATTEMPTS: Final = 20
 """Limit of attempts to read a checkpoint that is replaced again and again."""
 
 _NAMES_SHOWN: Final = 20
-_OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
 class ConsistentRead(Generic[OpenedT]):
@@ -332,12 +330,22 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
         return
     if isinstance(data, str):
         raise InvalidLocationError(data)
-    around = None if data is None else parse_root(location.parent, data, f"the directory around {location.display}")
-    if hidden or not isinstance(around, CompositeRoot) or around.save_id != member.save_id:
+    try:
+        save_id = None if data is None else _composite_save_id(data)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"the directory around {location.display}: {error}", key=error.key) from error
+    if hidden or save_id != member.save_id:
         raise UncommittedCheckpointError(
             f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was "
             "replaced meanwhile. Load another checkpoint, or save again"
         )
+
+
+@functools.lru_cache(maxsize=4)
+def _composite_save_id(data: bytes) -> str | None:
+    """Return the save id of a committed composite; None for another root. Cached: each of many members asks."""
+    summary = summarize_root(data)
+    return summary.save_id if summary.committed and summary.members is not None else None
 
 
 def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
@@ -355,8 +363,8 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
         listed |= _found_by_roots(composite)
     of_ranks: dict[str, list[int]] = {}
     for directory in listed:
-        if (matched := _OF_RANK.fullmatch(directory)) is not None:
-            of_ranks.setdefault(matched[1], []).append(int(matched[2]))
+        if (of_rank := split_rank(directory)) is not None:
+            of_ranks.setdefault(of_rank[0], []).append(of_rank[1])
     present = {}
     for name, member in composite.members.items():
         # Do not count up to the number of processes: a hostile root may state any number.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.context import Context
-from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
+from ckptcore.errors import CorruptCheckpointError, InsufficientMemoryError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate
 from ckptcore.loading.checkpoint import Checkpoint, naming_additional
 from ckptcore.loading.matching import Matched
@@ -187,8 +187,7 @@ class TreeRead:
         """Return the memory for the boxes of an array; for an array that is not read, the array itself.
 
         Raises:
-            MemoryError, PluginError
-            CorruptCheckpointError: an array does not fit in memory, and other software wrote the checkpoint.
+            InsufficientMemoryError, PluginError
         """
         if leaf_read.array is not None:
             return [leaf_read.array for _ in leaf_read.boxes]  # a 0-dimensional array has one box at most
@@ -310,16 +309,12 @@ def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
     """Allocate memory for an array of a checkpoint.
 
     Raises:
-        MemoryError: there is not enough memory, and ckptcore wrote the checkpoint, so its shapes were checked before.
-        CorruptCheckpointError: there is not enough memory, and other software wrote the checkpoint. Its shapes may be
-            wrong: a damaged or hostile file can state any shape.
+        InsufficientMemoryError
     """
     try:
         return allocate(spec)
     except MemoryError as error:
-        if opened.root is not None:
-            raise
-        raise CorruptCheckpointError(
+        raise InsufficientMemoryError(
             f"{format_path(opened.tree.paths[leaf])} of {opened.location.display}: not enough memory for {spec}, "
             f"{spec.nbytes} bytes. If the array is really this large, load a part of it, or use a machine with more "
             "memory; otherwise the checkpoint is damaged"

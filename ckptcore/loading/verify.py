@@ -11,7 +11,7 @@ from ckptcore.commit.location import AnyLocation, SubPath
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InsufficientMemoryError
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import (
@@ -288,6 +288,10 @@ class _Verification:
                         read_leaves(opened, [number], [array], [None], self._context)
                 except CorruptCheckpointError as error:
                     self._add(error)
+                except InsufficientMemoryError as error:  # its shape may be damaged
+                    self._problems.append(
+                        Problem(None, None, None, (format_path(opened.tree.paths[number]),), str(error))
+                    )
                 self._advance(record.spec.nbytes)
         return tuple(sorted({key for _, key, _, _ in extents_of(opened)}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -200,57 +201,74 @@ def subtract(box: Box, other: Box) -> list[Box]:
     return parts
 
 
-_MAX_ELEMENTS: Final = 1 << 62
-"""Limit of elements: larger counts could overflow 64 bits."""
+_FEW_BOXES: Final = 16
+"""Up to this number of boxes, comparing each pair is faster than a check of all."""
 
-_SPARE_CELLS: Final = 1 << 12
+_MAX_ELEMENTS: Final = 1 << 56
+"""Limit of elements: the sum of the sizes of few boxes fits into 64 bits."""
+
+_PRIMES: Final[HostArray] = np.array([2147483647, 2147483629], np.uint64)
+"""The two largest primes below 2**31: products of two remainders fit into 64 bits."""
+
+_MOVED_ROWS: Final = 1 << 12
+"""Number of boxes whose bounds are moved at a time: the arrays stay in the cache."""
 
 
 def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
-    """Return True if boxes cover an array without gap and overlap. May return False if the check would take too long.
+    """Return True if boxes cover an array without gap and overlap.
 
-    Takes about ``n log n`` time for n boxes. Returns False if the grid of all bounds has many more cells than boxes.
+    Takes time proportional to the boxes and their axes, whatever the boxes are: a hostile checkpoint may state any.
+
+    The number of boxes around an element, as a function of the element, is the sum of the products of differences
+    ``step(stop) - step(start)`` over the axes. Two such functions are equal if and only if the same sums are equal with
+    unknowns in place of the steps. The sums are compared for random values of the unknowns, modulo two primes. Unequal
+    sums are equal by chance in less than one of 2**50 calls (Schwartz and Zippel).
 
     Args:
         shape: shape of the array, in elements.
         starts, stops: the boxes, with a row for each box and a column for each axis.
     """
     filled = (stops > starts).all(axis=1)
-    starts, stops = starts[filled], stops[filled]
-    elements = math.prod(shape)
-    if not elements or not len(starts) or elements > _MAX_ELEMENTS:
-        return not elements and not len(starts)
-    if (starts < 0).any() or (stops > np.array(shape, np.int64)).any():
+    if not filled.all():
+        starts, stops = starts[filled], stops[filled]
+    if not len(starts) or 0 in shape:
+        return 0 in shape and not len(starts)
+    ends: HostArray = np.array(shape, np.int64)
+    if (starts < 0).any() or (stops > ends).any():
         return False
-    if int((stops - starts).prod(axis=1, dtype=np.int64).sum()) != elements:
-        return False
-    # The boxes have as many elements as the array, and none is outside: only overlaps remain to be checked.
-    low = np.zeros_like(starts)
-    high = np.zeros_like(stops)
-    grid: list[int] = []
-    for axis in range(len(shape)):
-        bounds = np.unique(np.concatenate([starts[:, axis], stops[:, axis]]))
-        low[:, axis] = np.searchsorted(bounds, starts[:, axis])
-        high[:, axis] = np.searchsorted(bounds, stops[:, axis])
-        grid.append(len(bounds) - 1)
-    if math.prod(grid) > 8 * len(starts) + _SPARE_CELLS:
-        return False
-    if (high - low == 1).all():
-        cells = np.ravel_multi_index(tuple(low.T), tuple(grid)) if grid else np.zeros(len(starts), np.int64)
-        return len(np.unique(cells)) == len(cells)
-    return _counts(low, high, grid) == 1
+    if not shape:
+        return len(starts) == 1
+    if len(starts) <= _FEW_BOXES and math.prod(shape) <= _MAX_ELEMENTS:
+        overlapping = ((starts[:, None] < stops) & (starts < stops[:, None])).all(axis=2)  # each box with itself, too
+        missing = math.prod(shape) - int((stops - starts).prod(axis=1).sum())
+        return not missing and int(overlapping.sum()) == len(starts)
+    choices = random.SystemRandom()  # keeps the state of the caller's generators
+    keys = np.array([[[choices.getrandbits(64)] for _ in shape] for _ in _PRIMES], np.uint64)
+    total = _moved_volumes(np.zeros((1, len(shape)), np.int64), ends[None], keys)
+    for first in range(0, len(starts), _MOVED_ROWS):
+        rows = slice(first, first + _MOVED_ROWS)
+        total = total + _PRIMES - _moved_volumes(starts[rows], stops[rows], keys)
+    return not (total % _PRIMES).any()
 
 
-def _counts(low: HostArray, high: HostArray, grid: Sequence[int]) -> int:
-    """Return the largest number of boxes that overlap in one cell of the grid."""
-    changes = np.zeros([extent + 1 for extent in grid], np.int64)
-    for corner in range(1 << len(grid)):
-        upper = [bool(corner >> axis & 1) for axis in range(len(grid))]
-        indices = tuple([(high if up else low)[:, axis] for axis, up in enumerate(upper)])
-        np.add.at(changes, indices, (-1) ** sum(upper))
-    for axis in range(len(grid)):
-        np.cumsum(changes, axis=axis, out=changes)
-    return int(changes.max())
+def _moved_volumes(starts: HostArray, stops: HostArray, keys: HostArray) -> HostArray:
+    """Return the sum of the sizes of boxes, modulo each prime, after each bound was moved to a random position.
+
+    Args:
+        starts, stops: the boxes.
+        keys: a random number for each prime and axis.
+    """
+    primes = _PRIMES[:, None, None]
+    mixed = np.concatenate([starts, stops]).astype(np.uint64).T ^ keys  # SplitMix64 of prime, axis and bound
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    moved = (mixed ^ (mixed >> np.uint64(31))) % primes
+    extents = (moved[:, :, len(starts) :] + primes - moved[:, :, : len(starts)]) % primes
+    volumes = extents[:, 0]
+    for axis in range(1, extents.shape[1]):
+        volumes = volumes * extents[:, axis] % _PRIMES[:, None]
+    found: HostArray = volumes.sum(axis=1) % _PRIMES
+    return found
 
 
 class WrittenBoxes:
@@ -285,22 +303,14 @@ class WrittenBoxes:
             yield Box(tuple(start), tuple(stop))
 
 
-_COLUMNS_PAY: Final = 16
-"""Above this number of boxes, one vectorized check by NumPy is faster than a Python loop."""
-
-
 def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     """Return why boxes do not cover an array exactly, as text for a message; None if they do.
 
-    Takes about ``n log n`` time for a grid of n boxes, and longer if they do not cover the array.
+    Takes time proportional to the boxes if they cover the array, else to the boxes and the logarithm of the elements.
     """
     whole = Box.whole(spec.shape)
     if len(boxes) == 1 and boxes[0] == whole:
         return None
-    if len(boxes) > _COLUMNS_PAY and all(len(box.start) == len(spec.shape) for box in boxes):
-        bounds = np.array([(*box.start, *box.stop) for box in boxes], np.int64).reshape(len(boxes), -1)
-        if covers_exactly(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
-            return None
     # A hostile box may end before it begins on two axes, so that its size is positive.
     filled = [box for box in boxes if all(map(operator.lt, box.start, box.stop))]
     for box in filled:
@@ -310,14 +320,34 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     expected = math.prod(spec.shape)
     if total < expected:
         return f"{expected - total} of {expected} elements are in no box"
-    active: list[Box] = []
-    for box in sorted(filled, key=lambda box: box.start):
-        active = [other for other in active if not other.stop or other.stop[0] > box.start[0]]
-        for other in active:
-            if other.intersect(box) is not None:
+    if len(filled) <= _FEW_BOXES:
+        for box, other in itertools.combinations(filled, 2):
+            if box.intersect(other) is not None:
                 return f"the boxes {_span(box)} and {_span(other)} overlap"
-        active.append(box)
-    return None
+        return None
+    starts, stops = (np.array(bounds, np.int64).reshape(len(filled), -1) for bounds in zip(*filled, strict=True))
+    if covers_exactly(spec.shape, starts, stops):
+        return None
+    element = _not_in_one_box(spec.shape, starts, stops)
+    inside = ((starts <= element) & (np.array(element, np.int64) < stops)).all(axis=1).nonzero()[0]
+    if len(inside) > 1:
+        return f"the boxes {_span(filled[inside[0]])} and {_span(filled[inside[1]])} overlap"
+    return f"the element {list(element)} is in no box"
+
+
+def _not_in_one_box(shape: tuple[int, ...], starts: HostArray, stops: HostArray) -> tuple[int, ...]:
+    """Return an element that is in no box, or in several. The boxes are not empty, and do not cover the array."""
+    first, after = [0] * len(shape), list(shape)
+    for axis in range(len(shape)):
+        while after[axis] - first[axis] > 1:
+            middle = (first[axis] + after[axis]) // 2
+            half = [*after[:axis], middle, *after[axis + 1 :]]
+            lower = tuple(map(operator.sub, half, first))
+            if covers_exactly(lower, np.maximum(starts, first) - first, np.minimum(stops, half) - first):
+                first[axis] = middle
+            else:
+                after = half
+    return tuple(first)
 
 
 def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,6 +192,25 @@ def test_very_many_processes(forgery: _Forgery) -> None:
     assert 0 < len(problems) < 10
     with pytest.raises(CheckpointError, match="16777216"):
         ckptcore.load_checkpointables(forgery.location, ["m3"])
+
+
+def test_very_many_processes_of_a_checkpoint_that_is_replaced(forgery: _Forgery) -> None:
+    """Its directories are found by listing, not by counting."""
+    for name in ("model", "data", "files"):
+        shutil.rmtree(forgery.location / name)
+    forgery.with_members({f"m{number}": ["tree", 1 << 24] for number in range(50)})
+    for name in ("m3.rank_7", "m3.rank_007", f"m3.rank_{1 << 24}", "m3", "other"):
+        (forgery.location / name).mkdir()
+        (forgery.location / name / "a").write_bytes(b"")
+    tracemalloc.start(1)
+    try:
+        ckptcore.save(forgery.location, {"a": 1}, overwrite="keep-other-files", context=_CONTEXT)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < _MEMORY_BYTES
+    names = {path.name for path in forgery.location.iterdir() if path.is_dir()}
+    assert names == {"m3.rank_007", f"m3.rank_{1 << 24}", "m3", "other"}
 
 
 def test_very_many_members(forgery: _Forgery) -> None:

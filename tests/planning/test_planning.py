@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import random
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import LEAF, Attribute, Node, TreePath
 from ckptcore.planning import check_coverage, cuts_of, leaf_names, plan_read, plan_write, uncovered
+from ckptcore.planning.partition import covers_exactly
 
 SHAPE = (5, 4)
 RANGES = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted)
@@ -41,6 +44,55 @@ def test_any_grid_covers(rows: set[int], columns: set[int], chooser: object) -> 
     if len(boxes) > 1:
         assert uncovered(ArraySpec(SHAPE, "float32"), boxes[1:]) is not None
         assert cuts_of(SHAPE, boxes) == (tuple(sorted(rows)), tuple(sorted(columns)))
+
+
+def _tiling(chooser: random.Random, shape: tuple[int, ...], count: int) -> list[Box]:
+    """Cut an array again and again at a random place."""
+    boxes = [Box.whole(shape)]
+    while len(boxes) < count:
+        box = boxes.pop(chooser.choice([number for number, box in enumerate(boxes) if box.size > 1]))
+        axis = max(range(len(shape)), key=lambda axis: (box.shape[axis], chooser.random()))
+        cut = chooser.randrange(box.start[axis] + 1, box.stop[axis])
+        boxes += [box.band(axis, box.start[axis], cut), box.band(axis, cut, box.stop[axis])]
+    return boxes
+
+
+@pytest.mark.parametrize("damage", ["none", "missing", "twice", "moved"])
+@given(st.randoms(use_true_random=False), st.sampled_from([(400,), (30, 20), (8, 9, 10)]), st.integers(17, 60))
+def test_coverage_of_many_boxes_is_found_as_by_counting(
+    damage: str, chooser: random.Random, shape: tuple[int, ...], count: int
+) -> None:
+    boxes = _tiling(chooser, shape, count)
+    if damage == "missing":
+        boxes.pop()
+    elif damage == "twice":
+        boxes[0] = boxes[1]
+    elif damage == "moved":
+        box, axis = boxes[0], chooser.randrange(len(shape))
+        start = max(box.start[axis] - 1, 0)
+        boxes[0] = box.band(axis, start, start + box.shape[axis])
+    counts = np.zeros(shape, int)
+    for box in boxes:
+        counts[box.slices] += 1
+    reason = uncovered(ArraySpec(shape, "int8"), boxes)
+    assert (reason is None) == bool((counts == 1).all())
+    starts, stops = (np.array([getattr(box, bound) for box in boxes]) for bound in ("start", "stop"))
+    assert covers_exactly(shape, starts, stops) == (reason is None)
+    if reason is not None and reason.startswith("the element"):
+        assert counts[tuple(json.loads(reason.removeprefix("the element ").removesuffix(" is in no box")))] == 0
+
+
+def test_coverage_of_very_many_axes() -> None:
+    """Each box halves the rest along the next axis. The check once took time exponential in the axes."""
+    axes = 60
+    boxes = [
+        Box((0,) * axis + (1,) + (0,) * (axes - axis - 1), (1,) * axis + (2,) * (axes - axis)) for axis in range(axes)
+    ]
+    boxes.append(Box((0,) * axes, (1,) * axes))
+    spec = ArraySpec((2,) * axes, "int8")
+    assert uncovered(spec, boxes) is None
+    assert "overlap" in (uncovered(spec, [*boxes, boxes[5]]) or "")
+    assert "are in no box" in (uncovered(spec, boxes[1:]) or "")
 
 
 def test_boxes_outside_and_of_other_rank_are_found() -> None:

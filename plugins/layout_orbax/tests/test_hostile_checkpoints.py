@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import gzip
 import json
 import os
+import struct
 import threading
 import tracemalloc
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +25,13 @@ from ckptcore_orbax.orbax.trees import tree_of_names
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 
 import ckptcore
-from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError
+from ckptcore.errors import ChecksumError, CorruptCheckpointError, InsufficientMemoryError, InvalidLocationError
 from ckptcore.model import Box, HostArray, Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
 """Decoded by tensorstore; `LITTLE` is read directly."""
+
 
 CODECS = {"direct": LITTLE, "decoded": BIG}
 
@@ -251,6 +256,113 @@ def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time
     assert max(running) <= 3
 
 
+_HUGE = 12 << 40
+
+_ENCODED: dict[str, tuple[int, Any, bytes]] = {
+    "zlib": (2, {"id": "zlib", "level": 1}, zlib.compress(bytes(100))),
+    "bz2": (2, {"id": "bz2", "level": 1}, bz2.compress(bytes(100))),
+    "zstd of zarr 2": (2, {"id": "zstd", "level": 1}, zstandard.compress(bytes(100))),
+    "blosc": (
+        2,
+        {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0},
+        bytes([2, 1, 2, 1]) + (100).to_bytes(4, "little") * 2 + (116).to_bytes(4, "little") + bytes(100),
+    ),
+    "raw": (2, None, bytes(100)),
+    "gzip": (3, [*LITTLE, {"name": "gzip", "configuration": {"level": 1}}], gzip.compress(bytes(100))),
+    "zstd": (3, [*LITTLE, {"name": "zstd", "configuration": {"level": 1}}], zstandard.compress(bytes(100))),
+    "big endian": (3, BIG, bytes(100)),
+    "a shard of huge chunks": (
+        3,
+        [
+            {
+                "name": "sharding_indexed",
+                "configuration": {"chunk_shape": [_HUGE // 2], "codecs": BIG, "index_codecs": LITTLE},
+            }
+        ],
+        bytes(100) + struct.pack("<QQQQ", 0, 100, 0, 100),
+    ),
+    "a shard of very many chunks": (
+        3,
+        [
+            {
+                "name": "sharding_indexed",
+                "configuration": {"chunk_shape": [1], "codecs": BIG, "index_codecs": LITTLE},
+            }
+        ],
+        bytes(100),
+    ),
+    "a shard in a shard": (
+        3,
+        [
+            {
+                "name": "sharding_indexed",
+                "configuration": {
+                    "chunk_shape": [_HUGE],
+                    "codecs": [
+                        {
+                            "name": "sharding_indexed",
+                            "configuration": {"chunk_shape": [_HUGE], "codecs": BIG, "index_codecs": LITTLE},
+                        }
+                    ],
+                    "index_codecs": LITTLE,
+                },
+            }
+        ],
+        struct.pack("<QQ", 2**64 - 1, 2**64 - 1) + struct.pack("<QQ", 0, 16),
+    ),
+}  # fmt: skip
+
+
+def _huge_chunk(location: Path, name: str, extent: int, *, fills: bool) -> Path:
+    """Write an array of one chunk of `_HUGE` elements, which has few bytes."""
+    version, codecs, data = _ENCODED[name]
+    files: dict[str, Any] = {"_METADATA": tree_file(stores_fill_value=not fills, use_zarr3=version == 3)}
+    if version == 3:
+        return checkpoint(location, files | {"a/zarr.json": zarr_json([extent], [_HUGE], codecs=codecs), "a/c/0": data})
+    document = {
+        "zarr_format": 2, "shape": [extent], "chunks": [_HUGE], "dtype": "<u2" if codecs else ">u2",
+        "compressor": codecs, "filters": None, "fill_value": 0, "order": "C",
+    }  # fmt: skip
+    return checkpoint(location, files | {"a/.zarray": document, "a/0": data})
+
+
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("extent", [8, _HUGE // 4, _HUGE])
+@pytest.mark.parametrize("name", _ENCODED)
+def test_a_chunk_of_few_bytes_that_claims_much_memory(name: str, extent: int, fills: bool, tmp_path: Path) -> None:
+    """TensorStore allocates a chunk before it decodes it, and ends the process if it cannot."""
+    location = _huge_chunk(tmp_path / "checkpoint", name, extent, fills=fills)
+    with ckptcore.open(location) as opened:
+        for read in (
+            lambda: opened["a"][0],
+            lambda: opened["a"][:4],
+            lambda: next(opened.iter_boxes()),
+            lambda: ckptcore.load(location),
+            lambda: ckptcore.load(location, {"a": ckptcore.AbstractArray((extent,), "uint16")}),
+            lambda: ckptcore.diff(location, location),
+            lambda: ckptcore.copy(location, tmp_path / "copy", layout="safetensors"),
+            lambda: ckptcore.copy(location, tmp_path / "copy", layout="zarr3"),
+        ):
+            with pytest.raises(
+                (CorruptCheckpointError, InsufficientMemoryError), match=r"\ba\b.*(bytes|memory|chunks)"
+            ):
+                read()
+    assert not ckptcore.verify(location).ok
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_a_chunk_that_its_bytes_decode_to_is_read(codec: str, tmp_path: Path) -> None:
+    """The densest chunks there are: zeros only."""
+    codecs = [*LITTLE, {"name": codec, "configuration": {"level": 9}}]
+    zeros = bytes(64 << 20)
+    data = gzip.compress(zeros) if codec == "gzip" else zstandard.compress(zeros, 19)
+    assert len(zeros) // len(data) > 1000
+    location = checkpoint(
+        tmp_path / "checkpoint", {"a/zarr.json": zarr_json([8], [len(zeros) // 2], codecs=codecs), "a/c/0": data}
+    )
+    assert ckptcore.load(location)["a"].tolist() == [0] * 8
+
+
 # --- mixed saves ------------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +404,6 @@ def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) 
         "chunk_key_encoding": {"name": "default"}, "codecs": LITTLE,
     }  # fmt: skip
     (array / "zarr.json").write_text(json.dumps(document))
-    with pytest.raises(CorruptCheckpointError, match="w of .*: not enough memory for float32"):
+    with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
         ckptcore.load(tmp_path)
     assert not ckptcore.verify(tmp_path).ok

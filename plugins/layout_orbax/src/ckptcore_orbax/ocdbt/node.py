@@ -253,9 +253,8 @@ def _decode_locations(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return file numbers and offsets. Checks that the files have paths."""
     numbers = cursor.varints(count, f"the number of the file of {what}", len(files) - 1)
-    for number, file in enumerate(files):
-        if not file.path and (numbers == number).any():
-            raise cursor.byte_range.damage_error(f"{what} refers to a file without a name")
+    if np.array([not file.path for file in files], bool)[numbers].any():
+        raise cursor.byte_range.damage_error(f"{what} refers to a file without a name")
     return numbers, cursor.varints(count, f"the offset of {what}", MAX_BYTES)
 
 

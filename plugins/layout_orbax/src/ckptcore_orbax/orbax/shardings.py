@@ -94,10 +94,11 @@ def _decode_sharding(members: Mapping[str, JSON], key: str) -> Mapping[str, JSON
     ]
     if len(set(axes)) != len(sizes) or len(axes) != len(sizes):
         raise unexpected(key, f"{len(sizes)} names of the axes of a mesh", axes)
+    known = set(axes)
     spec: list[JSON] = []
     for part in expect_type(members.get("partition_spec"), list, key, "partition_spec"):
         for axis in part if isinstance(part, list) else [] if part is None else [part]:
-            if axis not in axes:
+            if not isinstance(axis, str) or axis not in known:
                 raise unexpected(key, "an axis of the mesh in partition_spec", axis)
         spec.append(part)
     note: dict[str, JSON] = {"type": kind, "mesh": dict(zip(axes, sizes, strict=True)), "spec": spec}

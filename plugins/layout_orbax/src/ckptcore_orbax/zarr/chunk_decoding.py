@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 import numpy as np
 import xxhash
 
-from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.errors import ChecksumError
 from ckptcore.model import Box, Chunk, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
+from ckptcore_orbax.zarr.chunk_sizes import expect_justified, expect_reasonable
 from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, native_store, read_native
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using_tensorstore
 
-__all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
-
-_MAX_CHUNK_BYTES: Final = 1 << 30
-"""Larger read chunks, in bytes, must be at most 4 times the array: hostile metadata may state any size."""
+__all__ = ["ChunkDecoder", "DecodedChunk", "is_native", "read_natively"]
 
 
 class ChunkDecoder:
@@ -42,8 +39,11 @@ class ChunkDecoder:
         """Start to decode a chunk.
 
         Raises:
-            CorruptCheckpointError: its bytes state a larger size than a read chunk has.
+            CorruptCheckpointError: its bytes state a larger size than a read chunk has, or cannot decode to a read
+                chunk.
+            InsufficientMemoryError
         """
+        expect_justified(self._stored, len(data))
         valid = chunk.box.intersect(self._whole)
         assert valid is not None  # a chunk contains elements of the array
         elements = np.empty(valid.shape, self._stored.format.spec.numpy_dtype)
@@ -124,22 +124,6 @@ def read_natively(
             expect_reasonable(state.arrays[leaf])
         check_native_files(wanted, state, store, databases)
         yield from read_native(state, wanted, native)
-
-
-def expect_reasonable(stored: ZarrArray) -> None:
-    """Reject read chunks that are far larger than their array.
-
-    Raises:
-        CorruptCheckpointError: read chunks have more than 1 GiB, and more than 4 times the size of
-            the array.
-    """
-    format = stored.format
-    if format.inner_bytes > max(_MAX_CHUNK_BYTES, 4 * format.spec.nbytes):
-        raise CorruptCheckpointError(
-            f"{stored.name!r} is {format.spec} and states read chunks of {list(format.inner)} elements, "
-            f"{format.inner_bytes} bytes; its metadata is damaged: restore it from a copy, or load another "
-            "checkpoint"
-        )
 
 
 def _verify(stored: ZarrArray, chunk: Chunk, elements: HostArray, digests: bytes) -> None:

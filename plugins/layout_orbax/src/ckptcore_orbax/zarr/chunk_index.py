@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from ckptcore_orbax.zarr.chunk_locations import (
     locate_chunk,
     locate_chunks,
 )
+from ckptcore_orbax.zarr.chunk_sizes import expect_reasonable
 from ckptcore_orbax.zarr.chunking import check_chunk_count, flatten_index, iter_chunks, unflatten_index
 from ckptcore_orbax.zarr.codecs import is_blosc
 from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
@@ -44,6 +45,13 @@ if TYPE_CHECKING:
     from ckptcore_orbax.zarr.chunk_decoding import ChunkDecoder
 
 __all__ = ["ZarrIndex"]
+
+
+_NATIVE_BYTES: Final = 128 << 20
+"""Limit of the read chunks, and of the indexes of shards, that tensorstore reads from a storage by itself, in bytes.
+
+It allocates both before it knows how many bytes are stored.
+"""
 
 
 class ZarrIndex(ChunkIndex):
@@ -229,8 +237,6 @@ class ZarrIndex(ChunkIndex):
                 else:
                     found.add(row, location, location.offset + int(shard.offsets[inner]), int(shard.lengths[inner]))
         if found.encoded:
-            from ckptcore_orbax.zarr.chunk_decoding import expect_reasonable  # delays the import of tensorstore
-
             expect_reasonable(stored)
         return found.places()
 
@@ -274,12 +280,14 @@ class ZarrIndex(ChunkIndex):
         return decoder.decode(chunk, data)
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
-        """See `NativeReader.reads`. Excludes blosc, whose chunks are validated first and decoded in memory."""
+        """See `NativeReader.reads`. Excludes large chunks and blosc, which are validated before they are decoded."""
         state = self._state
         if state.source != "other" or state.missing != "error" or leaf not in state.arrays:
             return False
         format = state.arrays[leaf].format
-        if format.direct or leaf in state.embedded or is_blosc(inner_array(format)):
+        if format.direct or leaf in state.embedded or max(format.inner_bytes, format.index_bytes) > _NATIVE_BYTES:
+            return False
+        if is_blosc(inner_array(format)):
             return False
         from ckptcore_orbax.zarr.chunk_decoding import is_native  # delays the import of tensorstore
 

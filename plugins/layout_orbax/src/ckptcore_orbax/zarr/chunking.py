@@ -23,7 +23,7 @@ __all__ = [
     "write_chunk_shape",
 ]
 
-MAX_CHUNKS: Final = 1 << 24
+MAX_CHUNKS: Final = 1 << 20
 """Limit for the number of chunks of one array. A hostile shape may state any number."""
 
 

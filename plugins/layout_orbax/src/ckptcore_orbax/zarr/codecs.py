@@ -11,7 +11,7 @@ from ckptcore.model import JSON
 from ckptcore_orbax.zarr.documents import expect, parse_chunk_shape
 from ckptcore_orbax.zarr.formats import ArrayFormat, Compression
 
-__all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "expect_blosc_size", "is_blosc"]
+__all__ = ["ChunkCodecs", "chunk_codecs", "codec_names", "codecs_to_json", "expect_blosc_size", "is_blosc"]
 
 _Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
 """Name and configuration. The configuration is None if the codec has members other than these two."""
@@ -55,9 +55,14 @@ def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCod
     return ChunkCodecs(chunk, False, "end", False, raw is not None, raw == "checksum", value)
 
 
+def codec_names(value: JSON) -> list[str]:
+    """Return the names of the codecs of a chain, which must be valid."""
+    return [name for name, _ in _chain(value)]
+
+
 def _last_compressor(value: JSON) -> str:
     """Return the name of the last codec that is not a checksum. The chain must be valid."""
-    names = [name for name, _ in _chain(value)]
+    names = codec_names(value)
     while len(names) > 1 and names[-1] == "crc32c":
         names.pop()
     return names[-1]

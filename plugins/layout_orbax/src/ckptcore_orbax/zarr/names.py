@@ -24,6 +24,9 @@ _RESERVED_NAMES: Final = frozenset(
 _MAX_BYTES: Final = 200
 """Maximum length of a path component in bytes. File systems allow 255; this leaves room for suffixes."""
 
+_MAX_NAME_BYTES: Final = 1024
+"""Maximum length of a name in bytes. Systems allow paths of 4096; this leaves room for the location and chunk keys."""
+
 
 def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
     """Return the name of each leaf in a database, whose keys can contain any text.
@@ -57,13 +60,16 @@ def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
     taken = set(names.values())
     for leaf, name in names.items():
         parts = name.split("/")
-        inside = any("/".join(parts[:count]) in taken for count in range(1, len(parts)))
-        if name and (
-            inside
-            or counts[name.replace("\\", "/").rstrip("/")] > 1
-            or parts[0] in _RESERVED_NAMES
-            or parts[0].startswith("checkpoint.")
-            or not all(map(_is_plain, parts))
+        if (
+            name
+            and (
+                len(name.encode()) > _MAX_NAME_BYTES  # before its prefixes, which are quadratic in its length
+                or any("/".join(parts[:count]) in taken for count in range(1, len(parts)))
+                or counts[name.replace("\\", "/").rstrip("/")] > 1
+                or parts[0] in _RESERVED_NAMES
+                or parts[0].startswith("checkpoint.")
+                or not all(map(_is_plain, parts))
+            )
         ):
             names[leaf] = _escaped(name)
     _check_unique(names, paths)

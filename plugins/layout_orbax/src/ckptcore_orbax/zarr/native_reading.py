@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from ckptcore.model import JSON, Box, HostArray
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import ReadErrors
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
+from ckptcore_orbax.zarr.chunk_sizes import expect_justified
 from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
@@ -123,6 +125,9 @@ _STARTED_BYTES: Final = 128 << 20
 _MIN_STARTED: Final = 2
 """Minimum number of boxes being read at a time, regardless of size."""
 
+_CHECKED_CHUNKS: Final = 1 << 12
+"""Number of chunks that are located at a time: a few bytes of metadata may state millions."""
+
 _OPENED: Final = 256
 """Maximum number of arrays opened at a time."""
 
@@ -146,7 +151,7 @@ def check_native_files(
 
     Raises:
         InvalidLocationError: a link leads out of the checkpoint.
-        CorruptCheckpointError: a file is missing, or not a regular file.
+        CorruptCheckpointError: a file is missing, or not a regular file, or too small for a read chunk.
     """
     if store.address is None or not store.address.url.startswith("file:"):
         return
@@ -155,15 +160,17 @@ def check_native_files(
         for target in targets:
             stored = state.arrays[leaf]
             check_chunk_count(target.box, stored.format.chunk, stored.name)
-            indices = [index for index, _ in iter_chunks(stored.format.chunk, target.box)]
-            for location in locate_chunks(state, leaf, indices, store, databases).values():
-                if location is None or location.key in seen:
-                    continue
-                seen.add(location.key)
-                try:
-                    store.size(location.key)
-                except ObjectNotFoundError as error:
-                    raise CorruptCheckpointError(f"a chunk is missing: {error}", key=location.key) from error
+            indices = (index for index, _ in iter_chunks(stored.format.chunk, target.box))
+            while batch := list(itertools.islice(indices, _CHECKED_CHUNKS)):
+                for location in locate_chunks(state, leaf, batch, store, databases).values():
+                    if location is None or location.key in seen:
+                        continue
+                    seen.add(location.key)
+                    try:
+                        nbytes = store.size(location.key)
+                    except ObjectNotFoundError as error:
+                        raise CorruptCheckpointError(f"a chunk is missing: {error}", key=location.key) from error
+                    expect_justified(stored, nbytes)
 
 
 def read_native(

@@ -10,8 +10,8 @@ from typing import Final
 
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, SaveLostError
-from ckptcore.io.memory import allocate
 from ckptcore.loading.checkpoint import Checkpoint, extents_of
+from ckptcore.loading.reading import allocate_for
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
@@ -75,7 +75,20 @@ def items_by_object(
         opened: the checkpoint to read. Its sizes must have been checked.
         sources: by leaf of the tree, the leaf of `opened` that has its elements.
         sizes: sizes of slices.
+
+    Raises:
+        InsufficientMemoryError: the largest item does not fit in memory.
     """
+    objects = _items_by_object(layout, tree, opened, sources, sizes)
+    largest = max([item for items in objects for item in items], key=lambda item: item.nbytes, default=None)
+    if largest is not None:  # refused before the layout plans and writes terabytes; no page is touched
+        allocate_for(opened, sources[largest.leaf], ArraySpec((largest.nbytes,), "uint8"))
+    return objects
+
+
+def _items_by_object(
+    layout: Layout, tree: TreeMetadata, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes
+) -> list[list[WriteItem]]:
     objects = layout.arrays_by_object(tree)
     if objects is None:
         return [
@@ -259,7 +272,11 @@ class StreamedSnapshot:
     def _read(self, batch: Sequence[int]) -> None:
         """Read items, and publish each one when it is complete."""
         items = [self.plan.items[number] for number in batch]
-        buffers = [allocate(ArraySpec(box.shape, item.spec.dtype)) for item in items for box in item.boxes]
+        buffers = [
+            allocate_for(self._opened, self._sources[item.leaf], ArraySpec(box.shape, item.spec.dtype))
+            for item in items
+            for box in item.boxes
+        ]
         owners = [position for position, item in enumerate(items) for _ in item.boxes]
         left = [len(item.boxes) for item in items]
         wanted = [(self._sources[item.leaf], item.boxes) for item in items]
