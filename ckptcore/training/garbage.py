@@ -216,7 +216,7 @@ class StepDeleter:
         self._steps = steps
         self._looks_complete = looks_complete
         self._store = store
-        self._commits = commit_method(store)
+        self._commits = commit_method(store, runtime_of(context).storages.support)
         self._owned = owned
         self._context = context
         self._locks = self._commits.locks(steps.display)
