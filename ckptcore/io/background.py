@@ -33,19 +33,21 @@ T = TypeVar("T")
 class BackgroundThreads:
     """Threads that call functions in the order of submission, and end once the queue is empty. Thread-safe.
 
-    The interpreter waits for them at exit. The executors of `concurrent.futures` refuse work once the main thread has
-    ended, and their module cannot be imported then. Here `submit` calls the function itself if no thread can be
-    started, and in exit handlers.
+    The interpreter waits for them at exit, unless they are daemons. The executors of `concurrent.futures` refuse work
+    once the main thread has ended, and their module cannot be imported then. Here `submit` calls the function itself if
+    no thread can be started, and in exit handlers.
     """
 
-    def __init__(self, most: int, name: str) -> None:
+    def __init__(self, most: int, name: str, *, daemon: bool = False) -> None:
         """Start no thread yet.
 
         Args:
             most: the most functions that run at once.
             name: the name of the threads.
+            daemon: the interpreter does not wait for them at exit.
         """
         self._most = most
+        self._daemon = daemon
         self._name = name
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._serving: set[int] = set()  # identifiers of threads
@@ -71,7 +73,7 @@ class BackgroundThreads:
         main = threading.main_thread()
         if main.is_alive() or threading.current_thread() is not main:
             try:
-                threading.Thread(target=self._serve, name=self._name).start()
+                threading.Thread(target=self._serve, name=self._name, daemon=self._daemon).start()
             except RuntimeError:  # the system has no more threads
                 pass
             else:
@@ -84,15 +86,20 @@ class BackgroundThreads:
         self._serve()
         return future
 
-    def join(self, *, cancel: bool = False) -> None:
-        """Wait until all functions have returned. `cancel` drops functions that have not started."""
+    def join(self, seconds: float | None = None, *, cancel: bool = False) -> None:
+        """Wait until all functions have returned.
+
+        Args:
+            seconds: the longest time to wait; None: no limit.
+            cancel: drop functions that have not started.
+        """
         with self._lock:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
         self._serve()  # functions for which an interrupted `submit` started no thread
         with self._lock:
-            self._idle.wait_for(lambda: not self._work and not self._serving)
+            self._idle.wait_for(lambda: not self._work and not self._serving, seconds)
 
     def _serve(self) -> None:
         """Call functions until the queue is empty. Return immediately if enough threads do."""
