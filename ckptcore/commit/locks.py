@@ -56,7 +56,9 @@ from ckptcore.errors import (
     DirectoryInUseError,
     ObjectNotFoundError,
     SaveLostError,
+    StepPinnedError,
     StorageError,
+    StorageFullError,
 )
 from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
@@ -322,11 +324,26 @@ class Locks(ABC):
         """
         _check_name(name)
         with ExitStack() as stack:
-            intent = stack.enter_context(self._take("deleting", name))
+            try:
+                intent = stack.enter_context(self._take("deleting", name))
+            except StorageFullError:
+                intent = self.unannounced_deletion(name)
             if self.pinned(name):
                 return None
             stack.pop_all()
             return intent
+
+    def unannounced_deletion(self, name: str) -> Lock:
+        """Return a lock for a deletion that cannot be announced, because the disk is full. `check` looks for pins.
+
+        Otherwise nothing could be deleted to make room. A full disk has no room for a new pin either.
+        """
+
+        def check() -> None:
+            if self.pinned(name):
+                raise StepPinnedError(f"the step {name} in {self._display} is pinned by a reader; delete it later")
+
+        return Lock(f"the step {name}", check=check, release=lambda: None)
 
     def sweep(self) -> None:
         """Remove the pins and announcements of failed processes, and leases that this object saw expire.

@@ -47,6 +47,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     SaveLostError,
     StorageError,
+    StorageFullError,
 )
 from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
@@ -487,7 +488,10 @@ class RenameMethod(CommitMethod):
         held = None
         while held is None:  # a save that sweeps may have locked the directory that was just created
             hidden = name_of_save(location.name, new_save_id())
-            held = self._lock(hidden)
+            try:
+                held = self._lock(hidden)
+            except StorageFullError:
+                return None if locks.pinned(pin) else locks.unannounced_deletion(pin)
         with ExitStack() as stack:
             stack.enter_context(held.lock)
             stack.callback(self._directories.delete_directory, hidden)
