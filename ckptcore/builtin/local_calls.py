@@ -505,8 +505,9 @@ def _rename(function: _RenameCall | None, first: str, second: str, what: str) ->
         if function(os.fsencode(first), os.fsencode(second)) == 0:
             return
         number = ctypes.get_errno()
-    # EINVAL also means a directory moved into itself, and EPERM a directory that forbids it.
-    if number in _MISSING_CALL:
+    # EINVAL also means a directory moved into itself, and EPERM a directory that forbids it. EXDEV means a directory of
+    # a lower layer of overlayfs.
+    if number in _MISSING_CALL or number == errno.EXDEV:
         raise AtomicityError(
             f"cannot {what} atomically: the file system or operating system of {first} and {second} does not support "
             f"it ({os.strerror(number)}); nothing was changed. Use a local file system, or save to a new location"

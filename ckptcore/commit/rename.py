@@ -7,6 +7,7 @@ expire.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -133,13 +134,16 @@ class RenameTransaction:
         try:
             self._directories.exchange(first, second)
         except AtomicityError as error:
-            raise AtomicityError(
-                f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
-                "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
-            ) from error
+            raise self._no_exchange() from error
         finally:
             self._directories.delete_directory(first)
             self._directories.delete_directory(second)
+
+    def _no_exchange(self) -> AtomicityError:
+        return AtomicityError(
+            f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
+            "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+        )
 
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
@@ -228,12 +232,14 @@ class RenameTransaction:
             self._link_others(name, self._hidden)
             self._directories.exchange(self._hidden, name)
             return self._hidden
-        except AtomicityError:
+        except AtomicityError as error:
             if self._overwrite != "non-atomic":
-                raise
+                raise self._no_exchange() from error
         aside = name_of_save(self._location.name, "0" * 16)
         self._directories.delete_directory(aside)
-        self._directories.rename(name, aside)
+        if not _move_aside(self._location.parent, name, aside):
+            self._directories.rename(self._hidden, name)
+            return aside
         try:
             self._directories.rename(self._hidden, name)
         except BaseException:
@@ -289,6 +295,24 @@ def _make_directory(directories: AtomicDirectories, name: str) -> None:
         if lock is not None:
             with lock:
                 pass
+
+
+def _move_aside(directory: StorageBackend, name: str, aside: str) -> bool:
+    """Rename a directory. If that is impossible, delete it, and return False.
+
+    A directory of a lower layer of overlayfs cannot be renamed. Its root is deleted first: if the process is killed,
+    the rest is no checkpoint.
+    """
+    directories = cast(AtomicDirectories, directory)
+    try:
+        directories.rename(name, aside)
+    except StorageError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        subdirectory(directory, name).delete([ROOT_KEY])
+        directories.delete_directory(name)
+        return False
+    return True
 
 
 def _has_other_root(location: Location, root: bytes | None) -> bool:
@@ -456,8 +480,8 @@ class RenameMethod(CommitMethod):
     def _remove_directory(self, location: Location, name: str, save_id: str) -> None:
         """Rename a directory to a hidden name, and delete it. The next save to the location deletes remaining files."""
         hidden = name_of_save(location.name, save_id)
-        self._directories.rename(name, hidden)
-        self._directories.delete_directory(hidden)
+        if _move_aside(self._directory, name, hidden):
+            self._directories.delete_directory(hidden)
 
     def sweep(self, location: Location) -> None:
         """See `CommitMethod`."""

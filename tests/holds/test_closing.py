@@ -16,6 +16,7 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin import local_directories
+from ckptcore.builtin.local_calls import close_descriptor
 from ckptcore.builtin.local_directories import try_to_lock
 from ckptcore.commit.locks import Lock
 
@@ -61,7 +62,7 @@ def test_two_threads_release_a_lock_once() -> None:
 def test_two_threads_unlock_a_directory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second would unlock, and close, another file that has the number of the first."""
     calls: list[int] = []
-    flock, close = fcntl.flock, local_directories.close_descriptor
+    flock, close = fcntl.flock, close_descriptor
 
     def count_unlocks(descriptor: int, operation: int) -> None:
         calls.extend([operation] * (operation == fcntl.LOCK_UN))
