@@ -16,7 +16,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final, Protocol, TypeAlias
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
@@ -249,7 +249,8 @@ _CLOSABLE: Final[weakref.WeakSet[_Closable]] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for closable in list(_CLOSABLE):
-        closable.forget()
+        with suppress(OSError):  # the descriptor is closed nevertheless, and the others must be closed, too
+            closable.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -394,11 +394,9 @@ class FileLock:
         """
         for descriptor in self._taken():
             try:
-                # Unlock explicitly: a child process that was forked meanwhile may still have the file open.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise local_error(error, "unlock", self._path) from error
+                # A child process that was forked meanwhile may still have the file open. Without one, closing unlocks.
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
             finally:
                 close_descriptor(descriptor, self._path)
 

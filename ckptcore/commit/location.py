@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
-from ckptcore.commit.conditional_stores import EmulatedConditionalPuts
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
@@ -91,6 +90,8 @@ class Storages(NamedTuple):
         storage = self.plugins.storage(scheme)(address, options)
         expect_inherits(type(storage), StorageBackend)
         if self.support.without == "marker" and not has_directories(type(storage)):
+            from ckptcore.commit.conditional_stores import EmulatedConditionalPuts  # few object stores need it
+
             return EmulatedConditionalPuts(storage, address, self.support)
         return storage
 

@@ -19,16 +19,15 @@ announced deletion, which ends.
 
 Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which
 the kernel releases. Other storage, and file systems without locks, have leases (`LeasedLocks`), which are broken after
-a lease time without renewal. A
-suspended process finds that its lease is broken when it checks. A deleter of steps checks before it deletes. A reader
-does not check: if it was suspended for longer than a lease time, the step can be deleted, and its load raises an error.
+a lease time without renewal. A suspended process finds that its lease is broken when it checks. A deleter of steps
+checks before it deletes. A reader does not check: if it was suspended for longer than a lease time, the step can be
+deleted, and its load raises an error.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -60,6 +59,7 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
+from ckptcore.io.background import call_within
 from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
 
@@ -132,13 +132,7 @@ class Lock:
         except IndexError:
             return
         self._state = "closed"
-        if seconds is None:
-            release()
-            return
-        thread = threading.Thread(target=release, name="ckptcore-release", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if thread.is_alive():
+        if not call_within(seconds, release):
             logger.warning(
                 "%s is not released: its storage did not answer for %.0f s, so its lease may have to expire",
                 self._subject, seconds,
@@ -206,12 +200,12 @@ class Locks(ABC):
     def own(self, if_in_use: IfInUse = "error") -> Lock:
         """Own the directory until the result is closed, or this process ends.
 
-        Call `check` before every change of a step: a suspended process may have lost the directory. With real
-        directories, the directory of a failed job is free at once. On some network file systems, locks work only
+        Call `check` before every change of a step: a suspended process may have lost the directory. On a file system
+        with locks, the directory of a failed job is free at once. On some network file systems, locks work only
         between processes of one machine. Then the first of two owners fails when it checks.
 
         Args:
-            if_in_use: "take over" waits about one lease time for a renewal. Without effect with real directories.
+            if_in_use: "take over" waits about one lease time for a renewal. Without effect on a file system with locks.
 
         Raises:
             DirectoryInUseError: another job owns it.

@@ -69,7 +69,7 @@ _PUBLISH_TRIES: Final = 100
 """Maximum number of attempts to commit while other processes delete the old checkpoint."""
 
 
-class HiddenLock(NamedTuple):
+class _HiddenLock(NamedTuple):
     """The lock of a hidden directory.
 
     Attributes:
@@ -89,7 +89,7 @@ class RenameTransaction:
         location: Location,
         directories: AtomicDirectories,
         hidden: str,
-        lock: HiddenLock | None,
+        lock: _HiddenLock | None,
         overwrite: Overwrite = False,
         is_foreign: IsForeign = none_is_foreign,
         claim: Claim | None = None,
@@ -356,7 +356,7 @@ class RenameMethod(CommitMethod):
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         self._sweep_except(location, hidden if resume else None)
-        lock = self._lock(hidden)
+        lock = self._lock(hidden, waits=resume)
         transaction = RenameTransaction(location, self._directories, hidden, lock, overwrite, is_foreign, claim)
         if replaces and overwrite != "non-atomic":
             try:
@@ -404,7 +404,7 @@ class RenameMethod(CommitMethod):
         transaction.abort()  # the lock has created the directory again
         raise no_sessions(location)
 
-    def _lock(self, name: str, *, waits: bool = False) -> HiddenLock | None:
+    def _lock(self, name: str, *, waits: bool = False) -> _HiddenLock | None:
         """Lock a hidden directory; None if another process has locked it. Create it if it does not exist.
 
         Args:
@@ -415,7 +415,7 @@ class RenameMethod(CommitMethod):
         if leases is None:
             locked = self._directories.lock_directory(name)
             # The kernel releases the lock only with the process, so there is nothing to check.
-            return None if locked is None else HiddenLock(locked, check=lambda: None)
+            return None if locked is None else _HiddenLock(locked, check=lambda: None)
         leased = leases.lock_directory(name, waits=waits)
         if leased is None:
             return None
@@ -424,7 +424,7 @@ class RenameMethod(CommitMethod):
         except BaseException:
             leased.close()
             raise
-        return HiddenLock(leased, leased.check)
+        return _HiddenLock(leased, leased.check)
 
     def _resume(self, location: Location) -> RenameTransaction:
         """Take over the hidden directory of a partial save."""

@@ -24,7 +24,7 @@ _MAX_REMEMBERED: Final = 1024
 
 
 class StorageSupport:
-    """What storages were found to support. One object for each Context. Thread-safe.
+    """Remember what storages were found to support. One object for each Context. Thread-safe.
 
     Attributes:
         without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
@@ -36,7 +36,7 @@ class StorageSupport:
         self.without: Final = without
         self._clock = clock
         self.conditional_puts: dict[str, bool] = {}
-        self._leases: dict[str, LeasedLocks | None] = {}
+        self._leases: dict[str | None, LeasedLocks | None] = {}
         self._lock = threading.Lock()
         reset_in_children(self)
 
@@ -53,21 +53,23 @@ class StorageSupport:
             directory: a storage with `AtomicDirectories`, opened at a directory of checkpoints.
         """
         address = directory.address
-        if address is None:
-            return self._find_leases(directory)
+        key = None if address is None else address.url
         with self._lock:
-            if address.url not in self._leases:
-                if len(self._leases) >= _MAX_REMEMBERED:
-                    self._leases.clear()
-                self._leases[address.url] = self._find_leases(directory)
-            return self._leases[address.url]
+            if key in self._leases:
+                return self._leases[key]
+            try:
+                found = self._find_leases(directory)
+            except StorageError:
+                return None  # the operation that needs a lock fails with the reason
+            if len(self._leases) >= _MAX_REMEMBERED:
+                self._leases.clear()
+            if key is not None:
+                self._leases[key] = found
+            return found
 
     def _find_leases(self, directory: StorageBackend) -> LeasedLocks | None:
-        try:
-            if cast(AtomicDirectories, directory).has_locks():
-                return None
-        except StorageError:
-            return None  # the operation that needs a lock fails with the reason
+        if cast(AtomicDirectories, directory).has_locks():
+            return None
         from ckptcore.commit.locks import LeasedLocks  # only file systems without locks need it here
 
         address = directory.address

@@ -24,6 +24,7 @@ __all__ = [
     "BackgroundThreads",
     "LoadHandle",
     "SaveHandle",
+    "call_within",
     "wait_for_saves_to",
 ]
 
@@ -123,6 +124,27 @@ class BackgroundThreads:
                 self._serving.discard(thread)
                 self._idle.notify_all()
             raise
+
+
+def call_within(seconds: float | None, function: Callable[[], None]) -> bool:
+    """Call a function that may wait for a storage. Return False if it has not returned within `seconds`.
+
+    Then it continues on a thread that ends with the program.
+
+    Args:
+        seconds: the longest time to wait; None: no limit.
+        function: the function; it should log its errors.
+    """
+    thread = threading.Thread(target=function, name="ckptcore-close", daemon=True)
+    try:
+        if seconds is not None:
+            thread.start()
+            thread.join(seconds)
+            return not thread.is_alive()
+    except RuntimeError:
+        pass  # no thread can be started: the program is ending, or the system has no more threads
+    function()
+    return True
 
 
 class SaveHandle(ExplainsAttributes):

@@ -13,7 +13,7 @@ from ckptcore.commit.location import Location
 from ckptcore.commit.method import PlannedSession, find_partial
 from ckptcore.commit.root import PartialSave, new_save_id
 from ckptcore.commit.support import StorageSupport
-from ckptcore.errors import SaveLostError
+from ckptcore.errors import SaveLostError, StorageError
 from ckptcore.protocols import StorageBackend, Transaction
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import no_flock
@@ -146,3 +146,33 @@ def test_a_session_does_not_wait_for_a_running_one(process: Callable[[Clock], Lo
     assert clock.now() < 60, "it saw a renewal"
     running.leave()
     session(process(clock)).leave()
+
+
+def test_a_resumed_save_waits_for_the_lease_of_the_killed_one(
+    process: Callable[[Clock], Location], clock: FakeClock
+) -> None:
+    """An interrupted copy is resumed with its save id, and so with its hidden directory."""
+    claim, dead, location = new_claim(new_save_id()), clock.process(), process(clock)
+    process(dead).commits.begin(process(dead), claim, False).store.put("w", b"1")
+    dead.is_frozen = True
+    resumed = location.commits.begin(location, claim, False, resume=True)
+    assert clock.now() > 60
+    resumed.commit(ROOT, {})
+    assert sorted(location.store.list()) == ["checkpoint.json", "w"]
+
+
+def test_only_what_was_found_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, support = no_flock(tmp_path), StorageSupport()
+    answers: list[StorageError | bool] = [StorageError("away"), False]
+
+    def has_locks() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    store.has_locks = has_locks  # type: ignore[attr-defined]  # the storage of this test
+    assert support.leases(store) is None
+    found = support.leases(store)
+    assert found is not None and support.leases(store) is found
+    assert len(caplog.records) == 1, "said once"

@@ -26,7 +26,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Silence]]:
     yield watch, silent
     silent.end()
     for thread in threading.enumerate():
-        if thread.name in ("ckptcore-upload", "ckptcore-release", "ckptcore-clean"):
+        if thread.name in ("ckptcore-upload", "ckptcore-close", "ckptcore-clean"):
             thread.join()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
 __all__ = ["Deadline"]
@@ -27,12 +25,3 @@ class Deadline:
     def left_to_stop(self) -> float | None:
         """Return the seconds that are left to stop and to release; None for no limit."""
         return None if self._end is None else max(0.0, self._end + _STOP_SECONDS - time.monotonic())
-
-    def call(self, work: Callable[[], None]) -> None:
-        """Call a function, and return at the latest when the time to stop is over. It then continues on a thread."""
-        if self._end is None:
-            work()
-            return
-        thread = threading.Thread(target=work, name="ckptcore-close", daemon=True)
-        thread.start()
-        thread.join(self.left_to_stop())

@@ -34,6 +34,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.io.background import call_within
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -223,7 +224,7 @@ class LeaderSender:
 
     def close(self, run: str, until: Deadline) -> None:
         """Write a message for the other hosts: this run sends no more steps."""
-        until.call(partial(self._close, run))
+        call_within(until.left_to_stop(), partial(self._close, run))
 
     def _close(self, run: str) -> None:
         try:
