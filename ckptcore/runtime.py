@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.commit.conditional_stores import ConditionalPuts
 from ckptcore.commit.location import Storages
+from ckptcore.commit.support import StorageSupport
 from ckptcore.context import Context
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
@@ -66,8 +66,8 @@ class Runtime:
     @cached_property
     def storages(self) -> Storages:
         """The options by which storages are opened."""
-        conditional_puts = ConditionalPuts(self._io.without_conditions)
-        return Storages(self.registry, self._storage_options, self._is_durable, conditional_puts)
+        support = StorageSupport(self._io.without_conditions)
+        return Storages(self.registry, self._storage_options, self._is_durable, support)
 
     @cached_property
     def staging(self) -> StagingPool:

@@ -16,8 +16,11 @@ import xxhash
 
 from ckptcore.builtin.local_calls import (
     ABSENT,
+    NO_LINKS,
+    NO_LOCKS,
     allocate,
     close_descriptor,
+    close_in_children,
     exchange,
     local_error,
     rename_without_replacing,
@@ -27,6 +30,7 @@ from ckptcore.builtin.local_calls import (
 )
 from ckptcore.builtin.local_directories import (
     LocalDirectories,
+    can_lock,
     link_files,
     list_files,
     list_names,
@@ -304,7 +308,18 @@ class LocalStorage(StorageBackend):
                 # The directory was removed or renamed meanwhile.
                 continue
             except OSError as error:
+                if error.errno in NO_LOCKS:
+                    raise AtomicityError(
+                        f"cannot lock the directory {path}: its file system has no locks ({error.strerror})"
+                    ) from error
                 raise local_error(error, "lock the directory", path) from error
+
+    def has_locks(self) -> bool:
+        """See `AtomicDirectories`."""
+        try:
+            return can_lock(self._root)
+        except OSError as error:
+            raise local_error(error, "lock the directory", self._root) from error
 
     def rename(self, source: str, destination: str) -> None:
         """Rename a directory atomically; durable if the storage was opened durable.
@@ -412,8 +427,16 @@ def _place_new(temporary: str, path: str, key: str) -> None:
         try:
             rename_without_replacing(temporary, path)
         except AtomicityError:
-            os.link(temporary, path)
-            os.unlink(temporary)
+            try:
+                os.link(temporary, path)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                # Readers see an empty object for a moment.
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+                os.rename(temporary, path)
+            else:
+                os.unlink(temporary)
     except FileExistsError as error:
         raise ConditionFailedError(f"cannot create {path}: the object {key!r} exists already") from error
 
@@ -466,11 +489,22 @@ class LocalWriter:
         self._dirty_stop = 0
         self._complete = False
         self._status = os.fstat(descriptor)
+        self._begin()
+        close_in_children(self)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
         # Identifiers of threads that are writing. A thread that is interrupted may leave its
         # identifier here. It removes the identifier when it calls `finish` or `abort`.
         self._writing: set[int] = set()
+
+    def forget(self) -> None:
+        """Close the file in a forked child, which must neither write nor remove the file of its parent."""
+        self._begin()
+        self._complete = True
+        with suppress(OSError):
+            self._close()
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset.

@@ -16,17 +16,21 @@ import re
 import stat
 import struct
 import sys
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import BinaryIO, Final, TypeAlias
+from contextlib import ExitStack, suppress
+from typing import BinaryIO, Final, Protocol, TypeAlias
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
 __all__ = [
     "ABSENT",
+    "NO_LINKS",
+    "NO_LOCKS",
     "OPEN_TO_READ",
     "allocate",
     "close_descriptor",
+    "close_in_children",
     "exchange",
     "is_local_file_system",
     "local_error",
@@ -60,7 +64,17 @@ _LOCAL_FILE_SYSTEMS: Final = frozenset({
     0x01021994,  # tmpfs
     0x794C7630,  # overlayfs
 })  # fmt: skip
-_UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE, errno.EINTR})
+_MISSING_CALL: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
+"""Error numbers of calls that a kernel, file system or sandbox does not have. Sandboxes answer EPERM."""
+
+_UNSUPPORTED: Final = _MISSING_CALL | {errno.ENODEV, errno.EACCES, errno.ENOTTY, errno.ESPIPE, errno.EINTR}
+"""Error numbers of missing calls that only make writes faster: errors of the data are reported again by a write."""
+
+NO_LINKS: Final = _MISSING_CALL | {errno.EMLINK, errno.EACCES, errno.EXDEV}
+"""Error numbers of `link` on file systems without hard links."""
+
+NO_LOCKS: Final = _MISSING_CALL | {errno.ENOLCK, errno.EBADF}
+"""Error numbers of `flock` without support: ENOLCK of NFS without a lock service, EBADF of NFS for directories."""
 
 
 def allocate(descriptor: int, nbytes: int) -> bool:
@@ -237,6 +251,35 @@ def close_descriptor(descriptor: int, path: str) -> None:
         raise local_error(error, "close", path) from error
 
 
+class _Closable(Protocol):
+    """An object with open files."""
+
+    def forget(self) -> None:
+        """Close the files of the parent in a forked child. May not take locks: a thread may have held them."""
+        ...
+
+
+def close_in_children(closable: _Closable) -> None:
+    """Call `forget` of an object in every forked child, for as long as the object exists.
+
+    Otherwise workers of a data loader would keep locks, and the space of deleted files, for their lives.
+    """
+    _CLOSABLE.add(closable)
+
+
+_CLOSABLE: Final[weakref.WeakSet[_Closable]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for closable in list(_CLOSABLE):
+        with suppress(OSError):  # the descriptor is closed nevertheless, and the others must be closed, too
+            closable.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+
 def working_directory() -> str:
     """Return the working directory of this process.
 
@@ -282,7 +325,7 @@ def sync_directory(descriptor: int) -> None:
         os.fsync(descriptor)
     except OSError as error:
         # Some network and FUSE file systems refuse this for directories, whose names then need no sync.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
             raise
 
 
@@ -455,8 +498,6 @@ _LINUX_NO_REPLACE: Final = 1
 _LINUX_EXCHANGE: Final = 2
 _MACOS_EXCHANGE: Final = 2
 _MACOS_NO_REPLACE: Final = 4
-# Error numbers of systems and file systems without such a rename. EINVAL also means a directory moved into itself.
-_NO_SUCH_RENAME: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 _RenameCall: TypeAlias = Callable[[bytes, bytes], int]
 
@@ -488,7 +529,9 @@ def _rename(function: _RenameCall | None, first: str, second: str, what: str) ->
         if function(os.fsencode(first), os.fsencode(second)) == 0:
             return
         number = ctypes.get_errno()
-    if number in _NO_SUCH_RENAME:
+    # EINVAL also means a directory moved into itself, and EPERM a directory that forbids it. EXDEV means a directory of
+    # a lower layer of overlayfs.
+    if number in _MISSING_CALL or number == errno.EXDEV:
         raise AtomicityError(
             f"cannot {what} atomically: the file system or operating system of {first} and {second} does not support "
             f"it ({os.strerror(number)}); nothing was changed. Use a local file system, or save to a new location"

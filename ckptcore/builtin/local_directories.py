@@ -8,16 +8,16 @@ import os
 import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Final
 
 from ckptcore.builtin.local_calls import (
     ABSENT,
+    NO_LOCKS,
     close_descriptor,
+    close_in_children,
     local_error,
     open_inside,
     open_without_links,
@@ -25,7 +25,16 @@ from ckptcore.builtin.local_calls import (
 )
 from ckptcore.errors import StorageError
 
-__all__ = ["DirectoryLock", "LocalDirectories", "link_files", "list_files", "list_names", "lock_object", "try_to_lock"]
+__all__ = [
+    "FileLock",
+    "LocalDirectories",
+    "can_lock",
+    "link_files",
+    "list_files",
+    "list_names",
+    "lock_object",
+    "try_to_lock",
+]
 
 
 def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) -> Iterator[str]:
@@ -138,6 +147,11 @@ class LocalDirectories:
         self._created: set[str] = set()
         # Path, device and inode of directories with durable names. A new directory at the path has another inode.
         self._durable: set[tuple[str, int, int]] = set()
+        self._lock = threading.Lock()
+        close_in_children(self)
+
+    def forget(self) -> None:
+        """Replace the lock in a forked child, because a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def ensure(self, directory: str) -> None:
@@ -320,6 +334,10 @@ def _is_free(descriptor: int) -> bool:
             # A save holds the lock, or another thread that tries it here holds it for a moment.
             if attempt + 1 < _LOCK_ATTEMPTS:
                 time.sleep(_LOCK_PAUSE_SECONDS)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return True  # the saves on this file system have leases
         else:
             return True
     return False
@@ -329,33 +347,44 @@ def _is_below(path: str, directory: str) -> bool:
     return path.startswith(directory if directory.endswith("/") else directory + "/")
 
 
-class DirectoryLock:
-    """A lock of a directory; `close` or leaving the ``with`` block releases it."""
+class FileLock:
+    """A lock of an open file or directory between processes; `close` or leaving the ``with`` block releases it.
 
-    __slots__ = ("__weakref__", "_descriptor", "_path")
+    The kernel releases it when the process ends. A forked child closes its copy of the file: a lock exists as long as
+    any process has the file open, so workers of a data loader would keep it after their trainer was killed.
+    """
+
+    __slots__ = ("__weakref__", "_descriptors", "_follows_links", "_path")
 
     def __init__(self, path: str) -> None:
-        """Open a directory. `acquire` locks it.
-
-        Raises:
-            OSError
-        """
-        self._descriptor = -1
+        """Lock nothing yet. `path` is the path of the file or directory."""
+        self._descriptors: list[int] = []
+        self._follows_links = True
         self._path = path
-        _HELD.add(self)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        close_in_children(self)
 
-    def acquire(self) -> None:
-        """Lock the directory.
+    def open(self, flags: int) -> int:
+        """Open the file. Return its descriptor, which this object closes.
 
         Raises:
-            BlockingIOError: the directory is locked.
-            FileNotFoundError: the directory was replaced.
             OSError
         """
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-            raise FileNotFoundError(errno.ENOENT, "the directory was replaced", self._path)
+        self._follows_links = not flags & os.O_NOFOLLOW
+        self._descriptors.append(os.open(self._path, flags | os.O_CLOEXEC))
+        return self._descriptors[0]
+
+    def acquire(self, *, wait: bool = False) -> None:
+        """Lock the open file.
+
+        Raises:
+            BlockingIOError: it is locked, and `wait` is False.
+            FileNotFoundError: another file has the path.
+            OSError: its number is in `NO_LOCKS` if the file system has no locks.
+        """
+        fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        current = os.stat(self._path, follow_symlinks=self._follows_links)
+        if not os.path.samestat(os.fstat(self._descriptors[0]), current):
+            raise FileNotFoundError(errno.ENOENT, "it was replaced", self._path)
 
     def close(self) -> None:
         """Release the lock. Closing again is no error.
@@ -363,14 +392,13 @@ class DirectoryLock:
         Raises:
             StorageError
         """
-        if self._descriptor >= 0:
+        for descriptor in self._taken():
             try:
-                # Unlock explicitly: a child process that was forked meanwhile may still have the file open.
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            except OSError as error:
-                raise local_error(error, "unlock the directory", self._path) from error
+                # A child process that was forked meanwhile may still have the file open. Without one, closing unlocks.
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
             finally:
-                self.forget()
+                close_descriptor(descriptor, self._path)
 
     def forget(self) -> None:
         """Close the file without unlocking, as a forked child must do with a lock of its parent.
@@ -378,9 +406,15 @@ class DirectoryLock:
         Raises:
             StorageError
         """
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
+        for descriptor in self._taken():
             close_descriptor(descriptor, self._path)
+
+    def _taken(self) -> list[int]:
+        """Take the descriptor out. Only one of several threads gets it, because `list.pop` is atomic."""
+        try:
+            return [self._descriptors.pop()]
+        except IndexError:
+            return []
 
     def __enter__(self) -> None:
         return None
@@ -394,31 +428,18 @@ class DirectoryLock:
         self.close()
 
 
-# A lock exists as long as any process has its file open, so forked children close inherited files. Otherwise workers of
-# a data loader would keep the directory locked after their trainer was killed.
-_HELD: Final[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lock in list(_HELD):
-        lock.forget()
-    _HELD.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
-def try_to_lock(directory: str) -> DirectoryLock | None:
+def try_to_lock(directory: str) -> FileLock | None:
     """Lock an existing directory; None if it is locked, by this process or another.
 
     On a network file system the lock may only be visible to processes of the same machine.
 
     Raises:
         FileNotFoundError: it does not exist, or was replaced.
-        OSError
+        OSError: its number is in `NO_LOCKS` if the file system has no locks of directories.
     """
-    lock = DirectoryLock(directory)
+    lock = FileLock(directory)
     try:
+        lock.open(os.O_RDONLY | os.O_DIRECTORY)
         lock.acquire()
     except BlockingIOError:
         lock.forget()
@@ -429,6 +450,36 @@ def try_to_lock(directory: str) -> DirectoryLock | None:
     return lock
 
 
+def can_lock(directory: str) -> bool:
+    """Return True if the file system of a directory has locks of directories. Looks at the nearest existing directory.
+
+    Takes a shared lock for a moment, and changes nothing.
+
+    Raises:
+        OSError: it cannot be opened, or its lock fails for another reason.
+    """
+    while True:
+        try:
+            descriptor = os.open(directory, _OPEN_DIRECTORY)
+            break
+        except OSError as error:
+            if error.errno not in ABSENT or directory == "/":
+                raise
+            directory = os.path.dirname(directory)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 @contextmanager
 def lock_object(path: str) -> Iterator[int | None]:
     """Lock a file against concurrent replacement. Yields its descriptor, or None without a file.
@@ -436,43 +487,41 @@ def lock_object(path: str) -> Iterator[int | None]:
     A symbolic link at the path counts as no file, because a put replaces the link.
 
     Waits for other holders of the lock. Then the path names the locked file, unless a process replaces it without the
-    lock.
+    lock. If the file system has no locks of files, the file is not locked.
 
     Raises:
         OSError
     """
     while True:
-        descriptor = _open_to_lock(path)
-        if descriptor is None:
-            yield None
-            return
+        lock = FileLock(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not _is_current(descriptor, path):
+            descriptor = _open_to_lock(lock)
+            if descriptor is None:
+                yield None
+                return
+            try:
+                lock.acquire(wait=True)
+            except FileNotFoundError:
                 continue
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
             yield descriptor
             return
         finally:
-            close_descriptor(descriptor, path)
+            lock.close()
 
 
-def _open_to_lock(path: str) -> int | None:
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+def _open_to_lock(lock: FileLock) -> int | None:
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
             # Network file systems lock only files that are open for writing.
-            return os.open(path, os.O_RDWR | flags)
+            return lock.open(os.O_RDWR | flags)
         except PermissionError:
-            return os.open(path, os.O_RDONLY | flags)
+            return lock.open(os.O_RDONLY | flags)
     except OSError as error:
         # A symbolic link is not an object: a put replaces the link.
         if error.errno in (errno.ENOENT, errno.ELOOP):
             return None
         raise
-
-
-def _is_current(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False

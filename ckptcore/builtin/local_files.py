@@ -21,6 +21,7 @@ import numpy as np
 
 from ckptcore.builtin.local_calls import (
     OPEN_TO_READ,
+    close_in_children,
     is_local_file_system,
     local_error,
     open_inside,
@@ -218,6 +219,11 @@ class LocalFiles:
         """Cache files below a root. `direct` allows direct I/O for cold files."""
         self._direct = direct
         self._root = root
+        self.forget()
+        close_in_children(self)
+
+    def forget(self) -> None:
+        """Start without open files, as a forked child must: they would keep the space of deleted files."""
         self._files: dict[str, LocalFile] = {}
         self._lock = threading.Lock()
 
@@ -233,7 +239,7 @@ class LocalFiles:
                 if os.path.samestat(os.stat(path), file.status):
                     return file
             except OSError as error:
-                self.forget(path)
+                self._close(path)
                 raise local_error(error, "open", path) from error
         file = LocalFile(key, path, self._root)
         if self._direct:
@@ -245,7 +251,7 @@ class LocalFiles:
             self._files[path] = file
         return file
 
-    def forget(self, path: str) -> None:
+    def _close(self, path: str) -> None:
         """Close a file once its readers are done."""
         with self._lock:
             self._files.pop(path, None)

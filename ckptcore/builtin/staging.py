@@ -12,7 +12,8 @@ from typing import Final
 
 import xxhash
 
-from ckptcore.builtin.local_directories import DirectoryLock, try_to_lock
+from ckptcore.builtin.local_calls import NO_LOCKS
+from ckptcore.builtin.local_directories import FileLock, try_to_lock
 from ckptcore.errors import StorageError
 
 __all__ = ["StagingDirectory"]
@@ -26,7 +27,8 @@ class StagingDirectory:
     It is locked while it is used. The kernel releases the lock when the process ends, and the next staging directory
     that this user creates on the same machine removes all unlocked ones. Other machines may share the temporary
     directory without seeing the lock. They do not remove the directory, because its name depends on the boot of this
-    machine. For the same reason, this machine does not remove it after a restart.
+    machine. For the same reason, this machine does not remove it after a restart. Where the file system has no locks,
+    no other process removes it.
 
     Attributes:
         path: the path.
@@ -55,13 +57,18 @@ class StagingDirectory:
         self._lock.close()
 
 
-def _make(above: str) -> tuple[Path, DirectoryLock]:
+def _make(above: str) -> tuple[Path, FileLock]:
     while True:
         path = tempfile.mkdtemp(prefix=_prefix(), dir=above)
         try:
             lock = try_to_lock(path)
         except FileNotFoundError:
             continue  # another process swept it before it was locked
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return Path(path), FileLock(path)  # the sweep removes only what it can lock
+            os.rmdir(path)
+            raise
         except BaseException:
             os.rmdir(path)
             raise

@@ -28,10 +28,9 @@ from ckptcore.protocols.storage import CheckedWriter
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
-    from ckptcore.context import WithoutConditions
+    from ckptcore.commit.support import StorageSupport
 
 __all__ = [
-    "ConditionalPuts",
     "EmulatedConditionalPuts",
     "FencedStore",
     "find_object",
@@ -41,20 +40,6 @@ __all__ = [
 ]
 
 # --- conditional puts -------------------------------------------------------------------------------------------------
-
-
-class ConditionalPuts:
-    """Cache of which services support conditional puts. One object for each Context. Thread-safe.
-
-    Attributes:
-        without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
-        supported: by tested service (scheme and host): True if it supports them, False if it ignores conditions.
-    """
-
-    def __init__(self, without: WithoutConditions = "refuse") -> None:
-        """Create an empty cache."""
-        self.without: Final = without
-        self.supported: dict[str, bool] = {}
 
 
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
@@ -71,16 +56,17 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
         AtomicityError: the storage refuses or ignores conditions, and the Context does not allow that.
         SaveLostError: another process deleted the root meanwhile, so a put created it again; it is removed.
     """
-    puts, service = location.conditional_puts, _service(location.absolute)
-    if service not in puts.supported:
+    support, service = location.support, _service(location.absolute)
+    supported = support.conditional_puts
+    if service not in supported:
         try:
             conditions = (IF_ABSENT, IfTag(_other_tag(tag)))
-            puts.supported[service] = all(_is_supported(location, root, condition) for condition in conditions)
+            supported[service] = all(_is_supported(location, root, condition) for condition in conditions)
         except AtomicityError as error:
             raise refuse_storage(location, f"its storage has no conditional puts: {error}") from error
-        if not puts.supported[service] and puts.without == "marker":
+        if not supported[service] and support.without == "marker":
             tag = location.store.get_with_tag(ROOT_KEY)[1]  # one of the puts replaced the root
-    if not puts.supported[service] and puts.without == "refuse":
+    if not supported[service] and support.without == "refuse":
         raise refuse_storage(
             location, "its storage ignores the conditions of puts: a put 'if absent' replaced an object"
         )
@@ -136,15 +122,15 @@ def _other_tag(tag: str) -> str:
 class EmulatedConditionalPuts(Subdirectory):
     """A storage that emulates conditional puts if its service refuses or ignores them. See `IOOptions`."""
 
-    def __init__(self, inner: StorageBackend, url: str, puts: ConditionalPuts) -> None:
+    def __init__(self, inner: StorageBackend, url: str, support: StorageSupport) -> None:
         """Emulate conditional puts of a storage; `url` is its address."""
         super().__init__(inner, "")
         self._service = _service(url)
-        self._puts = puts
+        self._support = support
 
     @property
     def _are_ignored(self) -> bool:
-        return self._puts.supported.get(self._service) is False
+        return self._support.conditional_puts.get(self._service) is False
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """See `StorageBackend`."""

@@ -25,6 +25,7 @@ from typing import Final, Literal
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.events import logger_named
+from ckptcore.io.requests import reset_in_children
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import IfTag, PutCondition, StorageBackend
 
@@ -149,7 +150,7 @@ class Holder:
         since: when the lock was taken, ISO 8601 in UTC by the clock of that machine. Only for messages.
         lease_seconds: the lease time. The lease expires if other processes see no renewal for longer (see
             `LeaseObserver`). None for a locked directory.
-        renewals: the number of renewals. Makes the bytes, and so the tag, of each renewal differ.
+        renewals: the number of attempted renewals. Makes the bytes, and so the tag, of each attempt differ.
         released: True if the lease was released or broken.
     """
 
@@ -276,8 +277,17 @@ def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
     try:
         store.put(seen.key, broken.encode(), condition=IfTag(seen.tag))
     except (ConditionFailedError, ObjectNotFoundError):
-        return False
+        return _found_after_put(store, seen.key, broken) is not None
     return True
+
+
+def _found_after_put(store: StorageBackend, key: str, holder: Holder) -> SeenLease | None:
+    """Return a lease if it has the record of a put whose condition failed: the storage repeated a put that succeeded.
+
+    No two puts write equal records, except when a lease is broken and released at the same time.
+    """
+    found = read_lease(store, key)
+    return found if found is not None and found.holder == holder else None
 
 
 _EXPIRY_FACTOR: Final = 1.25
@@ -298,6 +308,11 @@ class LeaseObserver:
         self._seen: dict[str, tuple[str, float, float]] = {}
         """By key: the tag, the time of the last observation, and for how many seconds the lease was seen unchanged."""
         self._lock = threading.Lock()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Replace the lock in a forked child, because a thread of the parent may have held it."""
+        self._lock = threading.Lock()
 
     def is_expired(self, seen: SeenLease) -> bool:
         """Record one observation of a lease. Return True if it was seen unchanged for so long that it has expired."""
@@ -317,7 +332,7 @@ class LeaseObserver:
 
 
 _ATTEMPTS: Final = 3
-"""Maximum attempts of a renewal or release. The condition may fail after an earlier put whose response was lost."""
+"""Maximum attempts of a renewal or release. The condition fails after an earlier renewal whose response was lost."""
 
 
 class Lease:
@@ -349,6 +364,7 @@ class Lease:
         self._key = seen.key
         self._tag = seen.tag
         self._holder = seen.holder
+        self._renewals = seen.holder.renewals
         self._lease_seconds = seen.holder.lease_seconds
         self._at_close = at_close
         self._began = began  # start of the last successful renewal; other processes see the renewal later
@@ -401,7 +417,9 @@ class Lease:
                 self._state = "released"
 
     def _renew(self) -> None:
-        self._began = self._replace(replace(self._holder, renewals=self._holder.renewals + 1)) or self._began
+        # Counted even if it fails: its put may arrive later, and must not be taken for the put of the next attempt.
+        self._renewals += 1
+        self._began = self._replace(replace(self._holder, renewals=self._renewals)) or self._began
 
     def _replace(self, holder: Holder) -> float | None:
         """Replace the object. Return when the put began; None if the lease is lost."""
@@ -410,12 +428,15 @@ class Lease:
             try:
                 self._tag = self._store.put(self._key, holder.encode(), condition=IfTag(self._tag))
             except (ConditionFailedError, ObjectNotFoundError):
-                self._look()
-                if self._state == "lost":
-                    return None
-            else:
-                self._holder = holder
-                return began
+                seen = _found_after_put(self._store, self._key, holder)
+                if seen is None:
+                    self._look()
+                    if self._state == "lost":
+                        return None
+                    continue
+                self._tag = seen.tag
+            self._holder = holder
+            return began
         raise StorageError(
             f"{self.subject} is locked by this process, but {self._key} cannot be renewed: the storage refused the tag "
             "that it had just returned. Check if other software writes there"
@@ -466,9 +487,8 @@ def take_lease(
     try:
         seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
     except (ConditionFailedError, ObjectNotFoundError):
-        # The storage may have repeated a put that had succeeded.
-        found = read_lease(store, key)
-        if found is None or found.holder != holder:
+        found = _found_after_put(store, key, holder)
+        if found is None:
             return None
         seen = found
     return Lease(store, seen, subject, at_close, began, clock)

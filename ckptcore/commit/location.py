@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
-from ckptcore.commit.conditional_stores import ConditionalPuts, EmulatedConditionalPuts
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
+from ckptcore.commit.support import StorageSupport
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins, expect_inherits
@@ -72,13 +72,13 @@ class Storages(NamedTuple):
         plugins: find the storage of a URL scheme.
         config: options of storages, by scheme.
         is_durable: True if written data must survive a loss of power.
-        conditional_puts: the cache of which services support conditional puts.
+        support: what storages were found to support.
     """
 
     plugins: Plugins
     config: Mapping[str, Mapping[str, JSON]]
     is_durable: bool
-    conditional_puts: ConditionalPuts
+    support: StorageSupport
 
     def open(self, scheme: str, address: str, to_write: bool) -> StorageBackend:
         """Open a storage at an address: an absolute path, or a whole URL.
@@ -89,8 +89,10 @@ class Storages(NamedTuple):
         options = StorageOptions(durable=to_write and self.is_durable, config=self.config.get(scheme, {}))
         storage = self.plugins.storage(scheme)(address, options)
         expect_inherits(type(storage), StorageBackend)
-        if self.conditional_puts.without == "marker" and not has_directories(type(storage)):
-            return EmulatedConditionalPuts(storage, address, self.conditional_puts)
+        if self.support.without == "marker" and not has_directories(type(storage)):
+            from ckptcore.commit.conditional_stores import EmulatedConditionalPuts  # few object stores need it
+
+            return EmulatedConditionalPuts(storage, address, self.support)
         return storage
 
 
@@ -141,7 +143,7 @@ class Location:
         name: the name of the checkpoint in the parent directory, without ``/``.
         identity: the normalized location. Spellings of one location have equal identities, if this can be recognised.
         of_host: True for a directory on a local disk of one host of a job. It may contain copies for that host.
-        conditional_puts: the support of its storage for conditional puts.
+        support: what its storage was found to support.
     """
 
     display: str
@@ -149,7 +151,7 @@ class Location:
     name: str
     identity: str = ""
     of_host: bool = False
-    conditional_puts: ConditionalPuts = field(default_factory=ConditionalPuts, compare=False)
+    support: StorageSupport = field(default_factory=StorageSupport, compare=False)
 
     @property
     def store(self) -> StorageBackend:
@@ -159,7 +161,7 @@ class Location:
     @property
     def commits(self) -> CommitMethod:
         """The commit method of the parent directory."""
-        return commit_method(self.parent)
+        return commit_method(self.parent, self.support)
 
     @property
     def absolute(self) -> str:
@@ -191,14 +193,15 @@ class Location:
         return True
 
 
-def commit_method(directory: StorageBackend) -> CommitMethod:
+def commit_method(directory: StorageBackend, support: StorageSupport | None = None) -> CommitMethod:
     """Return the commit method of a directory of checkpoints.
 
     Args:
         directory: a storage, opened at the directory.
+        support: what storages were found to support; None: try again.
     """
     if has_directories(type(directory)):
-        return RenameMethod(directory)
+        return RenameMethod(directory, StorageSupport() if support is None else support)
     from ckptcore.commit.conditional_put import ConditionalPutMethod  # only object stores need it
 
     return ConditionalPutMethod(directory)
@@ -256,7 +259,7 @@ def open_address(address: LocationAddress, storages: Storages, *, to_write: bool
     display, scheme, parent, name = address.display, address.scheme, address.parent, address.name
     store = storages.open(scheme, parent, to_write)
     identity = f"{scheme}:{parent}/{name}"
-    return Location(display, store, name, identity, conditional_puts=storages.conditional_puts)
+    return Location(display, store, name, identity, support=storages.support)
 
 
 def absolute_location(location: LocationLike) -> str:

@@ -18,9 +18,10 @@ No process waits forever: a deleter never waits while its deletion is announced,
 announced deletion, which ends.
 
 Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which
-the kernel releases. Other storage has leases (`LeasedLocks`), which are broken after a lease time without renewal. A
-suspended process finds that its lease is broken when it checks. A deleter of steps checks before it deletes. A reader
-does not check: if it was suspended for longer than a lease time, the step can be deleted, and its load raises an error.
+the kernel releases. Other storage, and file systems without locks, have leases (`LeasedLocks`), which are broken after
+a lease time without renewal. A suspended process finds that its lease is broken when it checks. A deleter of steps
+checks before it deletes. A reader does not check: if it was suspended for longer than a lease time, the step can be
+deleted, and its load raises an error.
 """
 
 from __future__ import annotations
@@ -53,9 +54,12 @@ from ckptcore.errors import (
     DirectoryInUseError,
     ObjectNotFoundError,
     SaveLostError,
+    StepPinnedError,
     StorageError,
+    StorageFullError,
 )
 from ckptcore.events import logger_named
+from ckptcore.io.background import call_within
 from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
 
@@ -63,8 +67,12 @@ __all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose
 
 logger = logger_named("ckptcore.commit")
 
-Purpose: TypeAlias = Literal["pins", "deleting"]
-"""Why a step is locked: a reader has pinned it, or its deletion is announced. Also the name of the locks' directory."""
+Purpose: TypeAlias = Literal["pins", "deleting", "saving"]
+"""Why a name is locked. Also the name of the directory of these locks.
+
+A reader has pinned a step, the deletion of a step is announced, or a save writes a hidden directory on a file system
+without locks.
+"""
 
 IfInUse: TypeAlias = Literal["error", "take over"]
 """Behaviour if another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
@@ -87,13 +95,14 @@ class Lock:
         """
         self._subject = subject
         self._check = check
-        self._release = release
+        self._releases = [release]  # empty once it is closed
         self._state: Literal["held", "closed", "parent's"] = "held"
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
         """Release nothing in a forked child: the parent has the lock."""
         self._state = "parent's"
+        self._releases.clear()
 
     def check(self) -> None:
         """Check that this process still has the lock. Usually at most one small request to the storage.
@@ -111,11 +120,23 @@ class Lock:
             )
         self._check()
 
-    def close(self) -> None:
-        """Release the lock. Further calls do nothing. An error of the storage is logged."""
-        if self._state == "held":
-            self._state = "closed"
-            self._release()
+    def close(self, seconds: float | None = None) -> None:
+        """Release the lock. Further calls do nothing. An error of the storage is logged.
+
+        Args:
+            seconds: the longest time to wait for the storage; None: no limit. After that, the release continues on a
+                thread that ends with the program.
+        """
+        try:
+            release = self._releases.pop()  # atomic: only one of several threads gets it
+        except IndexError:
+            return
+        self._state = "closed"
+        if not call_within(seconds, release):
+            logger.warning(
+                "%s is not released: its storage did not answer for %.0f s, so its lease may have to expire",
+                self._subject, seconds,
+            )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -179,12 +200,12 @@ class Locks(ABC):
     def own(self, if_in_use: IfInUse = "error") -> Lock:
         """Own the directory until the result is closed, or this process ends.
 
-        Call `check` before every change of a step: a suspended process may have lost the directory. With real
-        directories, the directory of a failed job is free at once. On some network file systems, locks work only
+        Call `check` before every change of a step: a suspended process may have lost the directory. On a file system
+        with locks, the directory of a failed job is free at once. On some network file systems, locks work only
         between processes of one machine. Then the first of two owners fails when it checks.
 
         Args:
-            if_in_use: "take over" waits about one lease time for a renewal. Without effect with real directories.
+            if_in_use: "take over" waits about one lease time for a renewal. Without effect on a file system with locks.
 
         Raises:
             DirectoryInUseError: another job owns it.
@@ -297,11 +318,26 @@ class Locks(ABC):
         """
         _check_name(name)
         with ExitStack() as stack:
-            intent = stack.enter_context(self._take("deleting", name))
+            try:
+                intent = stack.enter_context(self._take("deleting", name))
+            except StorageFullError:
+                intent = self.unannounced_deletion(name)
             if self.pinned(name):
                 return None
             stack.pop_all()
             return intent
+
+    def unannounced_deletion(self, name: str) -> Lock:
+        """Return a lock for a deletion that cannot be announced, because the disk is full. `check` looks for pins.
+
+        Otherwise nothing could be deleted to make room. A full disk has no room for a new pin either.
+        """
+
+        def check() -> None:
+            if self.pinned(name):
+                raise StepPinnedError(f"the step {name} in {self._display} is pinned by a reader; delete it later")
+
+        return Lock(f"the step {name}", check=check, release=lambda: None)
 
     def sweep(self) -> None:
         """Remove the pins and announcements of failed processes, and leases that this object saw expire.
@@ -349,7 +385,7 @@ class DirectoryLocks(Locks):
             if lock is not None:
                 break  # else another process is checking this directory: create another one
         with ExitStack() as held:
-            held.push(lock)
+            held.enter_context(lock)
             held.callback(self._remove, key)  # runs before the lock is released
             return Lock(f"the step {name}", check=lambda: None, release=held.pop_all().close)
 
@@ -393,7 +429,7 @@ class DirectoryLocks(Locks):
                 "meanwhile"
             )
         with ExitStack() as held:
-            held.push(lock)
+            held.enter_context(lock)
             record = new_holder().encode()
             self._store.put(_OWNER_RECORD, record)
             is_lost = False
@@ -438,7 +474,7 @@ _LOOKS_PER_LEASE: Final = 8
 
 
 class LeasedLocks(Locks):
-    """Locks that are leases, for storage without locked directories. See `Locks`.
+    """Locks that are leases, for object stores, and for file systems without locks. See `Locks`.
 
     A lease is valid until this object has seen it unchanged for longer than a lease time. Before an expired lease is
     ignored, it is marked as released in the storage, so that a suspended holder fails when it checks.
@@ -471,15 +507,55 @@ class LeasedLocks(Locks):
         return Lock(lease.subject, check=lease.check, release=release)
 
     def _take(self, purpose: Purpose, name: str) -> Lock:
-        key = f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}.json"
-        subject = f"the step {name}"
+        return self._take_as(f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}.json", f"the step {name}")
+
+    def _take_as(self, key: str, subject: str) -> Lock:
         lease = take_lease(self._store, key, subject, "delete", IF_ABSENT, self._lease_seconds, self._clock)
         if lease is None:
             raise StorageError(
-                f"cannot lock the step {name}: {key} already exists, although its name is random. Check if other "
+                f"cannot lock {subject}: {key} already exists, although its name is random. Check if other "
                 "software writes there"
             )
         return self._lock(lease)
+
+    def lock_directory(self, name: str, *, waits: bool = False) -> Lock | None:
+        """Lock a hidden directory of a save. Return None if another process has locked it.
+
+        Of two processes that call this at the same time, one or both see the lease of the other, and withdraw.
+
+        Args:
+            name: the name of the directory.
+            waits: wait about one lease time for a renewal of existing leases, and break those that are not renewed.
+
+        Raises:
+            StorageError
+        """
+        own = f"{INTERNAL_DIRECTORY}/saving/{name}.{new_holder().hold_id}.json"
+        if waits and not self._await_directory(name):
+            return None
+        with ExitStack() as stack:
+            lock = stack.enter_context(self._take_as(own, f"the directory {name}"))
+            others = [key for key, locked in self._keys("saving").items() if locked == name and key != own]
+            if any(self._is_locked(key) for key in others):
+                return None
+            stack.pop_all()
+            return lock
+
+    def _await_directory(self, name: str) -> bool:
+        """Wait until the leases of a hidden directory have expired. Return False if one was renewed."""
+        for key, locked in self._keys("saving").items():
+            seen = read_lease(self._store, key) if locked == name else None
+            try:
+                if seen is not None:
+                    self._await_expiry(seen)
+            except DirectoryInUseError:
+                return False
+        return True
+
+    def sweep(self) -> None:
+        """See `Locks`."""
+        super().sweep()
+        self._locked("saving")
 
     def _keys(self, purpose: Purpose) -> Mapping[str, str]:
         keys = super()._keys(purpose)
@@ -528,13 +604,12 @@ class LeasedLocks(Locks):
         Raises:
             DirectoryInUseError: it was renewed, or another process took it.
         """
-        observer = LeaseObserver(self._clock, self._lease_seconds)
         seconds = first.seconds(self._lease_seconds)
         logger.info("%s: waiting about %.0f s for a renewal by %s", self._display, seconds, first.describe())
         seen: SeenLease | None = first
-        while seen is not None and not observer.is_expired(seen):
+        while seen is not None and not seen.is_released and not self._seen.is_expired(seen):
             self._clock.sleep(seconds / _LOOKS_PER_LEASE)
-            seen = read_lease(self._store, _OWNER_LEASE)
+            seen = read_lease(self._store, first.key)
             if seen is None or seen.is_released:
                 break
             if seen.tag != first.tag:

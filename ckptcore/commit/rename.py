@@ -1,14 +1,16 @@
 """Commits by rename: write into a hidden sibling directory, and rename it or exchange it with the old checkpoint.
 
 The process locks the hidden directory. The kernel releases the lock when the process ends, so the directories of killed
-saves can be recognised and removed.
+saves can be recognised and removed. On a file system without locks the process has a lease instead, which others see
+expire.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
 from ckptcore.commit.method import (
     CommitMethod,
@@ -35,6 +37,7 @@ from ckptcore.commit.target import (
     refuse_to_replace,
     remove_unneeded,
     root_bytes,
+    saved_name,
 )
 from ckptcore.errors import (
     AtomicityError,
@@ -44,6 +47,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     SaveLostError,
     StorageError,
+    StorageFullError,
 )
 from ckptcore.events import logger_named
 from ckptcore.io.background import wait_for_saves_to
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
+    from ckptcore.commit.support import StorageSupport
 
 __all__ = ["RenameMethod", "RenameTransaction"]
 
@@ -64,6 +69,18 @@ _PUBLISH_TRIES: Final = 100
 """Maximum number of attempts to commit while other processes delete the old checkpoint."""
 
 
+class _HiddenLock(NamedTuple):
+    """The lock of a hidden directory.
+
+    Attributes:
+        lock: releases the lock when it is left.
+        check: raises `SaveLostError` if another process has taken the directory.
+    """
+
+    lock: AbstractContextManager[object]
+    check: Callable[[], None]
+
+
 class RenameTransaction:
     """A transaction in a hidden sibling directory that this process has locked. See `Transaction`."""
 
@@ -72,16 +89,18 @@ class RenameTransaction:
         location: Location,
         directories: AtomicDirectories,
         hidden: str,
+        lock: _HiddenLock | None,
         overwrite: Overwrite = False,
         is_foreign: IsForeign = none_is_foreign,
         claim: Claim | None = None,
     ) -> None:
-        """Lock the hidden directory. Create it if it does not exist.
+        """Enter the lock of the hidden directory.
 
         Args:
             location: the location of the checkpoint.
             directories: the storage, opened at the parent directory.
-            hidden: the name of the hidden directory.
+            hidden: the name of the hidden directory, which exists.
+            lock: its lock; None: another process has locked it.
             overwrite: whether the commit replaces a checkpoint.
             is_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
@@ -96,11 +115,11 @@ class RenameTransaction:
         self._is_foreign = is_foreign
         self._claim = claim
         self._done = False
-        lock = directories.lock_directory(hidden)
         if lock is None:
             raise SaveLostError(f"cannot save to {location.display}: another process has locked {hidden}; save again")
-        self._lock: AbstractContextManager[None] = lock
-        self._lock.__enter__()
+        self._held = ExitStack()
+        self._held.enter_context(lock.lock)
+        self._check = lock.check
         self.store = subdirectory(location.parent, hidden)
 
     def probe_exchange(self) -> None:
@@ -111,20 +130,20 @@ class RenameTransaction:
         """
         first, second = f"{self._hidden}/.exchange-1", f"{self._hidden}/.exchange-2"
         for name in (first, second):
-            lock = self._directories.lock_directory(name)
-            if lock is not None:
-                with lock:
-                    pass
+            _make_directory(self._directories, name)
         try:
             self._directories.exchange(first, second)
         except AtomicityError as error:
-            raise AtomicityError(
-                f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
-                "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
-            ) from error
+            raise self._no_exchange() from error
         finally:
             self._directories.delete_directory(first)
             self._directories.delete_directory(second)
+
+    def _no_exchange(self) -> AtomicityError:
+        return AtomicityError(
+            f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
+            "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+        )
 
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
@@ -174,6 +193,7 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
+            self._check()  # another process may have removed files of the hidden directory after the lease was lost
             try:
                 self._directories.rename(self._hidden, name)
                 return None
@@ -212,12 +232,14 @@ class RenameTransaction:
             self._link_others(name, self._hidden)
             self._directories.exchange(self._hidden, name)
             return self._hidden
-        except AtomicityError:
+        except AtomicityError as error:
             if self._overwrite != "non-atomic":
-                raise
+                raise self._no_exchange() from error
         aside = name_of_save(self._location.name, "0" * 16)
         self._directories.delete_directory(aside)
-        self._directories.rename(name, aside)
+        if not _move_aside(self._location.parent, name, aside):
+            self._directories.rename(self._hidden, name)
+            return aside
         try:
             self._directories.rename(self._hidden, name)
         except BaseException:
@@ -247,7 +269,7 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             self._done = True
-            self._lock.__exit__(None, None, None)
+            self._held.close()
 
     def leave_if_empty(self) -> None:
         """Release the claim. Remove the directory if it was created only to lock it."""
@@ -267,6 +289,32 @@ class RenameTransaction:
                 self.leave()
 
 
+def _make_directory(directories: AtomicDirectories, name: str) -> None:
+    with suppress(AtomicityError):  # without locks, the directory exists nevertheless
+        lock = directories.lock_directory(name)
+        if lock is not None:
+            with lock:
+                pass
+
+
+def _move_aside(directory: StorageBackend, name: str, aside: str) -> bool:
+    """Rename a directory. If that is impossible, delete it, and return False.
+
+    A directory of a lower layer of overlayfs cannot be renamed. Its root is deleted first: if the process is killed,
+    the rest is no checkpoint.
+    """
+    directories = cast(AtomicDirectories, directory)
+    try:
+        directories.rename(name, aside)
+    except StorageError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        subdirectory(directory, name).delete([ROOT_KEY])
+        directories.delete_directory(name)
+        return False
+    return True
+
+
 def _has_other_root(location: Location, root: bytes | None) -> bool:
     """Return True if a location certainly has another root (if `root` is None: if it has no files)."""
     try:
@@ -283,9 +331,15 @@ class RenameMethod(CommitMethod):
     replaces_atomically = True
     claims_by_root = False
 
-    def __init__(self, directory: StorageBackend) -> None:
-        """Create the method of a directory; `directory` is the storage, opened at the directory."""
+    def __init__(self, directory: StorageBackend, support: StorageSupport) -> None:
+        """Create the method of a directory.
+
+        Args:
+            directory: the storage, opened at the directory.
+            support: what storages were found to support.
+        """
         self._directory = directory
+        self._support = support
         self._directories = cast(AtomicDirectories, directory)
 
     def begin(
@@ -302,7 +356,8 @@ class RenameMethod(CommitMethod):
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         self._sweep_except(location, hidden if resume else None)
-        transaction = RenameTransaction(location, self._directories, hidden, overwrite, is_foreign, claim)
+        lock = self._lock(hidden, waits=resume)
+        transaction = RenameTransaction(location, self._directories, hidden, lock, overwrite, is_foreign, claim)
         if replaces and overwrite != "non-atomic":
             try:
                 transaction.probe_exchange()
@@ -349,10 +404,33 @@ class RenameMethod(CommitMethod):
         transaction.abort()  # the lock has created the directory again
         raise no_sessions(location)
 
+    def _lock(self, name: str, *, waits: bool = False) -> _HiddenLock | None:
+        """Lock a hidden directory; None if another process has locked it. Create it if it does not exist.
+
+        Args:
+            name: the name of the directory.
+            waits: without locks, wait until the lease of a killed process has expired.
+        """
+        leases = self._support.leases(self._directory)
+        if leases is None:
+            locked = self._directories.lock_directory(name)
+            # The kernel releases the lock only with the process, so there is nothing to check.
+            return None if locked is None else _HiddenLock(locked, check=lambda: None)
+        leased = leases.lock_directory(name, waits=waits)
+        if leased is None:
+            return None
+        try:
+            _make_directory(self._directories, name)  # after the lease, so that no sweep finds it without one
+        except BaseException:
+            leased.close()
+            raise
+        return _HiddenLock(leased, leased.check)
+
     def _resume(self, location: Location) -> RenameTransaction:
         """Take over the hidden directory of a partial save."""
+        hidden = name_of_partial(location.name)
         try:
-            return RenameTransaction(location, self._directories, name_of_partial(location.name))
+            return RenameTransaction(location, self._directories, hidden, self._lock(hidden, waits=True))
         except SaveLostError as error:
             raise session_running(location) from error
 
@@ -402,8 +480,8 @@ class RenameMethod(CommitMethod):
     def _remove_directory(self, location: Location, name: str, save_id: str) -> None:
         """Rename a directory to a hidden name, and delete it. The next save to the location deletes remaining files."""
         hidden = name_of_save(location.name, save_id)
-        self._directories.rename(name, hidden)
-        self._directories.delete_directory(hidden)
+        if _move_aside(self._directory, name, hidden):
+            self._directories.delete_directory(hidden)
 
     def sweep(self, location: Location) -> None:
         """See `CommitMethod`."""
@@ -431,23 +509,26 @@ class RenameMethod(CommitMethod):
         """See `CommitMethod`. Claims the location by an empty hidden directory, like a save."""
         from ckptcore.commit.locks import Lock  # plain saves and loads do not need it
 
-        lock = None
-        while lock is None:  # a save that sweeps may have locked the directory that was just created
+        held = None
+        while held is None:  # a save that sweeps may have locked the directory that was just created
             hidden = name_of_save(location.name, new_save_id())
-            lock = self._directories.lock_directory(hidden)
+            try:
+                held = self._lock(hidden)
+            except StorageFullError:
+                return None if locks.pinned(pin) else locks.unannounced_deletion(pin)
         with ExitStack() as stack:
-            stack.enter_context(lock)
+            stack.enter_context(held.lock)
             stack.callback(self._directories.delete_directory, hidden)
             if locks.pinned(pin):
                 return None
-            # A directory lock is lost only with its process, so there is nothing to check.
-            return Lock(f"the deletion of {location.display}", check=lambda: None, release=stack.pop_all().close)
+            return Lock(f"the deletion of {location.display}", check=held.check, release=stack.pop_all().close)
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
-        from ckptcore.commit.locks import DirectoryLocks  # plain saves and loads do not need it
+        from ckptcore.commit.locks import DirectoryLocks, LeasedLocks  # plain saves and loads do not need it
 
-        return DirectoryLocks(self._directory, display, lease_seconds, clock)
+        has_locks = self._support.leases(self._directory) is None
+        return (DirectoryLocks if has_locks else LeasedLocks)(self._directory, display, lease_seconds, clock)
 
     def _sweep_except(self, location: Location, kept: str | None = None) -> None:
         """Delete the hidden directories of killed saves to a location, except `kept`.
@@ -469,10 +550,21 @@ class RenameMethod(CommitMethod):
 
     def _delete_unlocked(self, name: str) -> bool:
         """Delete a hidden directory, unless a process has locked it. Return whether it was deleted."""
-        lock = self._directories.lock_directory(name)
-        if lock is None:
+        held = self._lock(name)
+        if held is None:
             return False
-        with lock:
+        with held.lock:
             logger.info("removing the directory of a killed save: %s", name)
+            if self._support.leases(self._directory) is not None:
+                # Its process may be suspended, and lose only its lease: it must not commit a part of the directory.
+                name = self._move_away(name)
             self._directories.delete_directory(name)
         return True
+
+    def _move_away(self, name: str) -> str:
+        aside = name_of_save(saved_name(name), new_save_id())
+        try:
+            self._directories.rename(name, aside)
+        except ObjectNotFoundError:
+            return name  # its process committed at the last moment
+        return aside

@@ -118,6 +118,10 @@ class AtomicSubdirectories(Subdirectory):
         """See `AtomicDirectories`."""
         return self._directories.lock_directory(self._prefix + key)
 
+    def has_locks(self) -> bool:
+        """See `AtomicDirectories`."""
+        return self._directories.has_locks()
+
     def rename(self, source: str, destination: str) -> None:
         """See `AtomicDirectories`."""
         self._directories.rename(self._prefix + source, self._prefix + destination)

@@ -50,6 +50,7 @@ __all__ = [
     "remove_unneeded",
     "root_bytes",
     "root_version",
+    "saved_name",
     "unneeded_keys",
 ]
 
@@ -423,6 +424,13 @@ def is_save_of(name: str, hidden: str) -> bool:
     """Return True if a hidden directory belongs to a save to `name`, or to a deletion of `name`."""
     matched = _HIDDEN.fullmatch(hidden)
     return matched is not None and matched[2] != "partial" and matched[1] == name
+
+
+def saved_name(hidden: str) -> str:
+    """Return the name of the checkpoint to which a hidden directory belongs."""
+    matched = _HIDDEN.fullmatch(hidden)
+    assert matched is not None
+    return matched[1]
 
 
 def name_of_save(name: str, save_id: str) -> str:

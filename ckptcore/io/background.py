@@ -24,6 +24,7 @@ __all__ = [
     "BackgroundThreads",
     "LoadHandle",
     "SaveHandle",
+    "call_within",
     "wait_for_saves_to",
 ]
 
@@ -33,19 +34,21 @@ T = TypeVar("T")
 class BackgroundThreads:
     """Threads that call functions in the order of submission, and end once the queue is empty. Thread-safe.
 
-    The interpreter waits for them at exit. The executors of `concurrent.futures` refuse work once the main thread has
-    ended, and their module cannot be imported then. Here `submit` calls the function itself if no thread can be
-    started, and in exit handlers.
+    The interpreter waits for them at exit, unless they are daemons. The executors of `concurrent.futures` refuse work
+    once the main thread has ended, and their module cannot be imported then. Here `submit` calls the function itself if
+    no thread can be started, and in exit handlers.
     """
 
-    def __init__(self, most: int, name: str) -> None:
+    def __init__(self, most: int, name: str, *, daemon: bool = False) -> None:
         """Start no thread yet.
 
         Args:
             most: the most functions that run at once.
             name: the name of the threads.
+            daemon: the interpreter does not wait for them at exit.
         """
         self._most = most
+        self._daemon = daemon
         self._name = name
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._serving: set[int] = set()  # identifiers of threads
@@ -71,7 +74,7 @@ class BackgroundThreads:
         main = threading.main_thread()
         if main.is_alive() or threading.current_thread() is not main:
             try:
-                threading.Thread(target=self._serve, name=self._name).start()
+                threading.Thread(target=self._serve, name=self._name, daemon=self._daemon).start()
             except RuntimeError:  # the system has no more threads
                 pass
             else:
@@ -84,15 +87,20 @@ class BackgroundThreads:
         self._serve()
         return future
 
-    def join(self, *, cancel: bool = False) -> None:
-        """Wait until all functions have returned. `cancel` drops functions that have not started."""
+    def join(self, seconds: float | None = None, *, cancel: bool = False) -> None:
+        """Wait until all functions have returned.
+
+        Args:
+            seconds: the longest time to wait; None: no limit.
+            cancel: drop functions that have not started.
+        """
         with self._lock:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
         self._serve()  # functions for which an interrupted `submit` started no thread
         with self._lock:
-            self._idle.wait_for(lambda: not self._work and not self._serving)
+            self._idle.wait_for(lambda: not self._work and not self._serving, seconds)
 
     def _serve(self) -> None:
         """Call functions until the queue is empty. Return immediately if enough threads do."""
@@ -116,6 +124,27 @@ class BackgroundThreads:
                 self._serving.discard(thread)
                 self._idle.notify_all()
             raise
+
+
+def call_within(seconds: float | None, function: Callable[[], None]) -> bool:
+    """Call a function that may wait for a storage. Return False if it has not returned within `seconds`.
+
+    Then it continues on a thread that ends with the program.
+
+    Args:
+        seconds: the longest time to wait; None: no limit.
+        function: the function; it should log its errors.
+    """
+    thread = threading.Thread(target=function, name="ckptcore-close", daemon=True)
+    try:
+        if seconds is not None:
+            thread.start()
+            thread.join(seconds)
+            return not thread.is_alive()
+    except RuntimeError:
+        pass  # no thread can be started: the program is ending, or the system has no more threads
+    function()
+    return True
 
 
 class SaveHandle(ExplainsAttributes):

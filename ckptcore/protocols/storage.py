@@ -368,7 +368,17 @@ class AtomicDirectories(Protocol):
         """Create a directory if needed, and lock it until the lock is closed or the process ends.
 
         Returns:
-            The lock, or None if the directory is locked already.
+            The lock, or None if the directory is locked already. Enter it at once: it may take effect only then.
+
+        Raises:
+            AtomicityError: the file system has no locks. The directory exists.
+        """
+        ...
+
+    def has_locks(self) -> bool:
+        """Return True if directories can be locked here. Changes nothing.
+
+        If not, a caller locks by leases instead, which are objects that it puts on conditions.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -306,11 +306,7 @@ class Checkpointer(CheckpointReader):
         """
         if self._is_inherited():
             return
-        errors = [*self._saves.take_errors(), *self._run.take_errors()]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"and then: {type(other).__name__}: {other}")
-            raise errors[0]
+        _raise_first([*self._saves.take_errors(), *self._run.take_errors()])
 
     def close(self) -> None:
         """Wait, and release the directory. Its steps can still be read. Further calls do nothing.
@@ -323,12 +319,15 @@ class Checkpointer(CheckpointReader):
         if self._closed or self._is_inherited():
             return
         try:
+            errors = list(self._saves.take_errors())
             try:
-                self.wait()
-            finally:
-                self._run.close()
+                self._run.close()  # before the deletions, because it may limit how long these are waited for
+            except CheckpointError as error:
+                errors.append(error)
+            errors.extend(self._run.take_errors())
         finally:
             self._release()
+        _raise_first(errors)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -367,6 +366,13 @@ class Checkpointer(CheckpointReader):
                 f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again "
                 "since; close it, and create a new one in every process of the job"
             )
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"and then: {type(other).__name__}: {other}")
+        raise errors[0]
 
 
 def _expect(value: object, expected_type: type, argument: str, expected: str) -> None:

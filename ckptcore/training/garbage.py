@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
@@ -56,16 +56,17 @@ class DeletionQueue:
     Thread-safe. The background thread starts with the first deletion.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, daemon: bool = False) -> None:
         """Create an empty queue.
 
         Args:
             directory: the directory of steps, for the log.
+            daemon: the interpreter does not wait for the deletions at exit.
         """
         self._directory = directory
         self._lock = RLock()  # reentrant: if no thread can be started, `submit` runs the work here, with the lock held
         self._refuses = False
-        self._threads = BackgroundThreads(1, "ckptcore-clean")
+        self._threads = BackgroundThreads(1, "ckptcore-clean", daemon=daemon)
         self._futures: list[Future[None]] = []
 
     def __len__(self) -> int:
@@ -82,14 +83,25 @@ class DeletionQueue:
             running = [future for future in self._futures if not future.done()]
             self._futures = [*failed[:_MAX_ERRORS], *running, self._threads.submit(partial(self._do, work))]
 
-    def take_errors(self) -> Sequence[BaseException]:
+    def take_errors(self, seconds: float | None = None) -> Sequence[BaseException]:
         """Wait for the deletions that were queued before this call. Return each error once.
 
         If this call is interrupted, the next call returns the errors.
+
+        Args:
+            seconds: the longest time to wait; None: no limit. Deletions that take longer are an error.
         """
         with self._lock:
             queued = list(self._futures)
-        errors = [error for future in queued if (error := future.exception()) is not None]
+        _, running = wait(queued, seconds)
+        errors = [error for future in queued if future not in running and (error := future.exception()) is not None]
+        if running:
+            errors.append(
+                StorageError(
+                    f"{self._directory}: {len(running)} deletion(s) of steps did not end, because the storage does not "
+                    "answer. Open the directory again, and delete those steps that it still has"
+                )
+            )
         with self._lock:
             self._futures = [future for future in self._futures if future not in queued]
         return errors
@@ -99,10 +111,14 @@ class DeletionQueue:
         with self._lock:
             self._refuses = True
 
-    def close(self) -> None:
-        """Accept no more deletions, and wait for the queued ones. Further calls do nothing."""
+    def close(self, seconds: float | None = None) -> None:
+        """Accept no more deletions, and wait for the queued ones. Further calls do nothing.
+
+        Args:
+            seconds: the longest time to wait; None: no limit.
+        """
         self.refuse()
-        self._threads.join()
+        self._threads.join(seconds)
 
     def _do(self, work: Callable[[], object]) -> None:
         try:
@@ -215,7 +231,7 @@ class StepDeleter:
         self._steps = steps
         self._looks_complete = looks_complete
         self._store = store
-        self._commits = commit_method(store)
+        self._commits = commit_method(store, runtime_of(context).storages.support)
         self._owned = owned
         self._context = context
         self._locks = self._commits.locks(steps.display)

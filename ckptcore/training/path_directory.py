@@ -20,6 +20,7 @@ from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import check_custom
 from ckptcore.step_names import StepNames
 from ckptcore.training.garbage import DeletionQueue, PendingDeletion, StepDeleter, policy_infos
@@ -100,7 +101,8 @@ class OwnedDirectory:
         self.steps = steps
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
-        self.lock: Lock = commit_method(self.store).locks(steps.display).own(if_in_use)
+        commits = commit_method(self.store, runtime_of(context).storages.support)
+        self.lock: Lock = commits.locks(steps.display).own(if_in_use)
         self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_complete=looks_complete)
 
     def infos(self) -> Sequence[StepInfo]:
@@ -119,9 +121,9 @@ class OwnedDirectory:
         if not isinstance(self.policy, PreserveAll):
             self.deleter.collect(self.policy, keep=keep, broken=frozenset(self.steps.broken))
 
-    def close(self) -> None:
-        """Release the ownership."""
-        self.lock.close()
+    def close(self, seconds: float | None = None) -> None:
+        """Release the ownership. See `Lock.close`."""
+        self.lock.close(seconds)
 
 
 def refuse_existing(step: int, directories: Sequence[StepDirectory]) -> None:

@@ -282,8 +282,9 @@ class StepDirectory:
             StorageError: the pin cannot be written to the directory.
         """
         if self._locks is None:
-            store = open_directory(self.directory, runtime_of(self._context).storages)
-            self._locks = commit_method(store).locks(self.display)
+            storages = runtime_of(self._context).storages
+            store = open_directory(self.directory, storages)
+            self._locks = commit_method(store, storages.support).locks(self.display)
         if not self.is_committed(step):
             raise CheckpointNotFoundError(self.missing(step))  # before anything is written to the directory
         pin = self._locks.pin(self.name(step))

@@ -45,20 +45,26 @@ def test_staged_files_of_another_machine_are_not_removed(monkeypatch: pytest.Mon
     path.rmdir()
 
 
-def test_a_failed_lock_is_an_error_and_leaves_no_staged_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOLCK])
+def test_a_failed_lock_is_an_error_unless_there_are_none(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real = fcntl.flock
 
     def flock(descriptor: int, operation: int) -> None:
         if "ckptcore-staging" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOLCK, "No locks available")
+            raise OSError(number, os.strerror(number))
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(StorageError, match="No locks available.*TMPDIR") as caught:
+    if number == errno.ENOLCK:
         ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b""})})
-    assert caught.value.errno == errno.ENOLCK
+    else:
+        with pytest.raises(StorageError, match="Input/output error.*TMPDIR") as caught:
+            ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b""})})
+        assert caught.value.errno == number
+        assert list(tmp_path.iterdir()) == []
     assert not staged()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_temporary_directory_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CommitUnknownError
+from ckptcore.errors import CheckpointError, CommitUnknownError, StorageFullError
 from ckptcore.policies import LatestN
 
 _PACKAGE: Final = str(Path(ckptcore.__file__).parent)
@@ -29,6 +29,7 @@ _CALLS: Final = [
     )],
     (fcntl, "flock"),
 ]  # fmt: skip
+_TAKE_SPACE: Final = frozenset({"link", "mkdir", "open", "pwrite", "write"})
 _STATE: Final = {"w": np.arange(1 << 16, dtype=np.float32), "n": 3}
 
 
@@ -41,6 +42,14 @@ class Calls:
         self.error: BaseException | None = None
         self.after = False
         self.only: threading.Thread | None = None
+        self.full: int | None = None  # the number of calls that take space, after which there is none
+        self.taken = 0
+
+    def _is_full(self, name: str, arguments: tuple[Any, ...]) -> bool:
+        if name not in _TAKE_SPACE or (name == "open" and not arguments[1] & os.O_CREAT):
+            return False
+        self.taken += 1
+        return self.full is not None and self.taken > self.full
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that counts and fails instead of, or after, a call."""
@@ -52,7 +61,7 @@ class Calls:
             if not made_here or self.only not in (None, threading.current_thread()):
                 return function(*arguments, **options)
             self.counts[name] += 1
-            fails = self.fault == (name, self.counts[name])
+            fails = self.fault == (name, self.counts[name]) or self._is_full(name, arguments)
             # A file must be closed in any case, or the test would leak it.
             result = function(*arguments, **options) if not fails or self.after or name == "close" else None
             if fails:
@@ -65,6 +74,7 @@ class Calls:
     def clear(self) -> None:
         """Count from the beginning, without a fault."""
         self.counts.clear()
+        self.full, self.taken = None, 0
         self.fault = self.error = None  # an error holds the frames that it passed
 
 
@@ -136,6 +146,58 @@ def test_a_call_that_fails_is_a_checkpoint_error(
                 operation(tmp_path)
             operation(tmp_path)
     assert others == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_from_any_call_on_keeps_what_it_has(number: int, calls: Calls, tmp_path: Path) -> None:
+    """Each step of a save meets it. Everything but saving goes on, and what is left does not hinder the next save."""
+    place = tmp_path / "place"
+    ckptcore.save(place / "old", {**_STATE, "n": 1})
+    calls.clear()
+    ckptcore.save(place / "old", {**_STATE, "n": 1}, overwrite=True)
+    total, refused = calls.taken, 0
+    assert total > 5
+    for room in range(total + 1):
+        ckptcore.save(place / "other", _STATE, overwrite=True)
+        calls.clear()
+        calls.full, calls.error = room, OSError(number, os.strerror(number))
+        try:
+            ckptcore.save(place / "old", {**_STATE, "n": 2}, overwrite=True)
+        except StorageFullError as error:
+            refused += 1
+            what = "quota of this user" if number == errno.EDQUOT else "file system"
+            assert f"the {what} is full" in str(error) and "Free some space" in str(error)
+            assert str(place) in str(error)
+        assert ckptcore.load(place / "old")["n"] == (2 if room == total else 1)
+        assert ckptcore.open(place / "old")["w"][7] == 7
+        ckptcore.delete(place / "other")
+        calls.clear()
+        ckptcore.save(place / "old", {**_STATE, "n": 1}, overwrite=True)
+        assert os.listdir(place) == ["old"]
+    assert refused == total
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_single_call_that_finds_no_space_keeps_the_old_checkpoint(number: int, calls: Calls, tmp_path: Path) -> None:
+    """Also calls that do not take space themselves: a network file system reports a full disk at the sync, or later."""
+    ckptcore.save(tmp_path / "saved", _STATE)
+    failed = 0
+    with _one_after_another(calls, _save, tmp_path) as found:
+        for fault in found:
+            if fault[0] not in _TAKE_SPACE | {"rename", "fsync", "fdatasync", "close"}:
+                continue
+            calls.clear()
+            calls.fault, calls.error = fault, OSError(number, os.strerror(number))
+            try:
+                _save(tmp_path)
+            except (StorageFullError, CommitUnknownError) as error:
+                failed += 1
+                assert str(tmp_path.parent) in str(error)
+            calls.clear()
+            _load(tmp_path)
+            _save(tmp_path)
+            assert os.listdir(tmp_path) == ["saved"]
+    assert failed > 10
 
 
 @pytest.mark.parametrize("operation", [_save, _load])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ckptcore.commit.leases
 from ckptcore.builtin import local as local_storage
-from ckptcore.builtin.local_directories import DirectoryLock, try_to_lock
+from ckptcore.builtin.local_directories import FileLock, try_to_lock
 from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import Locks
 from ckptcore.errors import DirectoryInUseError
@@ -95,7 +95,7 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> None:
 def stops_before_locking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pause a local storage between the creation of a directory and its lock."""
 
-    def stop_and_try(directory: str) -> DirectoryLock | None:
+    def stop_and_try(directory: str) -> FileLock | None:
         actor = Actor.current()
         if actor is not None and not actor.crashed:
             actor.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,17 @@ from ckptcore_testing.faulty_storage import FaultyDirectories, FaultyStorage, wi
 
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.location import commit_method
-from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
+from ckptcore.commit.subdirectory import AtomicSubdirectories, subdirectory
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    SaveLostError,
+    StepPinnedError,
+    StorageError,
+    StorageFullError,
+)
 from ckptcore.protocols import AtomicDirectories, PutCondition, StorageBackend, StorageOptions
 from tests.holds.fake_clock import FakeClock
-from tests.holds.places import EVERYWHERE, LEASED, LOCKED
+from tests.holds.places import EVERYWHERE, LEASED, LOCKED, OPTIONS
 
 Place = Callable[[Path], StorageBackend]
 NAMES = ["step_5", "5", "a.b.0123456789abcdef", "schritt-äöü", ".hidden", "x" * 200]
@@ -329,3 +337,26 @@ def test_invalid_arguments_are_refused(place: Place, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="not the name of a step"):
             holds.intend_deletion(name)
     assert list(store.list()) == []
+
+
+class FullDisk(AtomicSubdirectories):
+    """A directory of a file system without room for the announcement of a deletion."""
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        if key.startswith(".ckptcore/deleting"):
+            raise StorageFullError(f"cannot create the directory {key}: the file system is full")
+        return super().lock_directory(key)
+
+
+def test_a_deletion_that_cannot_be_announced_looks_for_pins(tmp_path: Path) -> None:
+    """Else nothing could be deleted to make room."""
+    owner = commit_method(FullDisk(open_local(str(tmp_path), OPTIONS), "steps")).locks("run")
+    reader = commit_method(subdirectory(open_local(str(tmp_path), OPTIONS), "steps")).locks("run")
+    with reader.pin("1"):
+        assert owner.intend_deletion("1") is None
+    intent = owner.intend_deletion("1")
+    assert intent is not None
+    with intent:
+        intent.check()
+        with reader.pin("1"), pytest.raises(StepPinnedError, match="pinned by a reader"):
+            intent.check()

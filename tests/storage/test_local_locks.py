@@ -123,3 +123,79 @@ if child == 0:
 os.waitpid(child, 0)
 print(lock is not None and storage.lock_directory("a") is None)
 """
+
+
+_FORKS_IN_A_PUT = """
+import os, sys, threading
+from ckptcore.builtin import local
+from ckptcore.errors import ConditionFailedError
+from ckptcore.protocols import IfTag, StorageOptions
+storage = local.open_local(sys.argv[1], StorageOptions())
+storage.put("a", b"1")
+check = local._check_tag
+def fork_and_check(*arguments):
+    if os.fork() == 0:
+        os.read(0, 1)
+        os._exit(0)
+    check(*arguments)
+local._check_tag = fork_and_check
+try:
+    storage.put("a", b"2", condition=IfTag("another"))
+except ConditionFailedError:
+    pass
+local._check_tag = check
+again = threading.Thread(target=storage.put, args=("a", b"3"), daemon=True)
+again.start()
+again.join(30)
+print("locked" if again.is_alive() else "put", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_that_is_forked_during_a_put_does_not_keep_its_lock(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORKS_IN_A_PUT, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "put\n"
+    assert (tmp_path / "a").read_bytes() == b"3"
+
+
+_FORKS_WITH_OPEN_FILES = """
+import os, sys
+from ckptcore.builtin.local import open_local
+from ckptcore.builtin.local_directories import lock_object
+from ckptcore.protocols import StorageOptions
+storage = open_local(sys.argv[1], StorageOptions())
+storage.put("read", bytes(1 << 20))
+storage.get_into("read", [(0, memoryview(bytearray(9)))])
+writer = storage.open_writer("written", 4)
+writer.write_at(0, b"12")
+lock = storage.lock_directory("locked")
+with lock, lock_object(sys.argv[1] + "/read"):
+    if os.fork() == 0:
+        found = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        print([path for path in found if path.startswith(sys.argv[1])], flush=True)
+        try:
+            writer.write_at(2, b"34")
+        except ValueError:
+            writer.abort()
+        taken = memoryview(bytearray(9))
+        storage.get_into("read", [(0, taken)])
+        os._exit(0)
+    os.wait()
+    assert storage.lock_directory("locked") is None
+writer.write_at(2, b"34")
+writer.finish()
+print(storage.get("written"))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs fork and /proc")
+def test_a_forked_child_has_no_file_of_its_parent_open(tmp_path: Path) -> None:
+    """Else it would keep the space of files that its parent deletes."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _FORKS_WITH_OPEN_FILES, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "[]\nb'1234'\n"

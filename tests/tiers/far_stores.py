@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
 from ckptcore.errors import StorageError
 from tests.checkpointer.runs import Watch, writes_arrays
 
-__all__ = ["Outage", "Standstill"]
+__all__ = ["Outage", "Silence", "Standstill"]
 
 
 class Standstill:
@@ -56,4 +57,30 @@ class Outage:
 
     def end(self) -> None:
         """Make requests succeed again."""
+        self._is_over.set()
+
+
+class Silence:
+    """A far tier that answers no request from `begin` until `end`.
+
+    Attributes:
+        met: set when a request waits for an answer.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.met = threading.Event()
+        self._is_over = threading.Event()
+        self._watch = watch
+
+    def begin(self, *unanswered: str) -> None:
+        """Answer nothing from now on, or no request of these names."""
+        self._watch.before = functools.partial(self._wait, unanswered)
+
+    def _wait(self, unanswered: Sequence[str], name: str, keys: Sequence[str]) -> None:
+        if not unanswered or name in unanswered:
+            self.met.set()
+            self._is_over.wait()
+
+    def end(self) -> None:
+        """Answer everything."""
         self._is_over.set()

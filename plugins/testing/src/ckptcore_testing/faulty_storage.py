@@ -179,6 +179,10 @@ class FaultyDirectories(FaultyStorage):
 
         return self.plan.begin("lock_directory", [key]).run(lock)
 
+    def has_locks(self) -> bool:
+        """See `AtomicDirectories`. Never fails: it is asked once for each directory and Context."""
+        return self._directories.has_locks()
+
     def rename(self, source: str, destination: str) -> None:
         """See `AtomicDirectories`."""
         step = self.plan.begin("rename", [source, destination])

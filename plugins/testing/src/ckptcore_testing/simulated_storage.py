@@ -205,6 +205,10 @@ class SimulatedStorage(StorageBackend):
             self._disk.locked.add(directory)
             return _HeldDirectory(self._disk, directory)
 
+    def has_locks(self) -> bool:
+        """See `AtomicDirectories`."""
+        return True
+
     def rename(self, source: str, destination: str) -> None:
         """See `AtomicDirectories`."""
         old, new = self._path(source), self._path(destination)
@@ -340,13 +344,15 @@ class _HeldDirectory:
     def __init__(self, disk: SimulatedDisk, directory: DiskDirectory) -> None:
         self._disk = disk
         self._directory = directory
+        self._is_entered = False
 
     def __enter__(self) -> None:
-        return None
+        self._is_entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        assert self._is_entered, "a lock must be entered: other storages lock only then"
         self._disk.locked.discard(self._directory)
 
 

@@ -72,10 +72,22 @@ class AtomicDirectoriesTests:
     def test_exit_releases_a_lock(self, storage: DirectoryStorage) -> None:
         lock = storage.lock_directory("a")
         assert lock is not None
+        lock.__enter__()
+        assert storage.lock_directory("a") is None
         lock.__exit__(None, None, None)
         again = storage.lock_directory("a")
         assert again is not None
-        again.__exit__(None, None, None)
+        with again:
+            pass
+
+    def test_asking_for_locks_changes_nothing(self, storage: DirectoryStorage) -> None:
+        assert storage.has_locks()
+        assert list(storage.list_names()) == []
+        lock = storage.lock_directory("a")
+        assert lock is not None
+        with lock:
+            assert storage.has_locks()
+            assert storage.lock_directory("a") is None
 
     def test_a_locked_directory_is_not_removed(self, storage: DirectoryStorage) -> None:
         lock = storage.lock_directory("a/b")
@@ -115,17 +127,15 @@ class AtomicDirectoriesTests:
 
     def test_only_one_of_many_gets_the_lock(self, storage: DirectoryStorage) -> None:
         for number in range(5):
-            release = threading.Event()
             answered = threading.Barrier(self.threads)
 
-            def lock(_: int, key: str = f"a/{number}", release: threading.Event = release,
-                     answered: threading.Barrier = answered) -> bool:  # fmt: skip
+            def lock(_: int, key: str = f"a/{number}", answered: threading.Barrier = answered) -> bool:
                 held = storage.lock_directory(key)
-                answered.wait()
-                release.set()
                 if held is None:
+                    answered.wait()
                     return False
-                held.__exit__(None, None, None)
+                with held:
+                    answered.wait()
                 return True
 
             assert self._at_once(lock).count(True) == 1
@@ -154,7 +164,8 @@ class AtomicDirectoriesTests:
         storage.put("old/a", b"1")
         lock = storage.lock_directory("new")
         assert lock is not None
-        lock.__exit__(None, None, None)
+        with lock:
+            pass
         storage.rename("old", "new")
         assert list(storage.list()) == ["new/a"]
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot
@@ -33,11 +34,13 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import logger_named
+from ckptcore.io.background import call_within
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore.training.steps import StepDirectory
+from ckptcore_tiers.deadlines import Deadline
 from ckptcore_tiers.hosts import Hosts
 
 __all__ = ["HostSender", "LeaderSender"]
@@ -219,8 +222,11 @@ class LeaderSender:
                     f"{size} bytes from the host that wrote it; the hosts send the step again"
                 )
 
-    def close(self, run: str) -> None:
+    def close(self, run: str, until: Deadline) -> None:
         """Write a message for the other hosts: this run sends no more steps."""
+        call_within(until.left_to_stop(), partial(self._close, run))
+
+    def _close(self, run: str) -> None:
         try:
             self._store.put(_CURRENT, json.dumps({"closed": run}).encode())
         except StorageError as error:
@@ -256,15 +262,15 @@ class HostSender:
         self._thread = threading.Thread(target=self._poll, name="ckptcore-upload", daemon=True)
         self._thread.start()
 
-    def close(self, seconds: float | None) -> None:
-        """Wait until the leader closes its uploads, at most `seconds` (None: no limit), then stop."""
-        self._ended.wait(seconds)
-        self.stop()
+    def close(self, until: Deadline) -> None:
+        """Wait until the leader closes its uploads, or a deadline, then stop."""
+        self._ended.wait(until.left())
+        self.stop(until)
 
-    def stop(self) -> None:
+    def stop(self, until: Deadline) -> None:
         """Interrupt the running transfer, and wait for the thread. Further calls do nothing."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(until.left_to_stop())
 
     def _poll(self) -> None:
         pause = _FIRST_POLL_SECONDS

@@ -36,8 +36,10 @@ class NearTier:
             step that replaces one in the far directory is always uploaded.
         max_waiting: maximum number of steps that wait for their upload, at least 1, without the
             step that is being uploaded. If there are more, the oldest are not uploaded.
-        close_seconds: maximum time in seconds that `Checkpointer.close` waits for uploads. None:
-            until all are done. 0: do not wait; the next run uploads the steps.
+        close_seconds: maximum time in seconds that `Checkpointer.close` waits for uploads and
+            deletions. None: until all are done. 0: do not wait; the next run uploads the steps.
+            If the far directory does not answer, `close` takes at most 5 seconds more to stop the
+            upload and to release the directories.
         seen_by: the processes that share one near directory: ``"job"`` for all, ``"host"`` for
             those on one host. With ``"host"`` each host has a part of a step, and a step is
             complete if all hosts have their parts.

@@ -18,6 +18,7 @@ from ckptcore.saving.writing import PlainSave
 from ckptcore.training.garbage import DeletionQueue, PendingDeletion
 from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
+from ckptcore_tiers.deadlines import Deadline
 from ckptcore_tiers.host_saves import HostSave
 from ckptcore_tiers.hosts import Hosts, find_hosts, has_expected_sizes_on_host
 from ckptcore_tiers.near_tier import NearTier
@@ -53,7 +54,8 @@ class TieredRun:
         self._leads = agreement.rank == 0
         self._saves = ownership.saves
         near, far = steps.directories
-        self._deletions = DeletionQueue(far.display)
+        self._deletions = DeletionQueue(far.display, daemon=True)
+        self._until: Deadline | None = None  # set when the run begins to close
         if steps.host_steps is not None:
             self.hosts = find_hosts(agreement.part("hosts"), near.open_to_write())
         own = partial(OwnedDirectory, context=context, if_in_use=ownership.if_in_use)
@@ -254,7 +256,7 @@ class TieredRun:
 
     def take_errors(self) -> Sequence[BaseException]:
         """See `OwnedRun`. Includes an error for steps that cannot be uploaded, such as damaged ones."""
-        errors = list(self._deletions.take_errors())
+        errors = list(self._deletions.take_errors(None if self._until is None else self._until.left_to_stop()))
         try:
             self.uploads.raise_unreported()
         except UploadError as error:
@@ -268,17 +270,23 @@ class TieredRun:
             UploadError: if steps still wait (unless ``close_seconds=0``), or could not be uploaded.
                 Waiting steps stay in the near directory, and the next run uploads them.
         """
-        self.uploads.close()
+        self.uploads.close(self._begin_to_close())
 
     def release(self) -> None:
         """See `OwnedRun`."""
         self._deletions.refuse()
+        until = self._begin_to_close()
         try:
-            self.uploads.stop()
-            self._deletions.close()
+            self.uploads.stop(until)
+            self._deletions.close(until.left_to_stop())
         finally:
             for owned in reversed(self._owned):
-                owned.close()
+                owned.close(until.left_to_stop())
+
+    def _begin_to_close(self) -> Deadline:
+        if self._until is None:
+            self._until = Deadline(self._options.close_seconds)
+        return self._until
 
 
 def _cancel(begun: Sequence[PendingDeletion]) -> None:

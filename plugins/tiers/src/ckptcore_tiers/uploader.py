@@ -29,6 +29,7 @@ from ckptcore.results import Progress
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import LastSave
 from ckptcore.training.steps import StepDirectory
+from ckptcore_tiers.deadlines import Deadline
 from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.sending import StepSender
 from ckptcore_tiers.status import UploadState, UploadStatus
@@ -232,24 +233,28 @@ class Uploader:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Wait as long as the options allow, then stop. The next run resumes an interrupted upload.
+    def close(self, until: Deadline) -> None:
+        """Wait until a deadline, then stop. The next run resumes an interrupted upload.
 
         Raises:
             UploadError: see `wait`. With ``close_seconds=0``, waiting steps are not an error.
         """
-        seconds = self._options.close_seconds
+        waits = self._options.close_seconds != 0
         try:
             with self._changed:
-                if seconds != 0:
-                    self._changed.wait_for(self._is_idle, seconds)
+                if waits:
+                    self._changed.wait_for(self._is_idle, until.left())
         finally:
-            self.stop()
-        self.raise_unreported(waiting=seconds != 0)
+            self.stop(until)
+        self.raise_unreported(waiting=waits)
 
-    def stop(self) -> None:
-        """Interrupt the running upload and wait for the thread. Further calls do nothing."""
-        self._stop_thread(None)
+    def stop(self, until: Deadline) -> None:
+        """Interrupt the running upload and wait for the thread. Further calls do nothing.
+
+        If the far directory does not answer until the deadline, the thread ends without committing
+        anything, because the lock of the directory is released.
+        """
+        self._stop_thread(until.left_to_stop())
         atexit.unregister(self._at_exit)
 
     def _stop_thread(self, seconds: float | None) -> None:
@@ -271,6 +276,8 @@ class Uploader:
                 pause = _FIRST_PAUSE_SECONDS
                 continue
             except SaveLostError as error:
+                if self._state.stopped:
+                    return  # the lock was released without waiting for this thread
                 self._fail_all(error)
             except Exception as error:  # noqa: BLE001  # retried, and shown in the status; policies can raise anything
                 with self._changed:

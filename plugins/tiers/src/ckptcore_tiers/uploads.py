@@ -10,6 +10,7 @@ from functools import partial
 from ckptcore.context import Context
 from ckptcore.job.agreement import Agreement
 from ckptcore.training.path_directory import OwnedDirectory
+from ckptcore_tiers.deadlines import Deadline
 from ckptcore_tiers.host_sending import HostSender, LeaderSender
 from ckptcore_tiers.hosts import Hosts
 from ckptcore_tiers.near_tier import NearTier
@@ -34,12 +35,12 @@ class Uploads:
             process of another host, stops its `HostSender`. None on other processes, and if all
             processes share one near directory.
         close_sending: on the first process of a host other than the leader's, waits until the
-            leader's uploads end, at most ``close_seconds``, and stops the `HostSender`. Else None.
+            leader's uploads end, or a deadline, and stops the `HostSender`. Else None.
     """
 
     uploader: Uploader | None = None
-    stop_sending: Callable[[], None] | None = None
-    close_sending: Callable[[], None] | None = None
+    stop_sending: Callable[[Deadline], None] | None = None
+    close_sending: Callable[[Deadline], None] | None = None
 
     def resume(self) -> None:
         """Start to upload, beginning with steps that an earlier run did not upload."""
@@ -70,23 +71,23 @@ class Uploads:
         if self.uploader is not None:
             self.uploader.raise_unreported()
 
-    def close(self) -> None:
-        """Wait for uploads as long as the near tier's options allow, then stop.
+    def close(self, until: Deadline) -> None:
+        """Wait for uploads until a deadline, then stop.
 
         Raises:
             UploadError: see `Uploader.close`.
         """
         if self.uploader is not None:
-            self.uploader.close()
+            self.uploader.close(until)
         if self.close_sending is not None:
-            self.close_sending()
+            self.close_sending(until)
 
-    def stop(self) -> None:
+    def stop(self, until: Deadline) -> None:
         """Stop without waiting for the remaining uploads."""
         if self.uploader is not None:
-            self.uploader.stop()
+            self.uploader.stop(until)
         if self.stop_sending is not None:
-            self.stop_sending()
+            self.stop_sending(until)
 
 
 def begin_uploads(
@@ -113,14 +114,14 @@ def begin_uploads(
     """
     near, to = steps.directories
     send: StepSender
-    stop_sending: Callable[[], None] | None = None
+    stop_sending: Callable[[Deadline], None] | None = None
     if hosts is not None:
         run = agreement.lead("run", lambda: secrets.token_hex(8))
         if far is None:
             if agreement.rank not in hosts.firsts:
                 return Uploads()
             sender = HostSender(agreement.rank, run, near, to, to.open_to_write(), context)
-            return Uploads(stop_sending=sender.stop, close_sending=partial(sender.close, options.close_seconds))
+            return Uploads(stop_sending=sender.stop, close_sending=sender.close)
         send = leader = LeaderSender(near, to, far.store, hosts, context)
         stop_sending = partial(leader.close, run)
     elif far is None:

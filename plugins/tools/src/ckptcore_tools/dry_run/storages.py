@@ -191,6 +191,10 @@ class CountingDirectories(CountingObjects):
         self._count("directories")
         return nullcontext()
 
+    def has_locks(self) -> bool:
+        """See `AtomicDirectories`. Not counted, because it is asked once for each directory."""
+        return True
+
     def rename(self, source: str, destination: str) -> None:
         """See `AtomicDirectories`."""
         self._count("directories")

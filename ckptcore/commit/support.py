@@ -1,0 +1,83 @@
+"""StorageSupport: what the storages of a Context were found to support, each tried once."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final, cast
+
+from ckptcore.errors import StorageError
+from ckptcore.events import logger_named
+from ckptcore.io.requests import reset_in_children
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.commit.leases import Clock
+    from ckptcore.commit.locks import LeasedLocks
+    from ckptcore.context import WithoutConditions
+
+__all__ = ["StorageSupport"]
+
+logger = logger_named("ckptcore.commit")
+
+_MAX_REMEMBERED: Final = 1024
+"""Most directories whose support is remembered. Beyond this, some are tried twice."""
+
+
+class StorageSupport:
+    """Remember what storages were found to support. One object for each Context. Thread-safe.
+
+    Attributes:
+        without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
+        conditional_puts: by tested service (scheme and host): True if it supports them, False if it ignores conditions.
+    """
+
+    def __init__(self, without: WithoutConditions = "refuse", clock: Clock | None = None) -> None:
+        """Try nothing yet. `clock` is the clock of leases; None: the system's."""
+        self.without: Final = without
+        self._clock = clock
+        self.conditional_puts: dict[str, bool] = {}
+        self._leases: dict[str | None, LeasedLocks | None] = {}
+        self._lock = threading.Lock()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Replace the lock in a forked child, because a thread of the parent may have held it."""
+        self._lock = threading.Lock()
+
+    def leases(self, directory: StorageBackend) -> LeasedLocks | None:
+        """Return the leases that replace the locks of a file system without locks; None if it has locks.
+
+        One object for each directory, because it has to observe the leases of other processes to find expired ones.
+
+        Args:
+            directory: a storage with `AtomicDirectories`, opened at a directory of checkpoints.
+        """
+        address = directory.address
+        key = None if address is None else address.url
+        with self._lock:
+            if key in self._leases:
+                return self._leases[key]
+            try:
+                found = self._find_leases(directory)
+            except StorageError:
+                return None  # the operation that needs a lock fails with the reason
+            if len(self._leases) >= _MAX_REMEMBERED:
+                self._leases.clear()
+            if key is not None:
+                self._leases[key] = found
+            return found
+
+    def _find_leases(self, directory: StorageBackend) -> LeasedLocks | None:
+        if cast(AtomicDirectories, directory).has_locks():
+            return None
+        from ckptcore.commit.locks import LeasedLocks  # only file systems without locks need it here
+
+        address = directory.address
+        display = "" if address is None else address.url
+        logger.warning(
+            "%s: this file system has no locks of directories (flock), so ckptcore uses leases. The files of a killed "
+            "save stay until this process has seen its lease unchanged for more than a minute, and a directory whose "
+            "owner was killed is free after as long. Mount it with locks on all hosts or on none (Lustre: -o flock)",
+            display,
+        )
+        return LeasedLocks(directory, display, clock=self._clock)

@@ -1,0 +1,178 @@
+"""Saves on a file system without locks: leases tell the files of running saves from those of killed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptcore.commit.conditional_put import new_claim
+from ckptcore.commit.leases import Clock
+from ckptcore.commit.location import Location
+from ckptcore.commit.method import PlannedSession, find_partial
+from ckptcore.commit.root import PartialSave, new_save_id
+from ckptcore.commit.support import StorageSupport
+from ckptcore.errors import SaveLostError, StorageError
+from ckptcore.protocols import StorageBackend, Transaction
+from tests.holds.fake_clock import FakeClock
+from tests.holds.places import no_flock
+
+ROOT = b"committed"
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Callable[[Clock], Location]:
+    """Return a function that returns the location "a" as a process sees it."""
+    store = no_flock(tmp_path)
+
+    def see(clock: Clock) -> Location:
+        return Location("a", store, "a", f"file:{tmp_path}/steps/a", support=StorageSupport(clock=clock))
+
+    return see
+
+
+def begin(location: Location) -> Transaction:
+    return location.commits.begin(location, new_claim(new_save_id()), True)
+
+
+def hidden(location: Location) -> list[str]:
+    return [name for name in location.parent.list_names() if name.startswith(".a.")]
+
+
+def leases(store: StorageBackend) -> list[str]:
+    return list(store.list_names(".ckptcore/saving"))
+
+
+def test_a_save_removes_its_lease(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+    location = process(clock)
+    saved = begin(location)
+    saved.store.put("w", b"1")
+    assert len(leases(location.parent)) == 1
+    saved.commit(ROOT, {})
+    begin(location).abort()
+    begin(location).commit(ROOT, {})
+    assert list(location.parent.list_names()) == ["a/"], "no hidden directories, and no directory of leases"
+
+
+def test_the_files_of_a_killed_save_are_removed_when_its_lease_has_expired(
+    process: Callable[[Clock], Location], clock: FakeClock
+) -> None:
+    dead, alive = clock.process(), process(clock)
+    killed = begin(process(dead))
+    killed.store.put("w", b"1")
+    dead.is_frozen = True
+    for _ in range(3):
+        assert len(hidden(alive)) == 1
+        begin(alive).abort()  # not blocked by it
+        clock.sleep(30)
+    begin(alive).abort()
+    assert hidden(alive) == [] and leases(alive.parent) == []
+
+
+def test_a_slow_save_keeps_its_files(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+    slow, other = begin(process(clock)), process(clock)
+    slow.store.put("w", b"1")
+    for _ in range(10):
+        clock.sleep(30)
+        assert other.commits.is_changing(other)
+        begin(other).abort()
+    slow.commit(ROOT, {})
+    assert not other.commits.is_changing(other)
+    assert sorted(other.store.list()) == ["checkpoint.json", "w"]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_save_that_lost_its_lease_commits_nothing(
+    writes: bool, process: Callable[[Clock], Location], clock: FakeClock
+) -> None:
+    """It was suspended while another save removed its files. Else it would commit what it wrote afterwards alone."""
+    suspended, other = clock.process(), process(clock)
+    zombie = begin(process(suspended))
+    zombie.store.put("first", b"1")
+    suspended.is_frozen = True
+    for _ in range(4):
+        begin(other).abort()
+        clock.sleep(30)
+    assert hidden(other) == []
+    suspended.is_frozen = False
+    if writes:
+        zombie.store.put("second", b"2")
+        with pytest.raises(SaveLostError):
+            zombie.commit(ROOT, {})
+    zombie.abort()
+    assert list(other.parent.list_names()) == []
+
+
+def test_a_deletion_is_announced_by_a_lease(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+    location, other = process(clock), process(clock)
+    announced = location.commits.announce_deletion(location, location.commits.locks("steps"), "a.base")
+    assert announced is not None
+    assert other.commits.is_changing(other)
+    announced.check()
+    announced.close()
+    assert not other.commits.is_changing(other)
+    assert list(other.parent.list_names()) == []
+
+
+def session(location: Location) -> Transaction:
+    before = find_partial(location)
+    first = PartialSave(new_save_id(), "2026-01-01T00:00:00+00:00", "safetensors", "", 0, None)
+    partial = (first if before is None else before).with_next_owner(1)
+    return location.commits.begin_session(location, PlannedSession(before, partial, frozenset()))
+
+
+def test_a_session_waits_until_the_lease_of_a_killed_one_has_expired(
+    process: Callable[[Clock], Location], clock: FakeClock
+) -> None:
+    dead = clock.process()
+    session(process(dead))
+    dead.is_frozen = True
+    next_one = session(process(clock))
+    assert 60 < clock.now() < 120
+    next_one.leave()
+    assert leases(process(clock).parent) == []
+
+
+def test_a_session_does_not_wait_for_a_running_one(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+    running = session(process(clock))
+    with pytest.raises(SaveLostError, match="another process is writing a session"):
+        session(process(clock))
+    assert clock.now() < 60, "it saw a renewal"
+    running.leave()
+    session(process(clock)).leave()
+
+
+def test_a_resumed_save_waits_for_the_lease_of_the_killed_one(
+    process: Callable[[Clock], Location], clock: FakeClock
+) -> None:
+    """An interrupted copy is resumed with its save id, and so with its hidden directory."""
+    claim, dead, location = new_claim(new_save_id()), clock.process(), process(clock)
+    process(dead).commits.begin(process(dead), claim, False).store.put("w", b"1")
+    dead.is_frozen = True
+    resumed = location.commits.begin(location, claim, False, resume=True)
+    assert clock.now() > 60
+    resumed.commit(ROOT, {})
+    assert sorted(location.store.list()) == ["checkpoint.json", "w"]
+
+
+def test_only_what_was_found_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, support = no_flock(tmp_path), StorageSupport()
+    answers: list[StorageError | bool] = [StorageError("away"), False]
+
+    def has_locks() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    store.has_locks = has_locks  # type: ignore[attr-defined]  # the storage of this test
+    assert support.leases(store) is None
+    found = support.leases(store)
+    assert found is not None and support.leases(store) is found
+    assert len(caplog.records) == 1, "said once"

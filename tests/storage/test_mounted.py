@@ -1,0 +1,203 @@
+"""Real file systems, mounted for the test: all of them work, also when they are full, or can only be read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import StorageError, StorageFullError
+from tests.storage.missing_program import attempt, check, state, steps
+
+pytestmark = pytest.mark.system
+
+_FAST: Final = ckptcore.Context(durability="none")
+_MIB: Final = 1 << 20
+
+
+class Mounts:
+    """Mounts file systems below a directory until it is closed."""
+
+    def __init__(self, directory: Path, closing: ExitStack) -> None:
+        self._directory = directory
+        self._closing = closing
+
+    def run(self, *command: str) -> None:
+        """Run a command as root. Skip the test if that is impossible."""
+        if os.geteuid() != 0:
+            pytest.skip("mounting a file system takes root")
+        if shutil.which(command[0]) is None:
+            pytest.skip(f"{command[0]} is not installed")
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            pytest.skip(f"{' '.join(command)}: {ended.stderr.strip()}")
+
+    def _mounted(self, at: Path, *command: str) -> Path:
+        at.mkdir(exist_ok=True)
+        self.run(*command, str(at))
+        self._closing.callback(subprocess.run, ["umount", "-l", str(at)], check=True)
+        return at
+
+    def tmpfs(self, mib: int = 64) -> Path:
+        """A file system in memory."""
+        return self._mounted(self._directory / "tmpfs", "mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs")
+
+    def disk(self, kind: str, mib: int, *options: str) -> Path:
+        """A file system on a loop device."""
+        image = self._directory / f"{kind}.img"
+        with open(image, "wb") as file:
+            file.truncate(mib * _MIB)
+        self.run(f"mkfs.{kind}", "-q", str(image))
+        return self._mounted(self._directory / kind, "mount", "-o", ",".join(["loop", *options]), str(image))
+
+    def overlay(self) -> Path:
+        """A writable layer over a directory that has a checkpoint "lower"."""
+        above = self.tmpfs()
+        lower, upper, work = (above / name for name in ("lower", "upper", "work"))
+        for directory in (lower, upper, work):
+            directory.mkdir()
+        ckptcore.save(lower / "lower", state(1), context=_FAST)
+        layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        return self._mounted(self._directory / "overlay", "mount", "-t", "overlay", "-o", layers, "overlay")
+
+    def bindfs(self) -> Path:
+        """A view of a directory through FUSE."""
+        (source := self._directory / "source").mkdir()
+        return self._mounted(self._directory / "bindfs", "bindfs", str(source))
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    """File systems that are unmounted after the test."""
+    with ExitStack() as closing:
+        yield Mounts(tmp_path, closing)
+
+
+_KINDS: Final[dict[str, Callable[[Mounts], Path]]] = {
+    "tmpfs": lambda mounts: mounts.tmpfs(),
+    "xfs": lambda mounts: mounts.disk("xfs", 320),
+    "ext4": lambda mounts: mounts.disk("ext4", 64),
+    "overlay": lambda mounts: mounts.overlay(),
+    "bindfs": lambda mounts: mounts.bindfs(),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_everything_works(kind: str, mounts: Mounts) -> None:
+    directory = _KINDS[kind](mounts)
+    happened = {name: attempt(work) for name, work in steps(directory / "here", _FAST)}
+    if kind == "bindfs":
+        assert all(happened.pop(name).startswith("AtomicityError: ") for name in ("overwrite", "run"))
+    assert set(happened.values()) == {"done"}, happened
+
+
+def test_a_checkpoint_of_a_lower_layer_is_replaced_and_deleted(mounts: Mounts) -> None:
+    """Its directory cannot be renamed."""
+    lower = mounts.overlay() / "lower"
+    check(ckptcore.load(lower), 1)
+    with pytest.raises(ckptcore.errors.AtomicityError, match="Nothing was changed"):
+        ckptcore.save(lower, state(2), overwrite=True)
+    check(ckptcore.load(lower), 1)
+    ckptcore.save(lower, state(2), overwrite="non-atomic")
+    check(ckptcore.load(lower), 2)
+    ckptcore.save(lower, state(3), overwrite=True)
+    check(ckptcore.load(lower), 3)
+    assert os.listdir(lower.parent) == ["lower"]
+
+
+def test_a_checkpoint_of_a_lower_layer_is_deleted(mounts: Mounts) -> None:
+    lower = mounts.overlay() / "lower"
+    ckptcore.delete(lower)
+    assert os.listdir(lower.parent) == []
+
+
+def _fill(directory: Path) -> None:
+    """Leave no room for a file or a directory."""
+    for size in (_MIB, 1 << 16, 1 << 12, 1 << 9):
+        for number in range(1 << 12):
+            try:
+                (directory / f"filler-{size}-{number}").write_bytes(bytes(size))
+            except OSError:
+                break
+    for number in range(1 << 12):
+        try:
+            (directory / f"filler-{number}").mkdir()
+        except OSError:
+            return
+    pytest.fail("the file system is not full")
+
+
+def _unfill(directory: Path) -> None:
+    for path in directory.glob("filler-*"):
+        path.unlink() if path.is_file() else path.rmdir()
+
+
+def _tmpfs_of_few_files(mounts: Mounts) -> Path:
+    directory = mounts.tmpfs(16)
+    mounts.run("mount", "-o", "remount,nr_inodes=150", str(directory))
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "xfs", "ext4"])
+def test_a_full_disk_lets_everything_but_saves_go_on(kind: str, mounts: Mounts) -> None:
+    if kind == "ext4":
+        directory = mounts.disk("ext4", 24)
+    else:
+        directory = _tmpfs_of_few_files(mounts) if kind == "tmpfs" else _KINDS[kind](mounts)
+    for name in ("old", "other"):
+        ckptcore.save(directory / name, state(1))
+    run = ckptcore.Checkpointer(directory / "run")
+    for step in (1, 2):
+        run.save(step, state(step))
+    run.wait()
+    _fill(directory)
+    for name, overwrite in (("new", False), ("old", True)):
+        with pytest.raises(StorageFullError, match=r"(?s)full.*Free some space.*intact") as caught:
+            ckptcore.save(directory / name, state(2), overwrite=overwrite)
+        assert str(directory) in str(caught.value)
+    check(ckptcore.load(directory / "old"), 1)
+    assert ckptcore.open(directory / "old")["w"][5] == 1
+    assert ckptcore.verify(directory / "old").ok
+    check(ckptcore.CheckpointReader(directory / "run").load(), 2)
+    check(run.load(), 2)
+    run.delete(1)  # what the error advises
+    run.wait()
+    ckptcore.delete(directory / "other")
+    ckptcore.save(directory / "old", state(3), overwrite=True)
+    check(ckptcore.load(directory / "old"), 3)
+    run.save(3, state(3))
+    run.close()
+    _unfill(directory)
+    assert {path.name for path in directory.iterdir()} - {"lost+found"} == {"old", "run"}
+    assert run.steps == (2, 3)
+
+
+def test_what_can_only_be_read_is_read(mounts: Mounts) -> None:
+    directory = mounts.tmpfs()
+    ckptcore.save(directory / "old", state(1))
+    with ckptcore.Checkpointer(directory / "run") as run:
+        run.save(1, state(1))
+    mounts.run("mount", "-o", "remount,ro", str(directory))
+    check(ckptcore.load(directory / "old"), 1)
+    assert np.array_equal(ckptcore.open(directory / "old")["w"][:9], state(1)["w"][:9])
+    assert ckptcore.verify(directory / "old").ok
+    check(ckptcore.CheckpointReader(directory / "run").load(), 1)
+    changes: list[Callable[[], object]] = [
+        lambda: ckptcore.save(directory / "new", state(2)),
+        lambda: ckptcore.save(directory / "old", state(2), overwrite=True),
+        lambda: ckptcore.delete(directory / "old"),
+        lambda: ckptcore.Checkpointer(directory / "run"),
+    ]
+    for change in changes:
+        with pytest.raises(StorageError, match="Read-only file system") as caught:
+            change()
+        assert str(directory) in str(caught.value)
+    check(ckptcore.load(directory / "old"), 1)
