@@ -352,8 +352,10 @@ class CheckpointReader(StepReader):
             InvalidLocationError: it is a checkpoint, not a directory of steps.
         """
         names, context = check_step_names(step_names), context or default_context()
-        is_path = isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory)
-        lasting = os.path.abspath(os.fspath(directory)) if is_path else directory  # the working directory may change
+        if isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory):
+            lasting: object = os.path.abspath(directory)  # the working directory may change
+        else:
+            lasting = directory
         self._options = {"directory": lasting, "step_names": step_names, "context": context}
         steps = as_run_directory(directory).open(names, context)
         agree = exchanges_of(steps.main.display, context, runtime_of(context).job())

@@ -395,8 +395,13 @@ def freed_tensor() -> torch.Tensor:
 
 def traced_tensor() -> torch.Tensor:
     """Return a tensor of `torch.func`, which has no memory of its own."""
-    seen = []
-    torch.func.grad(lambda x: seen.append(x) or x.sum())(torch.ones(3))
+    seen: list[torch.Tensor] = []
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x.sum()
+
+    torch.func.grad(record)(torch.ones(3))
     return seen[0]
 
 
