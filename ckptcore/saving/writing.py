@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -66,12 +66,15 @@ __all__ = [
 logger = logging.getLogger("ckptcore.saving")
 
 
-def write_save(save: Save, at_workers: WorkerCapture[Save] | None = None) -> None:
+def write_save(
+    save: Save, at_workers: WorkerCapture[Save] | None = None, claimed: Callable[[], None] | None = None
+) -> None:
     """Claim the target, write, and commit. On every rank. Return once the checkpoint is committed.
 
     Args:
         save: the save, with captured parts.
         at_workers: the boxes that workers of this controller captured; None if they write none of the save.
+        claimed: called once the target is claimed.
 
     Raises:
         CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint remains,
@@ -86,6 +89,8 @@ def write_save(save: Save, at_workers: WorkerCapture[Save] | None = None) -> Non
     try:
         with agreement.stage("claim", meaning=commit.meaning):
             commit.claim()
+        if claimed is not None:
+            claimed()
         try:
             with agreement.stage("write", meaning=commit.meaning) as stage:
                 store = commit.store

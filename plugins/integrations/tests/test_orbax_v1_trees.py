@@ -1,6 +1,11 @@
 """`orbax_v1` saves what Orbax loads, loads what Orbax saved, and refuses what Orbax refuses."""
 
 import json
+import os
+import sys
+import threading
+import time
+import traceback
 from typing import NamedTuple
 
 import jax
@@ -112,6 +117,47 @@ def test_later_changes_are_not_in_an_asynchronous_save(tmp_path):
     array[:] = 1
     assert response.result() is None
     assert not ours.load(tmp_path / "c")["w"].any()
+
+
+def begin_step(directory, tree):
+    checkpointer = ours.training.Checkpointer(directory)
+    checkpointer.save_async(0, tree)
+    return checkpointer.close
+
+
+def begin_save(directory, tree):
+    context = ours.Context()
+    context.asynchronous.create_directories_asynchronously = False
+    with context:
+        return ours.save_async(directory / "0", tree).result
+
+
+def begin_part(directory, tree):
+    return ours.partial.save_async(directory / "0", tree).result
+
+
+@pytest.mark.parametrize("begin", [begin_step, begin_save, begin_part])
+def test_a_directory_exists_once_an_asynchronous_save_returns(tmp_path, begin):
+    returned, caller = threading.Event(), threading.get_ident()
+
+    def hold(*_):
+        """Hold the thread of the save until the caller waits for a claim, or has returned without."""
+        sys.setprofile(None)
+        while threading.current_thread().name.startswith("ckptcore-save") and not returned.is_set():
+            frames = traceback.walk_stack(sys._current_frames()[caller])
+            if "wait_for_claim" in {frame.f_code.co_name for frame, _ in frames}:
+                break
+            time.sleep(0)
+
+    threading.setprofile(hold)
+    try:
+        end = begin(tmp_path, {"w": np.zeros(1000)})
+        found = os.listdir(tmp_path)
+    finally:
+        threading.setprofile(None)
+        returned.set()
+    end()
+    assert found
 
 
 @pytest.mark.parametrize(
