@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -197,14 +198,26 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path):
     assert theirs.load(tmp_path / "c") == {"w": 2}
 
 
+@pytest.mark.parametrize("missing", ["manifest.ocdbt", "d"])
+@pytest.mark.parametrize("saver", [theirs, ours], ids=["orbax", "ours"])
+def test_the_error_of_a_missing_file_has_the_words_of_orbax(tmp_path, saver, missing):
+    saver.save(tmp_path / "c", {"w": np.arange(1000.0)})
+    path = tmp_path / "c" / "state" / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for loader in (theirs, ours):
+        with pytest.raises(ValueError, match="Error opening .* driver:"):
+            loader.load(tmp_path / "c")
+
+
 def test_a_flipped_bit_is_found(tmp_path):
     ours.save(tmp_path / "c", {"w": np.arange(1000.0)})
     (data,) = (tmp_path / "c").rglob("ocdbt.process_0/d/*")
     content = bytearray(data.read_bytes())
     content[500] ^= 1
     data.write_bytes(content)
-    with pytest.raises(ckptcore.errors.CorruptCheckpointError):
+    with pytest.raises(ckptcore.errors.ChecksumError) as raised:
         ours.load(tmp_path / "c")
+    assert raised.value.key.endswith(data.name) and raised.value.start <= 500 < raised.value.stop
 
 
 class Words:
