@@ -66,8 +66,9 @@ if os.environ.get({TESTED_LIBRARY!r}):
 _FOR_CPUS: Final[Mapping[str, str]] = {
     r"\.cuda\((?:[^()]|\([^()]*\))*\)": "",
     r"torch\.cuda\.device_count\(\)": "4",
-    r"cpu:gloo,cuda:nccl": "cpu:gloo",
+    r"cpu:gloo,cuda:nccl": "gloo",
     r"(?<=[\"'/])cuda(?::(?:\d+|\{[^}]*\}))?(?=[\"'])": "cpu",
+    r"model_type=ModelType\.FSDP": "model_type=ModelType.DDP",  # FSDP requires an accelerator
     r" *@requires_nccl\(\)\n": "",
     r"@with_comms\(init_rpc=False\)": '@with_comms(init_rpc=False, backend="gloo")',
 }
