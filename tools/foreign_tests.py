@@ -3,97 +3,84 @@
     python -m tools.foreign_tests orbax DIRECTORY FILE...
     python -m tools.foreign_tests safetensors DIRECTORY FILE...
     python -m tools.foreign_tests torch DIRECTORY FILE...
+    python -m tools.foreign_tests
 
-``DIRECTORY`` is an unpacked source archive of the library; the files are relative to it. The output is a table: for
-each file the number of tests that pass with the library, and how many of these pass with the replacement. The names of
-the others follow, with their errors. Packages that only the tests need, such as expecttest for those of torch, can be
-in PYTHONPATH.
+``DIRECTORY`` is an unpacked source archive of the library; the files are relative to it. The results of the files are
+stored next to the design note ``replaced-libraries.md``, and its tables are written from them; without arguments, only
+the tables are written. Each call of a function of ckptcore by the replacement is counted: tests that make none prove
+nothing. Packages that only the tests need, such as expecttest for those of torch, can be in PYTHONPATH.
 
 No file of the archive is copied into the repository. Orbax's tests import helpers that its wheel does not have, so they
-run in a temporary copy of the installed package with the missing files of the archive.
+run in a temporary copy of the installed package with the missing files of the archive. Files ``*_test_base.py`` have
+classes of tests inside a class, and run with subclasses. Tests of torch run in a temporary copy that names CPUs and
+gloo where the archive names GPUs and NCCL.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Final, NamedTuple
 from xml.etree import ElementTree
 
-_VARIABLE: Final = "CKPTCORE_REPLACED_LIBRARY"
-_IS_ORBAX: Final = "CKPTCORE_TESTS_OF_ORBAX"
-_ORBAX: Final = "orbax.checkpoint.experimental.v1"
-_OURS: Final = "ckptcore_integrations"
+import pytest
 
-REPLACED: Final[Mapping[str, Mapping[str, str]]] = {
-    "orbax": {
-        f"{_ORBAX}._src.saving.saving": f"{_OURS}.orbax_v1.saving",
-        f"{_ORBAX}._src.loading.loading": f"{_OURS}.orbax_v1.loading",
-        f"{_ORBAX}._src.metadata.loading": f"{_OURS}.orbax_v1.loading",
-        f"{_ORBAX}._src.partial.saving": f"{_OURS}.orbax_v1.partial",
-        f"{_ORBAX}._src.training.checkpointer": f"{_OURS}.orbax_v1.training",
-        _ORBAX: f"{_OURS}.orbax_v1",
-    },
-    "safetensors": {
-        "safetensors.torch": f"{_OURS}.safetensors.torch",
-        "safetensors.numpy": f"{_OURS}.safetensors.numpy",
-        "safetensors.flax": f"{_OURS}.safetensors.flax",
-        "safetensors": f"{_OURS}.safetensors",
-    },
-    "torch": {"torch.distributed.checkpoint": f"{_OURS}.torch_dcp"},
+from tools.foreign_replacement import CALLS, REPLACED_LIBRARY, TESTED_LIBRARY
+from tools.foreign_results import (
+    NOTE,
+    FileResult,
+    LibraryResults,
+    fill_tables,
+    read_results,
+    write_results,
+)
+
+_DISTRIBUTIONS: Final = {"orbax": "orbax-checkpoint", "safetensors": "safetensors", "torch": "torch"}
+
+_START: Final = f"""import os
+
+if os.environ.get({TESTED_LIBRARY!r}):
+    try:
+        from tools.foreign_replacement import start_process
+
+        start_process()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+"""
+"""The module `sitecustomize` of each process of the tests. Python ignores its errors, and would replace nothing."""
+
+_FOR_CPUS: Final[Mapping[str, str]] = {
+    r"\.cuda\((?:[^()]|\([^()]*\))*\)": "",
+    r"torch\.cuda\.device_count\(\)": "4",
+    r"cpu:gloo,cuda:nccl": "gloo",
+    r"(?<=[\"'/])cuda(?::(?:\d+|\{[^}]*\}))?(?=[\"'])": "cpu",
+    r"model_type=ModelType\.FSDP": "model_type=ModelType.DDP",  # FSDP requires an accelerator
+    r" *@requires_nccl\(\)\n": "",
+    r"@with_comms\(init_rpc=False\)": '@with_comms(init_rpc=False, backend="gloo")',
 }
-"""The modules of each library that are replaced, and ours."""
+"""Regular expressions in test files of torch, and their replacements."""
 
 
-def replace_modules(library: str) -> None:
-    """Put our modules in place of those of a library, for all later imports in this process.
-
-    A package keeps its other names and its submodules. Any other module is replaced as a whole, so that tests which
-    patch its functions patch those that are called.
-    """
-    pairs = [(importlib.import_module(a), importlib.import_module(b)) for a, b in REPLACED[library].items()]
-    for theirs, ours in pairs:
-        if hasattr(theirs, "__path__"):
-            _keep_original(theirs)
-            vars(theirs).update({name: getattr(ours, name) for name in ours.__all__})
-            continue
-        for name, value in vars(theirs).items():
-            vars(ours).setdefault(name, value)
-        sys.modules[theirs.__name__] = ours
-        package, _, name = theirs.__name__.rpartition(".")
-        setattr(sys.modules[package], name, ours)
-    if library == "torch":
-        vars(pairs[0][0]).update(FileSystemWriter=_writer, FileSystemReader=pairs[0][1].Reader)
-
-
-def _keep_original(package: ModuleType) -> None:
-    """Give our modules a copy of a package, because they call functions of the library that are replaced in it."""
-    original = ModuleType(package.__name__)
-    vars(original).update(vars(package))
-    for module in [module for name, module in sys.modules.items() if name.startswith(f"{_OURS}.")]:
-        for name in [name for name, value in vars(module).items() if value is package]:
-            setattr(module, name, original)
-
-
-def _writer(path: str, *_: Any, overwrite: bool = True, **__: Any) -> Any:
-    """Return our `Writer`, without the options of torch's."""
-    from ckptcore_integrations.torch_dcp import Writer
-
-    return Writer(path, overwrite=overwrite)
+_EARLIER_CALLS: Final = pytest.StashKey[int]()
 
 
 def pytest_configure() -> None:
     """Do what Orbax's own runner of tests does, if its tests are run."""
-    if os.environ.get(_IS_ORBAX):
+    if os.environ.get(TESTED_LIBRARY) == "orbax":
         import jax
         from absl import flags
 
@@ -103,13 +90,40 @@ def pytest_configure() -> None:
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=1, process_id=0)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Remember how many calls earlier tests have made."""
+    item.stash[_EARLIER_CALLS] = _calls()
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Report how many calls a test has made."""
+    yield
+    item.user_properties.append(("calls", _calls() - item.stash[_EARLIER_CALLS]))
+
+
+def _calls() -> int:
+    return Path(os.environ[CALLS]).stat().st_size
+
+
+class _Outcome(NamedTuple):
+    """The outcome of a test: the first line of its error, empty if it passed, and its number of calls of ckptcore."""
+
+    error: str
+    calls: int
+
+
 def _prepare(library: str, archive: Path, scratch: Path) -> Path:
     """Return the directory in which the tests run. Fill the scratch directory, which all Python processes import."""
     # Child processes of the tests need the replacement as well, and do not load the plugins of pytest.
-    (scratch / "sitecustomize.py").write_text(
-        f"import os\nif os.environ.get({_VARIABLE!r}):\n    from tools.foreign_tests import replace_modules\n\n"
-        f"    replace_modules(os.environ[{_VARIABLE!r}])\n"
-    )
+    (scratch / "sitecustomize.py").write_text(_START)
+    if library == "torch":
+        shutil.copytree(archive / "test" / "distributed", scratch / "test" / "distributed")
+        for path in (scratch / "test").rglob("*.py"):
+            path.write_text(_for_cpus(path.read_text(encoding="utf-8")), encoding="utf-8")
+        return scratch
     if library != "orbax":
         return archive
     installed = Path(importlib.import_module("orbax.checkpoint").__file__ or "").parent.parent
@@ -123,10 +137,30 @@ def _prepare(library: str, archive: Path, scratch: Path) -> Path:
     return scratch
 
 
-def _outcomes(file: str, directory: Path, scratch: Path, library: str, *, replaced: bool) -> dict[str, str]:
-    """Run a test file. Return the first line of the error of each test by name; empty if it passed."""
-    xml = scratch / "outcomes.xml"
+def _for_cpus(source: str) -> str:
+    """Return a test file of torch that uses CPUs and gloo instead of GPUs and NCCL."""
+    for pattern, replacement in _FOR_CPUS.items():
+        source = re.sub(pattern, replacement, source)
+    return source
+
+
+def _runnable(file: str, directory: Path) -> str:
+    """Return the file to run: the file itself, or subclasses of the classes of tests in it."""
+    if not file.endswith("_test_base.py"):
+        return file
+    module = file.removesuffix(".py").replace("/", ".")
+    outer = re.findall(r"^class (\w+):(?:\n|.)*?^  class Test\(", (directory / file).read_text(), re.MULTILINE)
+    name = f"{module.rpartition('.')[2]}_subclasses.py"
+    classes = [f"class {one}Test({module}.{one}.Test):\n    pass\n" for one in outer]
+    (directory / name).write_text("\n\n".join([f"import {module}", *classes]))
+    return name
+
+
+def _outcomes(file: str, directory: Path, scratch: Path, library: str, *, replaced: bool) -> dict[str, _Outcome]:
+    """Run a test file. Return the outcome of each test by name."""
+    xml, calls = scratch / "outcomes.xml", scratch / "calls"
     xml.unlink(missing_ok=True)
+    calls.write_bytes(b"")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
@@ -134,16 +168,16 @@ def _outcomes(file: str, directory: Path, scratch: Path, library: str, *, replac
         ),
         "TEST_TMPDIR": tempfile.mkdtemp(dir=scratch),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        _VARIABLE: library if replaced else "",
-        _IS_ORBAX: "1" if library == "orbax" else "",
+        "TORCHDYNAMO_DISABLE": "1",  # compilation takes minutes, and does not concern checkpoints
+        REPLACED_LIBRARY: library if replaced else "",
+        TESTED_LIBRARY: library,
+        CALLS: str(calls),
     }
     options = ["-q", "-p", "tools.foreign_tests", "-p", "no:cacheprovider", f"--junitxml={xml}", "-c", os.devnull]
     if library == "orbax":
         options.append("--import-mode=importlib")  # its tests are in the package
-    command = [sys.executable, "-m", "pytest", *options, f"--rootdir={directory}"]
-    finished = subprocess.run(
-        [*command, file], cwd=directory, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "pytest", *options, f"--rootdir={directory}", _runnable(file, directory)]
+    finished = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     if not xml.exists():
         raise SystemExit(f"{file}: pytest wrote no results\n{finished.stdout[-3000:]}{finished.stderr[-3000:]}")
     outcomes = {}
@@ -151,27 +185,46 @@ def _outcomes(file: str, directory: Path, scratch: Path, library: str, *, replac
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
         if case.find("skipped") is None:
             failed = [child for child in case if child.tag in ("failure", "error")]
-            outcomes[name] = failed[0].get("message", "").partition("\n")[0] or "failed" if failed else ""
+            error = failed[0].get("message", "").partition("\n")[0] or "failed" if failed else ""
+            made = case.find("properties/property[@name='calls']")
+            outcomes[name] = _Outcome(error, 0 if made is None else int(made.get("value", "0")))
     return outcomes
 
 
+def run_file(file: str, archive: Path, library: str) -> FileResult:
+    """Run a test file of an archive with the library, and with the replacement."""
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        run = functools.partial(_outcomes, file, _prepare(library, archive, scratch), scratch, library)
+        alone, ours = run(replaced=False), run(replaced=True)
+    passing = sorted([name for name, outcome in alone.items() if not outcome.error])
+    missing = _Outcome("not run", 0)
+    failed = {name: error for name in passing if (error := ours.get(name, missing).error)}
+    calls = [outcome.calls for outcome in ours.values()]
+    return FileResult(
+        sha256=hashlib.sha256((archive / file).read_bytes()).hexdigest(),
+        tests=len(alone),
+        alone=len(passing),
+        replaced=len(passing) - len(failed),
+        reaching=sum(map(bool, calls)),
+        calls=sum(calls),
+        failed=failed,
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print the table. Return 0."""
-    library, archive, *files = arguments
-    rows, failures = [], []
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = _prepare(library, Path(archive).resolve(), Path(scratch))
-        run = functools.partial(_outcomes, directory=directory, scratch=Path(scratch), library=library)
+    """Run test files if there are any, store their results, and write the tables. Return 0."""
+    if arguments:
+        library, unpacked, *files = arguments
+        archive = Path(unpacked).resolve()
         for file in files:
-            alone = run(file, replaced=False)
-            passing = {name for name, error in alone.items() if not error}
-            ours = run(file, replaced=True)
-            wrong = {name: ours.get(name, "not run") for name in sorted(passing) if ours.get(name, "not run")}
-            rows.append(f"| `{file}` | {len(alone)} | {len(passing)} | {len(passing) - len(wrong)} |")
-            failures += [f"{file}: {name}: {error}" for name, error in wrong.items()]
-            print(rows[-1], flush=True)
-    print("\n| file | tests | pass with the library | pass with the replacement |\n|---|---|---|---|", *rows, sep="\n")
-    print("", *failures, sep="\n")
+            result = run_file(file, archive, library)
+            print(file, result, flush=True)
+            results = read_results()
+            known = results[library].files if library in results else {}
+            version = importlib.metadata.version(_DISTRIBUTIONS[library])
+            write_results({**results, library: LibraryResults(version, {**known, file: result})})
+    NOTE.write_text(fill_tables(NOTE.read_text(encoding="utf-8"), read_results()), encoding="utf-8")
     return 0
 
 

@@ -153,6 +153,7 @@ class SaveHandle(ExplainsAttributes):
     def __init__(self, location: str, progress: ByteProgress) -> None:
         self.location = redacted(location)
         self._future: Future[None] = Future()
+        self._claimed = threading.Event()
         self._progress = progress
         self._noticed = False
         self._key = object()  # identifies this handle in reports, which keep no reference to it
@@ -194,6 +195,13 @@ class SaveHandle(ExplainsAttributes):
     def done(self) -> bool:
         """Return True if the save is committed or failed."""
         return self._future.done()
+
+    def wait_for_claim(self) -> None:
+        """Wait until the save has claimed its location, or has failed.
+
+        After the claim, the directory exists into which the save writes; on an object storage, a claim does.
+        """
+        self._claimed.wait()
 
     @property
     def matters(self) -> bool:
@@ -407,6 +415,8 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
         handle._future.set_exception(error)
     else:
         handle._future.set_result(None)
+    finally:
+        handle._claimed.set()  # a save can fail before its claim
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -167,16 +167,19 @@ def _write(
     at_workers: WorkerCapture[Save] | None,
     committed: Callable[[], None] | None,
     *,
-    in_background: bool = False,
+    claimed: Callable[[], None] | None = None,
 ) -> None:
-    """Write and commit the checkpoint, call `committed`, then write the further saves."""
+    """Write and commit the checkpoint, call `committed`, then write the further saves.
+
+    A save in the background has a function `claimed`, which is called once the location is claimed.
+    """
     recording = save.recording
     try:
-        write_save(save, at_workers)
+        write_save(save, at_workers, claimed)
     except BaseException as error:
         recording.finish(error=error)
         raise
-    if in_background or save.further:  # further saves are separate operations
+    if claimed is not None or save.further:  # further saves are separate operations
         recording.finish(sum([event.nbytes or 0 for event in recording.events if event.phase == "write"]))
     if committed is not None:
         committed()
@@ -206,7 +209,7 @@ def _write_in_background(
 
     def work() -> None:
         try:
-            _write(save, capture.at_workers, committed, in_background=True)
+            _write(save, capture.at_workers, committed, claimed=handle._claimed.set)
         finally:
             capture.close()
             memory.close()

@@ -6,7 +6,7 @@ In a job of several processes every stage ends with an exchange: an error on one
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -65,12 +65,15 @@ __all__ = [
 logger = logger_named("ckptcore.saving")
 
 
-def write_save(save: Save, at_workers: WorkerCapture[Save] | None = None) -> None:
+def write_save(
+    save: Save, at_workers: WorkerCapture[Save] | None = None, claimed: Callable[[], None] | None = None
+) -> None:
     """Claim the target, write, and commit. On every rank. Return once the checkpoint is committed.
 
     Args:
         save: the save, with captured parts.
         at_workers: the boxes that workers of this controller captured; None if they write none of the save.
+        claimed: called once the target is claimed.
 
     Raises:
         CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint remains,
@@ -85,6 +88,8 @@ def write_save(save: Save, at_workers: WorkerCapture[Save] | None = None) -> Non
     try:
         with agreement.stage("claim", meaning=commit.meaning):
             commit.claim()
+        if claimed is not None:
+            claimed()
         try:
             with agreement.stage("write", meaning=commit.meaning) as stage:
                 store = commit.store

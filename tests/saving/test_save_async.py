@@ -28,6 +28,7 @@ class Gate:
         self.memory = MemoryStorages()
         self.open = threading.Event()
         self.error: Exception | None = None
+        self.error_of_claim: Exception | None = None
         self.waiting = threading.Event()
 
     @ckptcore.hookimpl
@@ -50,6 +51,8 @@ class Gate:
             def put(self, key: str, data: bytes, *, condition: Any = None) -> str:
                 if not key.endswith("checkpoint.json"):
                     gate.pass_through()
+                elif gate.error_of_claim is not None:
+                    raise gate.error_of_claim
                 return super().put(key, data, condition=condition)
 
         return Guarded(inner._store, inner._prefix, inner._url)  # the same objects
@@ -98,6 +101,27 @@ def test_nothing_of_an_unfinished_save_can_be_loaded(gate: Gate) -> None:
         ckptcore.load("gate://a/b", context=context)
     gate.open.set()
     handle.result()
+
+
+def test_a_program_can_wait_until_a_location_is_claimed(gate: Gate) -> None:
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
+    handle = ckptcore.save_async("gate://a/b", state(1.0), context=context)
+    handle.wait_for_claim()
+    assert not handle.done()
+    with pytest.raises(ckptcore.errors.UncommittedCheckpointError, match="not committed"):
+        ckptcore.metadata("gate://a/b", context=context)
+    gate.open.set()
+    handle.result()
+    handle.wait_for_claim()
+
+
+def test_the_wait_for_a_claim_ends_when_it_fails(gate: Gate) -> None:
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
+    gate.error_of_claim = OSError("the disk is on fire")
+    handle = ckptcore.save_async("gate://a/b", state(1.0), context=context)
+    handle.wait_for_claim()
+    with pytest.raises(OSError, match="on fire"):
+        handle.result()
 
 
 def test_a_second_save_queues_or_waits_as_the_context_says(gate: Gate) -> None:

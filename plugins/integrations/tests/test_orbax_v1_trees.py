@@ -1,6 +1,12 @@
 """`orbax_v1` saves what Orbax loads, loads what Orbax saved, and refuses what Orbax refuses."""
 
 import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
 from typing import NamedTuple
 
 import jax
@@ -114,6 +120,47 @@ def test_later_changes_are_not_in_an_asynchronous_save(tmp_path):
     assert not ours.load(tmp_path / "c")["w"].any()
 
 
+def begin_step(directory, tree):
+    checkpointer = ours.training.Checkpointer(directory)
+    checkpointer.save_async(0, tree)
+    return checkpointer.close
+
+
+def begin_save(directory, tree):
+    context = ours.Context()
+    context.asynchronous.create_directories_asynchronously = False
+    with context:
+        return ours.save_async(directory / "0", tree).result
+
+
+def begin_part(directory, tree):
+    return ours.partial.save_async(directory / "0", tree).result
+
+
+@pytest.mark.parametrize("begin", [begin_step, begin_save, begin_part])
+def test_a_directory_exists_once_an_asynchronous_save_returns(tmp_path, begin):
+    returned, caller = threading.Event(), threading.get_ident()
+
+    def hold(*_):
+        """Hold the thread of the save until the caller waits for a claim, or has returned without."""
+        sys.setprofile(None)
+        while threading.current_thread().name.startswith("ckptcore-save") and not returned.is_set():
+            frames = traceback.walk_stack(sys._current_frames()[caller])
+            if "wait_for_claim" in {frame.f_code.co_name for frame, _ in frames}:
+                break
+            time.sleep(0)
+
+    threading.setprofile(hold)
+    try:
+        end = begin(tmp_path, {"w": np.zeros(1000)})
+        found = os.listdir(tmp_path)
+    finally:
+        threading.setprofile(None)
+        returned.set()
+    end()
+    assert found
+
+
 @pytest.mark.parametrize(
     "tree",
     [{}, {"w": np.zeros(0)}, {"w": 1j}, {"w": object()}, None],
@@ -151,14 +198,26 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path):
     assert theirs.load(tmp_path / "c") == {"w": 2}
 
 
+@pytest.mark.parametrize("missing", ["manifest.ocdbt", "d"])
+@pytest.mark.parametrize("saver", [theirs, ours], ids=["orbax", "ours"])
+def test_the_error_of_a_missing_file_has_the_words_of_orbax(tmp_path, saver, missing):
+    saver.save(tmp_path / "c", {"w": np.arange(1000.0)})
+    path = tmp_path / "c" / "state" / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for loader in (theirs, ours):
+        with pytest.raises(ValueError, match="Error opening .* driver:"):
+            loader.load(tmp_path / "c")
+
+
 def test_a_flipped_bit_is_found(tmp_path):
     ours.save(tmp_path / "c", {"w": np.arange(1000.0)})
     (data,) = (tmp_path / "c").rglob("ocdbt.process_0/d/*")
     content = bytearray(data.read_bytes())
     content[500] ^= 1
     data.write_bytes(content)
-    with pytest.raises(ckptcore.errors.CorruptCheckpointError):
+    with pytest.raises(ckptcore.errors.ChecksumError) as raised:
         ours.load(tmp_path / "c")
+    assert raised.value.key.endswith(data.name) and raised.value.start <= 500 < raised.value.stop
 
 
 class Words:

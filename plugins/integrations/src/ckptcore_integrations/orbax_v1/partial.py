@@ -59,6 +59,8 @@ def save_async(path: Any, state: Any, *, custom_metadata: Any = None) -> v1.Asyn
     except TreeMismatchError as error:
         raise _replacement(str(error)) from error
 
+    handle.wait_for_claim()  # Orbax creates the directory of a partial save before it returns, with any options
+
     def finish() -> None:
         handle.result()
         if jax.process_index() == 0:

@@ -81,7 +81,11 @@ def save_checkpointables_async(
     """Begin to save several objects. See `orbax.checkpoint.v1.save_checkpointables_async`."""
     validate_save_checkpointables(checkpointables)
     arguments = prepare(path, checkpointables, overwrite, custom_metadata)
-    return SaveResponse(ckptcore.save_checkpointables_async(**arguments), get_context().asynchronous.timeout_secs)
+    handle = ckptcore.save_checkpointables_async(**arguments)
+    options = get_context().asynchronous
+    if not options.create_directories_asynchronously:
+        handle.wait_for_claim()
+    return SaveResponse(handle, options.timeout_secs)
 
 
 @deprecated("Use `save` instead.")

@@ -152,6 +152,8 @@ class _Saver(V0AsyncCheckpointer):  # type: ignore[misc]  # Orbax has no types
         values, self.values = self.values, {}
         arguments = prepare(directory, values, True, custom_metadata)
         self._handle = ckptcore.save_checkpointables_async(**arguments)
+        # Orbax creates the temporary directory while it copies the arrays, and its own tests expect that it exists.
+        self._handle.wait_for_claim()
 
     def wait_until_finished(self) -> None:
         """Wait until the step is committed, and call the callback of the Context."""

@@ -109,9 +109,17 @@ def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
         loaded = ckptcore.load(location, requested, matching=matching, context=chosen)
     except TreeMismatchError as error:
         raise TreeMismatchError(f"{_MISMATCH}: {error}", error.differences) from error
+    except CorruptCheckpointError as error:
+        message = f"{_opening(location)}: {error}"
+        raise type(error)(message, key=error.key, start=error.start, stop=error.stop) from error
     except (UncommittedCheckpointError, ObjectNotFoundError) as error:  # Orbax raises ValueError for missing files
-        raise CorruptCheckpointError(f"Error opening {location}: {error}") from error
+        raise CorruptCheckpointError(f"{_opening(location)}: {error}") from error
     return jax.tree_util.tree_map_with_path(request.result, loaded) if request.numbers else loaded
+
+
+def _opening(location: str) -> str:
+    """Return the words of Orbax by which programs recognise errors of files that are missing or damaged."""
+    return f"Error opening {location} with ckptcore's driver"
 
 
 def _lacks_sharding(abstract: Any) -> bool:
