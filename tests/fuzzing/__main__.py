@@ -17,7 +17,6 @@ import resource
 import shutil
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +38,9 @@ from tests.fuzzing.mutations import MUTATORS
 from tests.fuzzing.targets import TARGETS
 
 _WORK: Final = Path("build/fuzz")
+_PART: Final = "--part"
+"""The argument of a process that libFuzzer starts; followed by the target and arguments of libFuzzer."""
+
 _ADDRESS_BYTES: Final = 4 << 30
 """What a process may map beyond what it has mapped after the samples were read."""
 
@@ -114,10 +116,11 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         (directory / "samples" / str(number)).write_bytes(sample)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + _ADDRESS_BYTES, resource.RLIM_INFINITY))
+    program = f"{sys.executable} -m tests.fuzzing {_PART} {name}"  # -merge=1 starts it for parts of its work
     options = [f"-max_len={_MAX_INPUT_BYTES}", f"-timeout={_HANG_SECONDS}", "-rss_limit_mb=4096"]
     prefix = f"-artifact_prefix={CORPUS / name}/crash-native-"
     atheris.Setup(
-        [name, *options, prefix, *arguments, str(directory / "samples")], test_one_input, custom_mutator=mutate
+        [program, *options, prefix, *arguments, str(directory / "samples")], test_one_input, custom_mutator=mutate
     )
     atheris.Fuzz()
 
@@ -143,27 +146,19 @@ def _fork(name: str, arguments: Sequence[str], log: Path) -> str:
 
 
 def _fuzz(name: str, seconds: float, runs: int) -> _Row:
-    """Fuzz a target. A process that is aborted is replaced by another one."""
+    """Fuzz a target, until the time is over, or native code is aborted or hangs: that has to be corrected first."""
     kept = _WORK / name
     kept.mkdir(parents=True, exist_ok=True)
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
-    executions, first, last, crashes = 0, 0, 0, []
-    deadline = time.monotonic() + seconds
-    while (left := round(deadline - time.monotonic())) > 0 and (runs <= 0 or executions < runs):
-        arguments = [f"-max_total_time={left}", "-print_final_stats=1", str(kept), str(CORPUS / name)]
-        if runs > 0:
-            arguments.append(f"-runs={runs - executions}")
-        text = _fork(name, arguments, _WORK / f"{name}.log")
-        numbers = [int(number) for number in re.findall(r"^#(\d+)\t", text, re.MULTILINE)]
-        coverages = [int(number) for number in re.findall(r"\tINITED +cov: (\d+)", text)]
-        first = first or max(coverages, default=0)
-        last = max([last, *[int(number) for number in re.findall(r" cov: (\d+)", text)]])
-        executions += max(numbers, default=0)
-        crashes += re.findall(r"^CRASH (.*)$", text, re.MULTILINE)
-        crashes += re.findall(r"Test unit written to (.*)$", text, re.MULTILINE)
-        if not numbers:
-            raise SystemExit(f"{name} could not be fuzzed:\n{text[-4000:]}")
-    return _Row(executions, last, last - first, crashes)
+    limits = [f"-max_total_time={max(1, round(seconds))}", *([f"-runs={runs}"] if runs > 0 else [])]
+    arguments = [*limits, "-print_final_stats=1", str(kept), str(CORPUS / name)]
+    text = _fork(name, arguments, _WORK / f"{name}.log")
+    executed = re.search(r"^stat::number_of_executed_units: (\d+)", text, re.MULTILINE)
+    if executed is None:
+        raise SystemExit(f"{name} could not be fuzzed:\n{text[-4000:]}")
+    coverages = [int(number) for number in re.findall(r" cov: (\d+)", text)] or [0]
+    crashes = re.findall(r"(?:^CRASH|Test unit written to) (.*)$", text, re.MULTILINE)
+    return _Row(int(executed[1]), max(coverages), max(coverages) - coverages[0], crashes)
 
 
 def _minimize(name: str) -> None:
@@ -183,6 +178,9 @@ def _minimize(name: str) -> None:
 
 def main() -> None:
     """Fuzz, and print a table."""
+    if sys.argv[1:2] == [_PART]:
+        _run(sys.argv[2], sys.argv[3:])
+        return
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description="Fuzz the readers of ckptcore.")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"what to fuzz: {', '.join(TARGETS)}")
     parser.add_argument("--seconds", type=float, default=600, help="time for all targets together (600)")
