@@ -9,7 +9,9 @@ reach new code are kept in ``build/fuzz``; ``--minimize`` stores a few of them w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import io
 import os
 import random
 import re
@@ -33,9 +35,10 @@ _PACKAGES: Final = [
 _INSTRUMENTED: Final = atheris.instrument_imports(include=_PACKAGES)
 _INSTRUMENTED.__enter__()  # for the whole life of the process: modules are also imported at first use
 
-from tests.fuzzing.checks import CORPUS, Checker, Observer
-from tests.fuzzing.mutations import MUTATORS
-from tests.fuzzing.targets import TARGETS
+with contextlib.redirect_stderr(io.StringIO()):  # atheris writes a line for each module
+    from tests.fuzzing.checks import CORPUS, Checker, Observer
+    from tests.fuzzing.mutations import MUTATORS
+    from tests.fuzzing.targets import TARGETS
 
 _WORK: Final = Path("build/fuzz")
 _PART: Final = "--part"
@@ -145,13 +148,13 @@ def _fork(name: str, arguments: Sequence[str], log: Path) -> str:
     return text
 
 
-def _fuzz(name: str, seconds: float, runs: int) -> _Row:
+def _fuzz(name: str, seconds: float) -> _Row:
     """Fuzz a target, until the time is over, or native code is aborted or hangs: that has to be corrected first."""
     kept = _WORK / name
     kept.mkdir(parents=True, exist_ok=True)
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
-    limits = [f"-max_total_time={max(1, round(seconds))}", *([f"-runs={runs}"] if runs > 0 else [])]
-    arguments = [*limits, "-print_final_stats=1", str(kept), str(CORPUS / name)]
+    limit = f"-max_total_time={max(1, round(seconds))}"
+    arguments = [limit, "-print_final_stats=1", str(kept), str(CORPUS / name)]
     text = _fork(name, arguments, _WORK / f"{name}.log")
     executed = re.search(r"^stat::number_of_executed_units: (\d+)", text, re.MULTILINE)
     if executed is None:
@@ -166,6 +169,8 @@ def _minimize(name: str) -> None:
     with tempfile.TemporaryDirectory() as merged:
         _fork(name, ["-merge=1", merged, str(CORPUS / name), str(_WORK / name)], _WORK / f"{name}.merge.log")
         found = sorted(Path(merged).iterdir(), key=lambda path: (path.stat().st_size, path.name))
+        if not found:
+            raise SystemExit(f"the seeds of {name} could not be merged: see {_WORK / name}.merge.log")
         for seed in (CORPUS / name).iterdir():
             if not seed.name.startswith("crash-"):
                 seed.unlink()
@@ -184,7 +189,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description="Fuzz the readers of ckptcore.")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"what to fuzz: {', '.join(TARGETS)}")
     parser.add_argument("--seconds", type=float, default=600, help="time for all targets together (600)")
-    parser.add_argument("--runs", type=int, default=0, help="most executions of each target")
     parser.add_argument("--minimize", action="store_true", help="store what reaches new code with the seeds")
     options = parser.parse_args()
     names = options.targets or list(TARGETS)
@@ -194,7 +198,7 @@ def main() -> None:
     print(f"{'target':20} {'executions':>10} {'coverage':>9} {'new':>6} {'crashes':>8}", flush=True)
     rows = []
     for name in names:
-        row = _fuzz(name, options.seconds / len(names), options.runs)
+        row = _fuzz(name, options.seconds / len(names))
         rows.append(row)
         print(f"{name:20} {row.executions:10} {row.coverage:9} {row.new_coverage:6} {len(row.crashes):8}", flush=True)
         for crash in row.crashes:

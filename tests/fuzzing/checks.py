@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.fuzzing.places import Place
-from tests.fuzzing.targets import Read, Target
+from tests.fuzzing.reads import Read
+from tests.fuzzing.targets import Target
 
 __all__ = ["CORPUS", "Checker", "HarmError", "Observer"]
 

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
-import itertools
 import json
-import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import torch
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing.fixed_saves import fixed_saves
-from ckptcore_tools.copies.manifests import read_manifest
-from ckptcore_view.documents import BadRequestError, Request, document_of
-from ckptcore_view.viewed import Viewed
+from ckptcore_view.documents import BadRequestError
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptcore
-from ckptcore.commit.leases import SYSTEM_CLOCK, LeaseObserver, read_lease
-from ckptcore.commit.location import open_directory, resolve_location
-from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError
-from ckptcore.events import timeline_from_json
 from ckptcore.protocols import Layout
-from ckptcore.runtime import runtime_of
-from ckptcore.step_names import StepNameFormat, StepNames
+from tests.fuzzing import reads
 from tests.fuzzing.places import (
     Files,
     Place,
@@ -48,21 +37,14 @@ from tests.fuzzing.places import (
     shard_place,
     zip_place,
 )
+from tests.fuzzing.reads import Read
 
-__all__ = ["TARGETS", "Read", "Target"]
+__all__ = ["TARGETS", "Target"]
 
 _REPOSITORY: Final = Path(__file__).parents[2]
 _OURS: Final = _REPOSITORY / "tests/golden/checkpoints"
 _ORBAX: Final = _REPOSITORY / "plugins/layout_orbax/tests/golden"
 _DCP: Final = _REPOSITORY / "plugins/layout_dcp/tests/golden"
-
-_CONTEXT: Final = Context(durability="none", io=IOOptions(threads=1))
-_RELAXED: Final = Context(io=IOOptions(verify=False, threads=1))
-
-_BOXES: Final = 4
-"""Boxes that `_look` reads: enough to come to different arrays."""
-
-Read: TypeAlias = Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,177 +63,6 @@ class Target:
     expected: tuple[type[BaseException], ...] = (CheckpointError,)
     writes: bool = False
 
-
-# --- calls ------------------------------------------------------------------------------------------------------------
-
-
-def _load(location: Path) -> object:
-    return ckptcore.load(location, context=_CONTEXT)
-
-
-def _load_unverified(location: Path) -> object:
-    return ckptcore.load(location, context=_RELAXED)
-
-
-def _load_members(location: Path) -> object:
-    return ckptcore.load_checkpointables(location, context=_CONTEXT)
-
-
-def _verify(location: Path) -> object:
-    return ckptcore.verify(location, context=_CONTEXT).ok
-
-
-def _look(location: Path) -> object:
-    """Read the metadata, and parts of the arrays of one tree."""
-    found = ckptcore.metadata(location, context=_CONTEXT)
-    opened = ckptcore.open(location, context=_RELAXED)
-    for box in itertools.islice(opened.iter_boxes(), _BOXES):
-        with contextlib.suppress(CheckpointError):
-            opened[box.path][...]
-    return found
-
-
-_READS: Final[Sequence[Read]] = (_look, _load, _load_unverified, _load_members, _verify)
-"""What a user calls for a checkpoint from elsewhere."""
-
-
-def _save_update(location: Path) -> object:
-    update = ckptcore.Update(location)
-    return ckptcore.save(location.parent / "next", {"b": 1}, strategy=update, overwrite="non-atomic", context=_CONTEXT)
-
-
-def _finalize(location: Path) -> object:
-    partial = ckptcore.partial(location, context=_CONTEXT)
-    partial.finalize()
-    return ckptcore.load(location, context=_CONTEXT)
-
-
-def _continue(location: Path) -> object:
-    return ckptcore.partial(location, context=_CONTEXT).save({"b": np.ones(2)})
-
-
-def _save_over(location: Path) -> object:
-    return ckptcore.save(location, {"b": 1}, overwrite="non-atomic", context=_CONTEXT)
-
-
-def _delete(location: Path) -> object:
-    return ckptcore.delete(location, context=_CONTEXT)
-
-
-def _read_lease(location: Path) -> object:
-    store = open_directory("memory://fuzzing/run", runtime_of(_CONTEXT).storages)
-    store.put("lease", (location / "lease").read_bytes())
-    seen = read_lease(store, "lease")
-    assert seen is not None
-    LeaseObserver(SYSTEM_CLOCK, 1.0).is_expired(seen)
-    return seen.describe(), seen.is_released, seen.seconds(1.0) + 1.0
-
-
-def _read_timeline(location: Path) -> object:
-    return timeline_from_json(_document(location / "timeline"))
-
-
-def _read_run(location: Path) -> object:
-    reader = ckptcore.CheckpointReader(location, context=_CONTEXT)
-    return reader.metadata, reader.steps, reader.load()
-
-
-def _read_step_names(location: Path) -> object:
-    names = _document(location / "names")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return None
-    found = StepNames().find(names)
-    for step, name in found.items():
-        assert StepNames().parse(name) == step
-    for name in names:
-        with contextlib.suppress(ValueError):
-            formatted = StepNameFormat.of(name)
-            step = formatted.parse(name)
-            assert step is None or formatted.name(step) == name
-    return found
-
-
-def _document(path: Path) -> Any:
-    """Parse JSON; None if it is none: the caller of these readers parses it."""
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-
-
-def _view(location: Path) -> object:
-    """Make each document of a checkpoint."""
-    viewed = Viewed(str(location), _CONTEXT)
-    parameters = {"leaf": "0", "index": "0:1"}
-    for name in ("checkpoint", "tree", "array", "elements", "statistics"):
-        with contextlib.suppress(CheckpointError, BadRequestError):
-            json.dumps(document_of(viewed, name, Request(parameters)), allow_nan=False)
-    return viewed
-
-
-def _view_with_parameters(location: Path) -> object:
-    request = _document(location / "request")
-    if not (isinstance(request, list) and len(request) == 2 and isinstance(request[0], str)):
-        return None
-    parameters = request[1]
-    if not isinstance(parameters, dict) or not all(isinstance(value, str) for value in parameters.values()):
-        return None
-    viewed = Viewed(str(location / "viewed"), _CONTEXT, other=str(location / "other"))
-    return json.dumps(document_of(viewed, request[0], Request(parameters)), allow_nan=False)
-
-
-def _list_manifest(location: Path) -> object:
-    return read_manifest(resolve_location(location, runtime_of(_CONTEXT).storages), _CONTEXT)
-
-
-def _copy(location: Path) -> object:
-    destination = location.parent / "copied"
-    try:
-        return ckptcore.copy(location, destination, context=_CONTEXT)
-    finally:
-        shutil.rmtree(destination, ignore_errors=True)
-
-
-def _convert(location: Path) -> object:
-    destination = location.parent / "copied"
-    try:
-        return ckptcore.copy(location, destination, layout="safetensors", context=_CONTEXT)
-    finally:
-        shutil.rmtree(destination, ignore_errors=True)
-
-
-def _load_dcp(location: Path) -> object:
-    from ckptcore_integrations import torch_dcp
-
-    target = {"w": torch.zeros(6, 8), "n": 0}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        torch_dcp.load(target, checkpoint_id=location, no_dist=True)
-    return target
-
-
-def _load_safetensors(location: Path) -> object:
-    from ckptcore_integrations.safetensors.numpy import load_file
-
-    return load_file(location / "model.safetensors")
-
-
-def _slice_safetensors(location: Path) -> object:
-    from ckptcore_integrations.safetensors import safe_open
-
-    with safe_open(location / "model.safetensors", framework="numpy") as file:
-        slices = {name: file.get_slice(name) for name in file.offset_keys()}
-        return [file.metadata(), *[found[:1] for found in slices.values() if found.get_shape()]]
-
-
-def _find_sound(location: Path) -> object:
-    # Imported when it is called, because it imports all of the Trainer.
-    from ckptcore_integrations.transformers import newest_sound
-
-    return newest_sound(location)
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
 
 _STATE: Final[dict[str, Any]] = {
     "w": np.arange(48, dtype=np.float32).reshape(6, 8),
@@ -272,7 +83,7 @@ _ARRAYS: Final[dict[str, Any]] = {"w": np.arange(48, dtype=np.float32).reshape(6
 
 
 def _layout(layout: str | Layout, state: object = _STATE) -> Files:
-    return _saved(lambda at: ckptcore.save(at / "c", state, layout=layout, context=_CONTEXT))
+    return _saved(lambda at: ckptcore.save(at / "c", state, layout=layout, context=reads.CONTEXT))
 
 
 def _foreign(layout: str | Layout) -> Files:
@@ -311,8 +122,8 @@ def _parts() -> Sequence[Place]:
 
 def _updates() -> Sequence[Place]:
     def save(at: Path) -> None:
-        ckptcore.save(at / "c/1", {"a": np.ones((2, 3)), "b": np.arange(4), "n": 1}, context=_CONTEXT)
-        ckptcore.save(at / "c/2", {"b": np.zeros(2)}, strategy=ckptcore.Update(at / "c/1"), context=_CONTEXT)
+        ckptcore.save(at / "c/1", {"a": np.ones((2, 3)), "b": np.arange(4), "n": 1}, context=reads.CONTEXT)
+        ckptcore.save(at / "c/2", {"b": np.zeros(2)}, strategy=ckptcore.Update(at / "c/1"), context=reads.CONTEXT)
 
     files = _saved(save)
     return [root_place(files, "2/checkpoint.json", "2"), root_place(files, "1/checkpoint.json", "2")]
@@ -566,42 +377,44 @@ def _trainer() -> Sequence[Place]:
 def _with_digests() -> Files:
     """Return a checkpoint with a list of files, as the adapter of the Trainer writes it."""
     metadata = {"files": {"trainer_state.json": hashlib.sha256(b"{}").hexdigest()}}
-    files = _saved(lambda at: ckptcore.save(at / "c", _ARRAYS, metadata=metadata, context=_CONTEXT))
+    files = _saved(lambda at: ckptcore.save(at / "c", _ARRAYS, metadata=metadata, context=reads.CONTEXT))
     return {**files, "trainer_state.json": b"{}"}
 
 
 TARGETS: Final[Mapping[str, Target]] = {
-    "root": Target(_roots, _READS),
-    "root-part": Target(_parts, _READS),
-    "update": Target(_updates, (*_READS, _save_update), writes=True),
-    "host": Target(_hosts, _READS),
-    "session": Target(_sessions, (_look, _continue, _finalize, _verify, _delete), writes=True),
-    "claim": Target(_claims, (_look, _verify, _save_over, _delete), writes=True),
-    "lease": Target(_leases, (_read_lease,)),
-    "timeline": Target(_timelines, (_read_timeline,)),
-    "viewed-root": Target(_viewed_roots, (_view,)),
-    "directory": Target(_directories, (_read_run,)),
-    "safetensors": Target(_safetensors, _READS),
-    "safetensors-index": Target(_indexes, _READS),
-    "hugging-face-shards": Target(_shards, _READS),
-    "dcp-metadata": Target(_dcp_metadata, _READS),
-    "dcp-items": Target(_dcp_items, _READS),
-    "torch-zip": Target(_torch_zips, _READS),
-    "torch-legacy": Target(_torch_legacy, _READS),
-    "ocdbt-manifest": Target(_manifests, _READS),
-    "ocdbt-node": Target(_nodes, _READS),
-    "zarr2": Target(_zarr2, _READS),
-    "zarr3": Target(_zarr3, _READS),
-    "orbax": Target(_orbax, _READS),
-    "aggregate": Target(_aggregates, _READS),
-    "axlearn": Target(_axlearn, _READS),
-    "viewer": Target(_requests, (_view_with_parameters,), (CheckpointError, BadRequestError)),
-    "step-names": Target(_step_names, (_read_step_names,)),
-    "safetensors-replacement": Target(
-        _replaced_safetensors, (_load_safetensors, _slice_safetensors), (CheckpointError, SafetensorError)
+    "root": Target(_roots, reads.READS),
+    "root-part": Target(_parts, reads.READS),
+    "update": Target(_updates, (*reads.READS, reads.save_update), writes=True),
+    "host": Target(_hosts, reads.READS),
+    "session": Target(
+        _sessions, (reads.look, reads.save_session, reads.finalize, reads.verify, reads.delete), writes=True
     ),
-    "dcp-replacement": Target(_replaced_dcp, (_load_dcp,), (CheckpointError, CheckpointException)),
-    "trainer": Target(_trainer, (_find_sound,), ()),
-    "copy": Target(_copied, (_list_manifest, _copy, _convert), writes=True),
+    "claim": Target(_claims, (reads.look, reads.verify, reads.save_over, reads.delete), writes=True),
+    "lease": Target(_leases, (reads.describe_lease,)),
+    "timeline": Target(_timelines, (reads.read_timeline,)),
+    "viewed-root": Target(_viewed_roots, (reads.view,)),
+    "directory": Target(_directories, (reads.read_run,)),
+    "safetensors": Target(_safetensors, reads.READS),
+    "safetensors-index": Target(_indexes, reads.READS),
+    "hugging-face-shards": Target(_shards, reads.READS),
+    "dcp-metadata": Target(_dcp_metadata, reads.READS),
+    "dcp-items": Target(_dcp_items, reads.READS),
+    "torch-zip": Target(_torch_zips, reads.READS),
+    "torch-legacy": Target(_torch_legacy, reads.READS),
+    "ocdbt-manifest": Target(_manifests, reads.READS),
+    "ocdbt-node": Target(_nodes, reads.READS),
+    "zarr2": Target(_zarr2, reads.READS),
+    "zarr3": Target(_zarr3, reads.READS),
+    "orbax": Target(_orbax, reads.READS),
+    "aggregate": Target(_aggregates, reads.READS),
+    "axlearn": Target(_axlearn, reads.READS),
+    "viewer": Target(_requests, (reads.view_with_parameters,), (CheckpointError, BadRequestError)),
+    "step-names": Target(_step_names, (reads.read_step_names,)),
+    "safetensors-replacement": Target(
+        _replaced_safetensors, (reads.load_safetensors, reads.slice_safetensors), (CheckpointError, SafetensorError)
+    ),
+    "dcp-replacement": Target(_replaced_dcp, (reads.load_dcp,), (CheckpointError, CheckpointException)),
+    "trainer": Target(_trainer, (reads.find_sound,), ()),
+    "copy": Target(_copied, (reads.list_manifest, reads.copy, reads.convert), writes=True),
 }
 """By name, every kind of file."""

@@ -9,7 +9,8 @@ import pytest
 from ckptcore.errors import CorruptCheckpointError
 from tests.fuzzing.checks import CORPUS, Checker, HarmError, Observer
 from tests.fuzzing.places import Place, place
-from tests.fuzzing.targets import TARGETS, Read, Target
+from tests.fuzzing.reads import Read
+from tests.fuzzing.targets import TARGETS, Target
 
 
 @pytest.fixture(scope="session")
