@@ -14,6 +14,9 @@ PYTEST_ARGS ?=
 # Compiled modules are kept: otherwise each process of the tests would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# How long all targets of `make fuzz` run together.
+SECONDS ?= 600
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,7 +27,7 @@ SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-all test-ceph test-wheels test-integrations check lint types bench docs clean
+.PHONY: help setup demo test test-system test-all test-ceph test-wheels test-integrations fuzz check lint types bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -68,6 +71,10 @@ $(TRAINERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.t
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --editable . $(PLUGINS:%=--editable %) --group trainers
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --no-deps spmd_types torch_checkpointing torchtitan  # see the group trainers
 	touch $@
+
+fuzz: $(STAMP)  ## fuzz the readers of all kinds of files for SECONDS=600; inputs that do harm become seeds
+	$(PIP) --group fuzz
+	$(BIN)/python -m tests.fuzzing --seconds $(SECONDS)
 
 test-ceph: $(STAMP)  ## run the tests of S3 against a Ceph gateway (apt packages: ceph-common ceph-mon ceph-osd radosgw)
 	CKPTCORE_S3_SERVER=ceph $(BIN)/python -m pytest -n 0 $(CEPH_TESTS) $(PYTEST_ARGS)

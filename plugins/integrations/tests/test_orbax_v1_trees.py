@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as theirs
 
 import ckptcore
+from ckptcore.errors import CorruptCheckpointError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
@@ -337,3 +338,12 @@ def test_parts_that_orbax_began_are_continued_and_finalized(tmp_path):
     loaded = ours.load(tmp_path / "saved")
     assert sorted(loaded) == ["a", "b"]
     assert (loaded["a"] == 1).all()
+
+
+@pytest.mark.parametrize("facts", ["", "[" * 100_000, "[]", "{}", '{"leaves":3,"custom_metadata":{}}'], ids=len)
+def test_damaged_facts_about_parts_are_named(tmp_path, facts):
+    ours.partial.save(tmp_path / "saved", {"a": np.ones(3)})
+    (file,) = tmp_path.glob("saved*partial_save*")
+    file.write_text(facts)
+    with pytest.raises(CorruptCheckpointError, match=f"{file.name} is damaged"):
+        ours.partial.save(tmp_path / "saved", {"b": np.zeros(2)})

@@ -22,9 +22,11 @@ import json
 import os
 import re
 import shutil
+import struct
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +36,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import HubStrategy, sort_checkpoints
 
 import ckptcore
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.events import logger_named
 from ckptcore.plain_safetensors import open_regular_file
 from ckptcore_integrations.added_files import (
@@ -61,6 +63,17 @@ _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _ONE_FILE = ckptcore.SafetensorsLayout(max_file_bytes=sys.maxsize)  # the index names one file of weights
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    RuntimeError,  # it needs a password, or a compression that Python does not have
+    ValueError,
+)
+"""Errors of `zipfile` for damaged archives."""
+
 _RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
 
 
@@ -328,15 +341,13 @@ def _problem(path: Path, step: int) -> str | None:
             report = ckptcore.verify(path)
             return None if report.ok else report.problems[0].message
         return _problem_of_trainer(path, step)
-    except (CheckpointError, OSError, ValueError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         return str(error)
 
 
 def _problem_of_trainer(path: Path, step: int) -> str | None:
     """The same for a directory that a plain Trainer wrote."""
-    with open_regular_file(path / _STATE) as file:
-        state = json.load(file)
-    if not isinstance(state, dict) or state.get("global_step") != step:
+    if _document(path / _STATE).get("global_step") != step:
         return f"{_STATE} is not of step {step}"
     names = os.listdir(path)
     shards = {shard for name in names if name.endswith(".index.json") for shard in _shards(path / name)}
@@ -350,12 +361,36 @@ def _problem_of_trainer(path: Path, step: int) -> str | None:
         if name.endswith(".safetensors"):
             ckptcore.metadata(path / name)  # checks that the header describes all bytes
         elif name.endswith((".pt", ".pth", ".bin")):
-            with open_regular_file(path / name) as file, zipfile.ZipFile(file) as archive:
-                if (broken := archive.testzip()) is not None:
-                    return f"{name} is damaged in {broken}"
+            _check_zip(path / name)
     return None
 
 
+def _check_zip(path: Path) -> None:
+    """Raise CorruptCheckpointError unless all members of an archive have valid checksums."""
+    try:
+        with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except _ZIP_ERRORS as error:
+        raise CorruptCheckpointError(f"{path.name} is not an intact zip archive: {error!r}") from error
+    if broken is not None:
+        raise CorruptCheckpointError(f"{path.name} is damaged in {broken}")
+
+
 def _shards(index: Path) -> set[str]:
-    with open_regular_file(index) as file:
-        return set(json.load(file)["weight_map"].values())
+    """Return the names of the files in an index of weights."""
+    names = _document(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CorruptCheckpointError(f"{index.name} does not name the files of the weights")
+    return set(names.values())
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file."""
+    try:
+        with open_regular_file(path) as file:
+            found = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptCheckpointError(f"{path.name} is not a JSON object")
+    return found

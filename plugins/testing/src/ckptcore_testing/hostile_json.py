@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ckptcore.model import JSON
 
-__all__ = ["tampered"]
+__all__ = ["tamper", "tampered"]
 
 _DEEP: Any = []
 for _ in range(60):
@@ -36,13 +36,15 @@ def tampered(document: JSON, count: int, seed: int = 0) -> Iterator[JSON]:
         container[key] = copy.deepcopy(HOSTILE[value])
         yield holder[0]
     for _ in range(count // 4):
-        holder = [copy.deepcopy(document)]
+        changed = document
         for _ in range(choices.choice((1, 1, 1, 2))):
-            _tamper(holder, choices)
-        yield holder[0]
+            changed = tamper(changed, choices)
+        yield changed
 
 
-def _tamper(holder: list[Any], choices: random.Random) -> None:
+def tamper(document: JSON, choices: random.Random) -> JSON:
+    """Return a copy of a document with one random change."""
+    holder: list[Any] = [copy.deepcopy(document)]
     places = list(_places(holder))
     container, key = choices.choice(places)
     action = choices.randrange(8)
@@ -58,6 +60,8 @@ def _tamper(holder: list[Any], choices: random.Random) -> None:
         container[key] = copy.deepcopy(other_container[other_key])
     else:
         container[key] = copy.deepcopy(choices.choice(HOSTILE))
+    changed: JSON = holder[0]
+    return changed
 
 
 def _places(container: Any) -> Iterator[tuple[Any, Any]]:

@@ -11,7 +11,12 @@ from typing import Any
 import jax
 
 import ckptcore
-from ckptcore.errors import CheckpointNotFoundError, TreeMismatchError, UncommittedCheckpointError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    TreeMismatchError,
+    UncommittedCheckpointError,
+)
 from ckptcore_integrations.orbax_v1.library import (
     STATE_CHECKPOINTABLE_KEY,
     PartialSaveReplacementError,
@@ -111,9 +116,10 @@ class _Record:
     def __init__(self, final: Any) -> None:
         """Read the file. Without parts, it is left from an earlier checkpoint, and ignored."""
         self._file = add_partial_save_suffix(final)
-        document = json.loads(self._file.read_text()) if _has_parts(final) and self._file.is_file() else {}
-        self.leaves: list[str] = document.get("leaves", [])
-        self.custom_metadata: dict[str, Any] = document.get("custom_metadata", {})
+        self.leaves: list[str] = []
+        self.custom_metadata: dict[str, Any] = {}
+        if _has_parts(final) and self._file.is_file():
+            self.leaves, self.custom_metadata = _read_facts(self._file)
 
     def add(self, leaves: list[str], custom_metadata: Any) -> None:
         """Add a part, atomically."""
@@ -126,6 +132,18 @@ class _Record:
     def remove(self) -> None:
         """Remove the file."""
         self._file.unlink(missing_ok=True)
+
+
+def _read_facts(file: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the leaves and the metadata in a file, which may be damaged."""
+    try:
+        found = json.loads(file.read_bytes())
+        if isinstance(found["leaves"], list) and isinstance(found["custom_metadata"], dict):
+            return found["leaves"], found["custom_metadata"]
+        reason = "it has values of other types"
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = repr(error)
+    raise CorruptCheckpointError(f"{file} is damaged: {reason}; delete the parts, and save them again", key=file.name)
 
 
 def _has_parts(location: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Fuzzing: every kind of file that ckptcore reads, changed by a coverage-guided fuzzer. See `__main__`."""
