@@ -249,7 +249,6 @@ def run_job(job: Job, directory: Path, attempt: int, fate: Fate) -> Outcome:
         listener.bind(("127.0.0.1", 0))
 
         def run(process: Process) -> None:
-            os.setpgid(0, 0)
             job.run(directory, process)
             process.ended()
             Path("modules").write_text("\n".join(sys.modules))
@@ -272,15 +271,16 @@ def run_job(job: Job, directory: Path, attempt: int, fate: Fate) -> Outcome:
             _kill([ranks[rank] for rank in fate.victims], spares=fate.spares)
         statuses = _wait_for_failure(set(ranks))
         seconds = time.monotonic() - began
-        _end(ranks, fate.grace)
+        _wait_for_the_others(fate.grace)
+        end_all()
         while more := os.read(reading, 1 << 16):
             said += more
     finally:
         os.close(reading)
     lines = said.decode().splitlines()
     failed = any(statuses.values())
-    by_itself = failed and (not fate.victims or (fate.calls and signal.SIGKILL not in statuses.values()))
-    if by_itself or lines.count("settled") < job.size:
+    was_killed = bool(fate.victims) and (fate.spares or signal.SIGKILL in statuses.values())
+    if (failed and not was_killed) or lines.count("settled") < job.size:
         errors = "\n".join(Path(f"errors-{rank}").read_text()[-3000:] for rank in range(job.size))
         raise RuntimeError(f"the job failed by itself: {statuses}\n{errors}")
     return Outcome(failed, lines, seconds)
@@ -307,7 +307,10 @@ def _read_until_settled(reading: int, size: int) -> bytes:
     said = b""
     while said.count(b"settled\n") < size:
         if select.select([reading], [], [], 0.05)[0]:
-            said += os.read(reading, 1 << 16)
+            more = os.read(reading, 1 << 16)
+            if not more:
+                break
+            said += more
         elif os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             break
     return said
@@ -340,24 +343,35 @@ def _is_saver(process: int) -> bool:
 def _wait_for_failure(ranks: set[int]) -> dict[int, int]:
     """Wait until a rank was killed or has failed, or all have ended. Return the statuses of those that have ended."""
     statuses: dict[int, int] = {}
-    while statuses.keys() < ranks and not any(statuses.values()):
-        process, status = os.waitpid(-1, 0)
-        if process in ranks:
-            statuses[process] = status
+    options = 0
+    with contextlib.suppress(ChildProcessError):
+        while statuses.keys() < ranks:
+            process, status = os.waitpid(-1, options)
+            if not process:
+                break
+            if process in ranks:
+                statuses[process] = status
+            if status:
+                options = os.WNOHANG  # a rank that was killed may be found after one that failed because of it
     return statuses
 
 
-def _end(groups: list[int], grace: float) -> None:
-    """Wait for the end of all processes, those included that were started by others. Kill them after a while."""
+def _wait_for_the_others(grace: float) -> None:
+    """Wait a while for the end of all processes, those included that others have started."""
     deadline = time.monotonic() + grace
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.002)
+
+
+def end_all() -> None:
+    """Kill all that this process and its children have started, and wait for it."""
+    with contextlib.suppress(ChildProcessError):
         while True:
-            for group in groups:
+            for process in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
+                    os.kill(process, signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
@@ -379,7 +393,11 @@ def look(job: Job, directory: Path) -> dict[int, str]:
 
 
 def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, int]:
-    """Run jobs until so many were killed. Return counts.
+    """Run jobs until so many were killed, and one more. Return counts.
+
+    Returns:
+        The number of kills; of jobs that ended before they were killed; of kills after a commit that the job had not
+        reported yet.
 
     Raises:
         LostError: a checkpoint is lost or damaged.
@@ -389,8 +407,9 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
     counts = {"kills": 0, "ended": 0, "new": 0}
     calls: Mapping[int, int] = {}
     seconds, attempt = 0.0, 0
-    while counts["kills"] < kills:
-        fate = Fate.drawn(chance, job, calls, seconds) if attempt >= 2 else Fate()
+    while True:
+        is_last = counts["kills"] >= kills
+        fate = Fate() if attempt < 2 or is_last else Fate.drawn(chance, job, calls, seconds)
         try:
             outcome = run_job(job, directory, attempt, fate)
             for line in outcome.lines:
@@ -401,6 +420,8 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
         except Exception as error:
             error.add_note(f"seed {seed}, job {attempt}, {fate}")
             raise
+        if is_last:
+            return counts
         if attempt == 0:
             import_what_was_imported(Path("modules"))
         if outcome.killed:
@@ -410,8 +431,6 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
             calls, seconds = outcome.calls(), outcome.seconds
             counts["ended"] += 1
         attempt += 1
-    run_job(job, directory, attempt, Fate())
-    return counts
 
 
 def import_what_was_imported(names: Path) -> None:

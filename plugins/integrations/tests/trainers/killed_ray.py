@@ -7,7 +7,6 @@ has started. Each new worker looks at the files first. The last line of output s
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from ckptcore_integrations.ray_train import resume, save_and_report
 from killed_jobs import numbers
-from random_kills import PR_SET_CHILD_SUBREAPER, Ledger, LostError, Process, descendants, digest, forked, leftovers
+from random_kills import PR_SET_CHILD_SUBREAPER, Ledger, LostError, Process, digest, end_all, forked, leftovers
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptcore
@@ -149,17 +148,6 @@ def drive(directory: Path, seed: int, kills: int) -> None:
     ray.shutdown()
 
 
-def end(driver: int) -> None:
-    """Kill a driver and what it has started, and wait for them."""
-    with contextlib.suppress(ChildProcessError):
-        os.kill(driver, signal.SIGKILL)
-        while True:
-            for process in descendants(os.getpid()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            os.waitpid(-1, 0)
-
-
 def main() -> None:
     """Kill drivers until enough workers were killed. Let the last one end."""
     warnings.simplefilter("ignore")
@@ -182,7 +170,7 @@ def main() -> None:
         if ended is None:
             time.sleep(chance.uniform(0.0, 0.3))
             drivers += 1
-        end(driver)
+        end_all()
         if (directory / "lost").exists():
             raise LostError(f"seed {seed}: {(directory / 'lost').read_text()}")
         check(directory)
@@ -192,7 +180,7 @@ def main() -> None:
         raise RuntimeError((directory / "errors").read_text()[-6000:])
     if left := leftovers(directory / "run"):
         raise LostError(f"there are still {left}")
-    counts = {"kills": journal.kills() + drivers, "drivers": drivers}
+    counts = {"kills": journal.kills(), "drivers": drivers}
     print(json.dumps({"job": "ray", **counts, "seconds": round(time.monotonic() - began)}))
 
 
