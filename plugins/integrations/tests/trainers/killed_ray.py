@@ -55,6 +55,10 @@ class Journal:
         """Return how many times workers were killed."""
         return sum(line.startswith("kill ") for line in self.lines())
 
+    def begun(self) -> int:
+        """Return the highest step of which a save has begun."""
+        return max((int(line.split()[1]) for line in self.lines() if line.startswith("begin ")), default=0)
+
     def calls(self) -> int:
         """Return how many calls rank 0 made for a save in the first group of workers."""
         return max((int(line.split()[2]) for line in self.lines() if line.startswith("calls 0 ")), default=0)
@@ -96,19 +100,21 @@ def worker(config: dict[str, Any]) -> None:
 def save(directory: Path, seed: int, kills: int) -> None:
     """Save until this process is killed, or three times in the last group of workers."""
     journal, rank = Journal(directory), dist.get_rank()
-    number = [0]
+    known = [0, 0]
     if rank == 0:
         check(directory)
-        number = [journal.kills()]
-    dist.broadcast_object_list(number)
-    chance = random.Random(f"{seed}/{number[0]}")
+        known = [journal.kills(), journal.begun()]
+    dist.broadcast_object_list(known)
+    number, begun = known
+    chance = random.Random(f"{seed}/{number}")
     victims = chance.choice([(0,), (1,), (0, 1)])
     moments = [chance.randint(1, 2 * max(1, journal.calls())) for _ in range(SIZE)]
-    moment = moments[rank] if rank in victims and number[0] else None
-    process = Process(rank, number[0], -1, journal.open(), moment, directory / "run")
+    moment = moments[rank] if rank in victims and number else None
+    process = Process(rank, number, -1, journal.open(), moment, directory / "run")
     mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
     step = resume(into={}) or 0  # without objects: only the number
-    first, last = step + 1, number[0] >= kills
+    # Ray may not have noted the newest reports. What a killed save left is removed when its step is saved again.
+    first, last = max(step + 1, begun), number >= kills
     while True:
         step += 1
         arrays = numbers(process.attempt, step)
@@ -123,11 +129,11 @@ def save(directory: Path, seed: int, kills: int) -> None:
             dist.barrier()
             if rank == victims[0] and not last:
                 os.write(process.output, f"kill {rank}\n".encode())
-        elif step == first + 1 and number[0] == 0:
+        elif step == first + 1 and number == 0:
             process.ended()
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
-        elif last:
+        elif step > first and last:
             return
 
 
