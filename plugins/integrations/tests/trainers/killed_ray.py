@@ -33,8 +33,6 @@ import ckptcore
 from ckptcore.context import JobOptions, SingleProcess
 
 SIZE = 2
-ALONE = ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
-"""Only one of the workers looks at the files."""
 
 
 class Journal:
@@ -66,11 +64,11 @@ class Journal:
 
 def found_in(directory: Path) -> Mapping[int, str]:
     """Load all committed checkpoints. Ray has directories of others, too."""
-    found = {}
+    found, alone = {}, ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
     for path in (directory / "run").glob("checkpoint_*[0-9]"):
         if (path / "checkpoint.json").exists():
-            assert ckptcore.verify(path, context=ALONE).ok
-            loaded = ckptcore.load(path / "state", context=ALONE)
+            assert ckptcore.verify(path, context=alone).ok
+            loaded = ckptcore.load(path / "state", context=alone)
             assert loaded["step"] == int(path.name.removeprefix("checkpoint_"))
             found[loaded["step"]] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
     return found
