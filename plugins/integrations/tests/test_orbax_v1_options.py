@@ -173,3 +173,15 @@ def test_a_context_belongs_to_its_thread(tmp_path):
         save("here")
     assert not json.loads((tmp_path / "here/state/_METADATA").read_text())["use_ocdbt"]
     assert json.loads((tmp_path / "there/state/_METADATA").read_text())["use_ocdbt"]
+
+
+def test_what_killed_saves_left_is_removed_if_asked_for(tmp_path):
+    left = tmp_path / ".7.0123456789abcdef.ckptcore"
+    for removes in (False, True):
+        left.mkdir(exist_ok=True)
+        (left / "file").touch()
+        with ours.training.Checkpointer(tmp_path, cleanup_tmp_directories=removes) as checkpointer:
+            checkpointer.save(int(removes), {"w": jnp.zeros(3)})
+        assert left.exists() != removes
+    with theirs.training.Checkpointer(tmp_path) as checkpointer:
+        assert [found.step for found in checkpointer.checkpoints] == [0, 1]

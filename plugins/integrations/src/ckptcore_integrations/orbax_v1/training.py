@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ckptcore
+from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.results import SaveHandle
 from ckptcore_integrations.orbax_v1.deletion import is_from_ckptcore
 from ckptcore_integrations.orbax_v1.library import (
@@ -45,8 +46,15 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
     """
 
     def __init__(self, directory: Any, **options: Any) -> None:
-        """Open the directory of a run, and create it if it does not exist."""
+        """Open the directory of a run, and create it if it does not exist.
+
+        ``cleanup_tmp_directories=True`` also removes what killed saves and deletions of ckptcore left.
+        """
         super().__init__(directory, **options)
+        if options.get("cleanup_tmp_directories") and v1.multihost.is_primary_host(0):
+            # Orbax does not know the hidden directories of our saves and deletions that were killed.
+            with ckptcore.Checkpointer(str(self.directory), context=_alone()) as ours:
+                ours.wait()
         self._saver = _Saver()
         deleter = self._manager._checkpoint_deleter
         if self._context.deletion.gcs_deletion_options.todelete_full_path is None:
@@ -132,6 +140,11 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
 
     def _path(self, step: int) -> Any:
         return self.directory / self._step_name_format.build_name(step)
+
+
+def _alone() -> ckptcore.Context:
+    """Return a Context for what the first process does without the others."""
+    return ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
 
 
 class _Saver(V0AsyncCheckpointer):  # type: ignore[misc]  # Orbax has no types

@@ -1,0 +1,459 @@
+"""Kills jobs that save, at random moments, and looks at what is left: ``random_kills.py JOB DIRECTORY SEED KILLS``.
+
+``JOB`` is ``module:class``, a `Job`. The program imports its libraries once, and forks the processes of each job, and
+of each look at the files. It fails with a `LostError` if a checkpoint is lost or damaged. Its last line of output says
+what happened, as JSON.
+
+A job saves once, checks that nothing of killed jobs is left, and saves on until it is killed. The moment is the n-th
+call of the operating system by one of its processes, or a time after its first save. The leader, another process or
+all of them are killed; the others a little later, as launchers do, or after they had time to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+__all__ = ["Job", "Ledger", "LostError", "Process", "digest", "leftovers"]
+
+_CALLS: Final = ("open", "os.", "fcntl.", "shutil.")
+"""Beginnings of the names of audit events that are calls of the operating system."""
+
+_SECONDS: Final = 240
+"""A process that takes longer hangs."""
+
+_GRACE_SECONDS: Final = 1.0
+"""How long the other processes of a job may live on after one was killed, once in a while."""
+
+_OWNED: Final = frozenset((".ckptcore", ".metadata", ".validate_storage_marker"))
+"""Names with a dot that are not of killed saves: the directory of the owner of a run, and files of PyTorch and Ray."""
+
+PR_SET_CHILD_SUBREAPER: Final = 36
+"""Option of prctl: wait also for what ended processes had started."""
+
+
+class LostError(Exception):
+    """A checkpoint that had been saved is lost, or one is damaged, or a killed save has left something."""
+
+
+class Job(Protocol):
+    """A job that saves.
+
+    Attributes:
+        size: its number of processes.
+        keeps: how many of its newest checkpoints exist at any moment.
+        has_savers: True if processes that its processes start do the saves.
+    """
+
+    size: int
+    keeps: int
+    has_savers: bool
+
+    def run(self, directory: Path, process: Process) -> None:
+        """Continue from the newest checkpoint, save, call `Process.settled`, save on, and end. In each process."""
+
+    def found(self, directory: Path) -> Mapping[int, str]:
+        """Load all checkpoints with all readers. Return their digests by step."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What a job says that it saves.
+
+    Attributes:
+        saved: the steps whose saves have returned.
+        digests: what each step can hold: one digest after its save has returned.
+    """
+
+    saved: set[int] = field(default_factory=set)
+    digests: dict[int, list[str]] = field(default_factory=dict)
+
+    def read(self, line: str) -> None:
+        """Take note of a line: ``begin STEP DIGEST``, ``saved STEP`` or anything else."""
+        what, *words = line.split()
+        if what == "begin" and words[1] not in self.digests.setdefault(int(words[0]), []):
+            self.digests[int(words[0])].append(words[1])
+        elif what == "saved":
+            self.saved.add(int(words[0]))
+            del self.digests[int(words[0])][:-1]
+
+    def check(self, found: Mapping[int, str], keeps: int) -> None:
+        """Compare with what was found, and forget what was begun and not committed.
+
+        Raises:
+            LostError: a checkpoint is lost, or holds something else than was saved.
+        """
+        for step in sorted(self.saved | found.keys())[-keeps:]:
+            if step not in found:
+                raise LostError(f"step {step} was saved and is lost; found {sorted(found)}")
+        for step, content in found.items():
+            if content not in self.digests.get(step, ()):
+                raise LostError(f"step {step} holds {content}, expected one of {self.digests.get(step)}")
+        self.digests = {step: [content] for step, content in found.items()}
+        self.saved = set(found)
+
+
+@dataclass(slots=True)
+class Process:
+    """One process of a job, as the job sees it.
+
+    Attributes:
+        rank: its rank.
+        attempt: the number of the job, so that each job saves other contents.
+        listener: a bound socket, for the store of the job.
+        output: a pipe for what it says.
+        moment: the number of the call that kills it; None: it is not killed at a call.
+        saves: the directory in which nothing of killed jobs may be left.
+    """
+
+    rank: int
+    attempt: int
+    listener: int
+    output: int
+    moment: int | None
+    saves: Path
+    _calls: int = 0
+
+    def begin(self, step: int, content: str) -> None:
+        """Say that a save begins, and the digest of what it saves."""
+        self._say(f"begin {step} {content}")
+
+    def saved(self, step: int) -> None:
+        """Say that a save has returned."""
+        self._say(f"saved {step}")
+
+    def settled(self) -> None:
+        """Check that nothing of killed jobs is left. From now on the process may be killed."""
+        if self.rank == 0 and (left := leftovers(self.saves)):
+            raise LostError(f"after a save there are still {left}")
+        sys.addaudithook(self._count)
+        self._say("settled")
+
+    def ended(self) -> None:
+        """Say how many calls there were."""
+        self._say(f"calls {self.rank} {self._calls}")
+
+    def _say(self, line: str) -> None:
+        os.write(self.output, f"{line}\n".encode())
+
+    def _count(self, name: str, _: tuple[Any, ...]) -> None:
+        """Be the audit hook."""
+        if name.startswith(_CALLS):
+            self._calls += 1
+            if self._calls == self.moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(arrays: Mapping[str, Any]) -> str:
+    """Return a digest of arrays of NumPy by name."""
+    state = hashlib.blake2b(digest_size=8)
+    for name, array in sorted(arrays.items()):
+        state.update(name.encode() + array.tobytes())
+    return state.hexdigest()
+
+
+def leftovers(root: Path) -> list[str]:
+    """Return hidden directories and files of killed saves, and what still holds a step."""
+    left = []
+    for directory, below, files in os.walk(root):
+        if Path(directory).name == ".ckptcore":
+            below[:] = [name for name in below if name != "owner"]
+        elif ".ckptcore" in Path(directory).parts:
+            left += [os.path.join(directory, name) for name in files]
+        left += [os.path.join(directory, name) for name in (*below, *files) if name[0] == "." and name not in _OWNED]
+    return left
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """When and how a job is killed.
+
+    Attributes:
+        victims: the ranks to kill; empty: none.
+        calls: the number of the call that kills a rank, by rank; empty: a time decides.
+        seconds: how long after the first save the victims are killed.
+        spares: True to kill the processes that the victims have started, and not themselves.
+        grace: how long the other processes may live on, in seconds.
+    """
+
+    victims: tuple[int, ...] = ()
+    calls: Mapping[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    spares: bool = False
+    grace: float = 0.0
+
+    @classmethod
+    def drawn(cls, chance: random.Random, job: Job, calls: Mapping[int, int], seconds: float) -> Fate:
+        """Draw one.
+
+        Args:
+            chance: where from.
+            job: the job.
+            calls: how many calls a rank makes after the first save.
+            seconds: how long a job that is not killed runs after its first save.
+        """
+        everyone = tuple(range(job.size))
+        victims = chance.choice([(0,), (chance.randrange(job.size),), everyone])
+        grace = chance.choice([0.0, chance.uniform(0.0, 0.05), _GRACE_SECONDS])
+        if job.has_savers or chance.random() < 0.5:
+            spares = job.has_savers and chance.random() < 0.5
+            return cls(victims, {}, chance.uniform(0.0, seconds), spares, grace)
+        return cls(victims, {rank: chance.randint(1, calls[rank]) for rank in victims}, grace=grace)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        killed: True if it was killed.
+        lines: what its processes said.
+        seconds: the time from its first save to its end.
+    """
+
+    killed: bool
+    lines: list[str]
+    seconds: float
+
+    def calls(self) -> dict[int, int]:
+        """Return the number of calls after the first save by rank."""
+        words = [line.split() for line in self.lines if line.startswith("calls ")]
+        return {int(rank): int(calls) for _, rank, calls in words}
+
+
+def run_job(job: Job, directory: Path, attempt: int, fate: Fate) -> Outcome:
+    """Run a job, kill it, and wait for the end of all of its processes.
+
+    Raises:
+        RuntimeError: it failed before it was killed.
+    """
+    reading, writing = os.pipe()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+
+        def run(process: Process) -> None:
+            job.run(directory, process)
+            process.ended()
+            Path("modules").write_text("\n".join(sys.modules))
+
+        ranks = [
+            forked(
+                functools.partial(
+                    run, Process(rank, attempt, listener.fileno(), writing, fate.calls.get(rank), directory.parent)
+                ),
+                Path(f"errors-{rank}"),
+            )
+            for rank in range(job.size)
+        ]
+    os.close(writing)
+    try:
+        said = _read_until_settled(reading, job.size)
+        began = time.monotonic()
+        if fate.victims and not fate.calls:
+            time.sleep(fate.seconds)
+            _kill([ranks[rank] for rank in fate.victims], spares=fate.spares)
+        statuses = _wait_for_failure(set(ranks))
+        seconds = time.monotonic() - began
+        _wait_for_the_others(fate.grace)
+        end_all()
+        while more := os.read(reading, 1 << 16):
+            said += more
+    finally:
+        os.close(reading)
+    lines = said.decode().splitlines()
+    failed = any(statuses.values())
+    was_killed = bool(fate.victims) and (fate.spares or signal.SIGKILL in statuses.values())
+    if (failed and not was_killed) or lines.count("settled") < job.size:
+        errors = "\n".join(Path(f"errors-{rank}").read_text()[-3000:] for rank in range(job.size))
+        raise RuntimeError(f"the job failed by itself: {statuses}\n{errors}")
+    return Outcome(failed, lines, seconds)
+
+
+def forked(work: Callable[[], None], errors: Path, seconds: int = _SECONDS) -> int:
+    """Do work in a forked process, with its errors in a file. Return its id."""
+    child = os.fork()
+    if not child:
+        signal.alarm(seconds)
+        try:
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            work()
+        except BaseException:  # noqa: BLE001  # ends the forked process
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def _read_until_settled(reading: int, size: int) -> bytes:
+    """Return what the processes of a job say, until all of them have saved once, or one has ended."""
+    said = b""
+    while said.count(b"settled\n") < size:
+        if select.select([reading], [], [], 0.05)[0]:
+            more = os.read(reading, 1 << 16)
+            if not more:
+                break
+            said += more
+        elif os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            break
+    return said
+
+
+def _kill(processes: list[int], *, spares: bool) -> None:
+    if spares:
+        processes = [child for parent in processes for child in filter(_is_saver, descendants(parent))]
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def descendants(parent: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have started."""
+    found = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(child) for child in children.read_text().split()]
+    return [*found, *(below for child in found for below in descendants(child))]
+
+
+def _is_saver(process: int) -> bool:
+    """Return False for the process that multiprocessing starts for its own use."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
+
+
+def _wait_for_failure(ranks: set[int]) -> dict[int, int]:
+    """Wait until a rank was killed or has failed, or all have ended. Return the statuses of those that have ended."""
+    statuses: dict[int, int] = {}
+    options = 0
+    with contextlib.suppress(ChildProcessError):
+        while statuses.keys() < ranks:
+            process, status = os.waitpid(-1, options)
+            if not process:
+                break
+            if process in ranks:
+                statuses[process] = status
+            if status:
+                options = os.WNOHANG  # a rank that was killed may be found after one that failed because of it
+    return statuses
+
+
+def _wait_for_the_others(grace: float) -> None:
+    """Wait a while for the end of all processes, those included that others have started."""
+    deadline = time.monotonic() + grace
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.002)
+
+
+def end_all() -> None:
+    """Kill all that this process and its children have started, and wait for it."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for process in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def look(job: Job, directory: Path) -> dict[int, str]:
+    """Return what `Job.found` does, in a forked process.
+
+    Raises:
+        LostError: it fails.
+    """
+    result, errors = Path("found"), Path("errors")
+
+    def work() -> None:
+        result.write_text(json.dumps(dict(job.found(directory))))
+
+    process = forked(work, errors)
+    if os.waitpid(process, 0)[1]:
+        raise LostError(f"what was saved cannot be loaded: {errors.read_text()[-6000:]}")
+    return {int(step): content for step, content in json.loads(result.read_text()).items()}
+
+
+def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, int]:
+    """Run jobs until so many were killed, and one more. Return counts.
+
+    Returns:
+        The number of kills; of jobs that ended before they were killed; of kills after a commit that the job had not
+        reported yet.
+
+    Raises:
+        LostError: a checkpoint is lost or damaged.
+        RuntimeError: a job failed by itself.
+    """
+    chance, ledger = random.Random(seed), Ledger()
+    counts = {"kills": 0, "ended": 0, "new": 0}
+    calls: Mapping[int, int] = {}
+    seconds, attempt = 0.0, 0
+    while True:
+        is_last = counts["kills"] >= kills
+        fate = Fate() if attempt < 2 or is_last else Fate.drawn(chance, job, calls, seconds)
+        try:
+            outcome = run_job(job, directory, attempt, fate)
+            for line in outcome.lines:
+                ledger.read(line)
+            reported = max(ledger.saved)
+            found = look(job, directory)
+            ledger.check(found, job.keeps)
+        except Exception as error:
+            error.add_note(f"seed {seed}, job {attempt}, {fate}")
+            raise
+        if is_last:
+            return counts
+        if attempt == 0:
+            import_what_was_imported(Path("modules"))
+        if outcome.killed:
+            counts["kills"] += 1
+            counts["new"] += max(found) > reported
+        else:
+            calls, seconds = outcome.calls(), outcome.seconds
+            counts["ended"] += 1
+        attempt += 1
+
+
+def import_what_was_imported(names: Path) -> None:
+    """Import modules that a job imported late, so that the next ones are fast."""
+    for name in set(names.read_text().split()) - sys.modules.keys():
+        with contextlib.suppress(ImportError):  # some modules are made by their library
+            importlib.import_module(name)
+
+
+def main() -> None:
+    """Kill a job."""
+    warnings.simplefilter("ignore")
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # wait also for what killed processes have started
+    name, directory, seed, kills = sys.argv[1:]
+    os.chdir(directory)  # for files of this program
+    Path("saves").mkdir()
+    module, _, kind = name.partition(":")
+    job: Job = getattr(importlib.import_module(module), kind)()
+    print(f"seed {seed}", flush=True)
+    began = time.monotonic()
+    counts = kill_often(job, Path("saves/run").absolute(), int(seed), int(kills))
+    print(json.dumps({"job": name, **counts, "seconds": round(time.monotonic() - began)}))
+
+
+if __name__ == "__main__":
+    main()
