@@ -278,7 +278,7 @@ def test_a_broken_container_handler_is_detected(handler: type[SwapsChildren], te
 class Wrapped(Layout):
     """A layout that does what the safetensors layout does; the classes below do one thing wrong."""
 
-    inner: SafetensorsLayout = dataclasses.field(default_factory=SafetensorsLayout)
+    inner: SafetensorsLayout = dataclasses.field(default_factory=lambda: SafetensorsLayout(standalone=True))
     name: str = "safetensors"
 
     def check(self, tree: TreeMetadata, size: int) -> None:

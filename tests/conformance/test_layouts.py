@@ -14,12 +14,12 @@ class TestSafetensors(LayoutTests):
     composites = False
 
     def layout(self) -> Layout:
-        return SafetensorsLayout()
+        return SafetensorsLayout(standalone=True)  # inspect refuses other files without a root
 
 
 class TestSafetensorsInSeveralFiles(TestSafetensors):
     def layout(self) -> Layout:
-        return SafetensorsLayout(max_file_bytes=40)
+        return SafetensorsLayout(max_file_bytes=40, standalone=True)
 
 
 class TestSafetensorsInPieces(LayoutPiecesTests):
