@@ -204,6 +204,9 @@ def subtract(box: Box, other: Box) -> list[Box]:
 _FEW_BOXES: Final = 16
 """Up to this number of boxes, comparing each pair is faster than a check of all."""
 
+_MAX_EXTENT: Final = 1 << 62
+"""Limit of the length of an axis, which the tables of boxes share."""
+
 _MAX_ELEMENTS: Final = 1 << 56
 """Limit of elements: the sum of the sizes of few boxes fits into 64 bits."""
 
@@ -233,6 +236,8 @@ def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) ->
         starts, stops = starts[filled], stops[filled]
     if not len(starts) or 0 in shape:
         return 0 in shape and not len(starts)
+    if max(shape, default=0) > _MAX_EXTENT:
+        return False
     ends: HostArray = np.array(shape, np.int64)
     if (starts < 0).any() or (stops > ends).any():
         return False
@@ -329,7 +334,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     if covers_exactly(spec.shape, starts, stops):
         return None
     element = _not_in_one_box(spec.shape, starts, stops)
-    inside = ((starts <= element) & (np.array(element, np.int64) < stops)).all(axis=1).nonzero()[0]
+    inside = np.flatnonzero(((starts <= element) & (np.array(element, np.int64) < stops)).all(axis=1))
     if len(inside) > 1:
         return f"the boxes {_span(filled[inside[0]])} and {_span(filled[inside[1]])} overlap"
     return f"the element {list(element)} is in no box"

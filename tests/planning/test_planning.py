@@ -95,6 +95,12 @@ def test_coverage_of_very_many_axes() -> None:
     assert "are in no box" in (uncovered(spec, boxes[1:]) or "")
 
 
+def test_coverage_of_an_array_beyond_64_bits() -> None:
+    bounds = np.zeros((20, 1), np.int64), np.ones((20, 1), np.int64)
+    assert not covers_exactly((1 << 70,), *bounds)
+    assert "are in no box" in (uncovered(ArraySpec((1 << 70,), "int8"), [Box((0,), (1,))] * 20) or "")
+
+
 def test_boxes_outside_and_of_other_rank_are_found() -> None:
     assert "outside" in (uncovered(ArraySpec((2,), "int8"), [Box((0,), (3,))]) or "")
     assert "outside" in (uncovered(ArraySpec((2,), "int8"), [Box((0, 0), (2, 1))]) or "")
