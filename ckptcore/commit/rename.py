@@ -74,11 +74,12 @@ class _HiddenLock(NamedTuple):
 
     Attributes:
         lock: releases the lock when it is left.
-        check: raises `SaveLostError` if another process has taken the directory.
+        check: raises `SaveLostError` if another process has taken the directory. None for a lock of the kernel, which
+            releases it only with the process.
     """
 
     lock: AbstractContextManager[object]
-    check: Callable[[], None]
+    check: Callable[[], None] | None
 
 
 class RenameTransaction:
@@ -193,7 +194,8 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            self._check()  # another process may have removed files of the hidden directory after the lease was lost
+            if self._check is not None:
+                self._check()  # another process may have removed files of the hidden directory after a lost lease
             try:
                 self._directories.rename(self._hidden, name)
                 return None
@@ -411,11 +413,16 @@ class RenameMethod(CommitMethod):
             name: the name of the directory.
             waits: without locks, wait until the lease of a killed process has expired.
         """
-        leases = self._support.leases(self._directory)
+        leases = self._support.leases(self._directory) if self._support.lacks_locks else None
         if leases is None:
-            locked = self._directories.lock_directory(name)
-            # The kernel releases the lock only with the process, so there is nothing to check.
-            return None if locked is None else _HiddenLock(locked, check=lambda: None)
+            try:
+                locked = self._directories.lock_directory(name)
+            except AtomicityError:
+                leases = self._support.leases(self._directory)
+                if leases is None:
+                    raise
+            else:
+                return None if locked is None else _HiddenLock(locked, check=None)
         leased = leases.lock_directory(name, waits=waits)
         if leased is None:
             return None
@@ -521,7 +528,8 @@ class RenameMethod(CommitMethod):
             stack.callback(self._directories.delete_directory, hidden)
             if locks.pinned(pin):
                 return None
-            return Lock(f"the deletion of {location.display}", check=held.check, release=stack.pop_all().close)
+            check = held.check or (lambda: None)
+            return Lock(f"the deletion of {location.display}", check=check, release=stack.pop_all().close)
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""

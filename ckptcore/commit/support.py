@@ -29,6 +29,7 @@ class StorageSupport:
     Attributes:
         without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
         conditional_puts: by tested service (scheme and host): True if it supports them, False if it ignores conditions.
+        lacks_locks: True once a directory without locks was found.
     """
 
     def __init__(self, without: WithoutConditions = "refuse", clock: Clock | None = None) -> None:
@@ -36,6 +37,7 @@ class StorageSupport:
         self.without: Final = without
         self._clock = clock
         self.conditional_puts: dict[str, bool] = {}
+        self.lacks_locks = False
         self._leases: dict[str | None, LeasedLocks | None] = {}
         self._lock = threading.Lock()
         reset_in_children(self)
@@ -65,6 +67,7 @@ class StorageSupport:
                 self._leases.clear()
             if key is not None:
                 self._leases[key] = found
+            self.lacks_locks = self.lacks_locks or found is not None
             return found
 
     def _find_leases(self, directory: StorageBackend) -> LeasedLocks | None:

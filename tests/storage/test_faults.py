@@ -122,6 +122,7 @@ def test_a_dead_process_holds_no_locks() -> None:
     assert isinstance(inner, AtomicDirectories)
     lock = storage.lock_directory("a")
     assert lock is not None
+    lock.__enter__()
     assert storage.lock_directory("a") is None
     assert inner.lock_directory("a") is None
     with pytest.raises(SimulatedCrash):

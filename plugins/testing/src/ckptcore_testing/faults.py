@@ -205,13 +205,16 @@ class _HeldLock:
     def __init__(self, plan: FaultPlan, lock: AbstractContextManager[None]) -> None:
         self._plan = plan
         self._lock = lock
+        self._is_entered = False
 
     def __enter__(self) -> None:
+        self._is_entered = True
         self._lock.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        assert self._is_entered, "a lock must be entered: other storages lock only then"
         self._plan.let_go(self._lock)
 
 

@@ -344,15 +344,13 @@ class _HeldDirectory:
     def __init__(self, disk: SimulatedDisk, directory: DiskDirectory) -> None:
         self._disk = disk
         self._directory = directory
-        self._is_entered = False
 
     def __enter__(self) -> None:
-        self._is_entered = True
+        return None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._is_entered, "a lock must be entered: other storages lock only then"
         self._disk.locked.discard(self._directory)
 
 
