@@ -170,6 +170,14 @@ class CommitMethod(ABC):
         """
         return False
 
+    def restore(self, name: str) -> bool:
+        """Restore the old checkpoint that a killed process was replacing by two renames. Return whether it did.
+
+        Raises:
+            StorageError
+        """
+        return False
+
     def sweep(self, location: Location) -> None:
         """Delete hidden directories that failed saves and deletions of a location left. Lists the parent directory."""
 

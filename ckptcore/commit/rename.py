@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from ckptcore.commit.method import (
@@ -29,12 +29,14 @@ from ckptcore.commit.target import (
     expect_no_nested,
     is_save_of,
     name_of_partial,
+    name_of_replaced,
     name_of_save,
     none_is_foreign,
     own_files,
     partial_exists,
     refuse_to_replace,
     remove_unneeded,
+    replaced_by,
     root_bytes,
 )
 from ckptcore.errors import (
@@ -191,11 +193,11 @@ class RenameTransaction:
                 ) from error
             try:
                 return self._replace()
-            except ObjectNotFoundError as error:
+            except (ObjectNotFoundError, ConditionFailedError) as error:
                 if not left:
                     raise SaveLostError(
-                        f"cannot replace {self._location.display}: other processes deleted it {_PUBLISH_TRIES} times "
-                        "during the commit; save again when no other process deletes it"
+                        f"cannot replace {self._location.display}: other processes deleted or replaced it "
+                        f"{_PUBLISH_TRIES} times during the commit; save again when no other process changes it"
                     ) from error
         raise AssertionError("the last attempt returns or raises")
 
@@ -215,14 +217,17 @@ class RenameTransaction:
         except AtomicityError:
             if self._overwrite != "non-atomic":
                 raise
-        aside = name_of_save(self._location.name, "0" * 16)
-        self._directories.delete_directory(aside)
-        self._directories.rename(name, aside)
-        try:
-            self._directories.rename(self._hidden, name)
-        except BaseException:
-            self._directories.rename(aside, name)
-            raise
+        aside = name_of_replaced(name)
+        self._directories.delete_directory(aside)  # of a killed save; the checkpoint that is there now is newer
+        # The lock follows the renamed directory. Without it, other processes restore the old checkpoint.
+        with self._directories.lock_directory(name) or nullcontext():
+            self._directories.rename(name, aside)
+            try:
+                self._directories.rename(self._hidden, name)
+            except BaseException:
+                with suppress(ConditionFailedError):  # another save has committed meanwhile
+                    self._directories.rename(aside, name)
+                raise
         return aside
 
     def _link_others(self, old: str, new: str) -> None:
@@ -299,6 +304,7 @@ class RenameMethod(CommitMethod):
     ) -> Transaction:
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
+        self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         self._sweep_except(location, hidden if resume else None)
@@ -316,6 +322,7 @@ class RenameMethod(CommitMethod):
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
+        self.restore(location.name)
         transaction = self._resume(location)
         try:
             expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
@@ -384,6 +391,7 @@ class RenameMethod(CommitMethod):
     def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
+        self._directories.delete_directory(name_of_replaced(location.name))  # older; it must not come back
         self._remove_directory(location, location.name, save_id)
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
@@ -404,6 +412,14 @@ class RenameMethod(CommitMethod):
         hidden = name_of_save(location.name, save_id)
         self._directories.rename(name, hidden)
         self._directories.delete_directory(hidden)
+
+    def restore(self, name: str) -> bool:
+        """See `CommitMethod`."""
+        aside = name_of_replaced(name)
+        if not subdirectory(self._directory, aside).list_names() or subdirectory(self._directory, name).list_names():
+            return False
+        self._delete_unlocked(aside)
+        return bool(subdirectory(self._directory, name).list_names())
 
     def sweep(self, location: Location) -> None:
         """See `CommitMethod`."""
@@ -468,11 +484,23 @@ class RenameMethod(CommitMethod):
                 self._delete_unlocked(name)
 
     def _delete_unlocked(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return whether it was deleted."""
+        """Delete a hidden directory, unless a process has locked it. Return whether no process has.
+
+        An old checkpoint that a killed process was replacing is renamed back instead, if there is nothing in its place.
+        It is only deleted once there is another checkpoint.
+        """
         lock = self._directories.lock_directory(name)
         if lock is None:
             return False
         with lock:
+            replaced = replaced_by(name)
+            if replaced is not None and subdirectory(self._directory, name).list_names():
+                if not subdirectory(self._directory, replaced).list_names():
+                    logger.info("restoring %s, which a killed save was replacing", replaced)
+                    self._directories.rename(name, replaced)
+                    return True
+                if not self.is_committed(replaced):
+                    return True
             logger.info("removing the directory of a killed save: %s", name)
             self._directories.delete_directory(name)
         return True

@@ -38,6 +38,7 @@ __all__ = [
     "is_leftover_name",
     "is_save_of",
     "name_of_partial",
+    "name_of_replaced",
     "name_of_save",
     "none_is_foreign",
     "own_files",
@@ -48,6 +49,7 @@ __all__ = [
     "refuse_inside",
     "refuse_to_replace",
     "remove_unneeded",
+    "replaced_by",
     "root_bytes",
     "root_version",
     "unneeded_keys",
@@ -404,8 +406,8 @@ def root_version(store: StorageBackend) -> bytes | str | None:
 INTERNAL_DIRECTORY: Final = ".ckptcore"
 """The directory of locks, uploads and metadata within a directory of steps."""
 
-_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial)\.ckptcore", re.DOTALL)
-"""The name of a hidden directory: the name of the checkpoint, and the save id or "partial"."""
+_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial|replaced)\.ckptcore", re.DOTALL)
+"""The name of a hidden directory: the name of the checkpoint, and the save id, "partial" or "replaced"."""
 
 
 def is_hidden_name(name: str) -> bool:
@@ -425,6 +427,12 @@ def is_save_of(name: str, hidden: str) -> bool:
     return matched is not None and matched[2] != "partial" and matched[1] == name
 
 
+def replaced_by(hidden: str) -> str | None:
+    """Return the name of the checkpoint that a save replaces by two renames, if this is the directory of the old one."""
+    matched = _HIDDEN.fullmatch(hidden)
+    return matched[1] if matched is not None and matched[2] == "replaced" else None
+
+
 def name_of_save(name: str, save_id: str) -> str:
     """Return the name of the hidden directory of a save."""
     return f".{name}.{save_id}.ckptcore"
@@ -433,3 +441,8 @@ def name_of_save(name: str, save_id: str) -> str:
 def name_of_partial(name: str) -> str:
     """Return the name of the hidden directory of a partial save."""
     return f".{name}.partial.ckptcore"
+
+
+def name_of_replaced(name: str) -> str:
+    """Return the name of a checkpoint that a save replaces by two renames, between these."""
+    return f".{name}.replaced.ckptcore"

@@ -84,7 +84,7 @@ class _Place:
 _SCENARIOS: Final[dict[str, tuple[str, bool, Task, set[int | None]]]] = {
     # name: scheme, whether directories can be exchanged, task, what may be there afterwards
     "overwrite a directory": ("file", True, _overwrite, {_OLD, _NEW}),
-    "overwrite a directory that cannot be exchanged": ("file", False, _overwrite_non_atomic, {_OLD, _NEW, None}),
+    "overwrite a directory that cannot be exchanged": ("file", False, _overwrite_non_atomic, {_OLD, _NEW}),
     "overwrite objects": ("memory", True, _overwrite_non_atomic, {_OLD, _NEW, None}),
     "overwrite a directory by a composite": ("file", True, _overwrite_by_composite, {_OLD, _NEW}),
     "overwrite objects by a composite": ("memory", True, _overwrite_by_composite, {_OLD, _NEW, None}),
