@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
+from ckptcore.builtin.local_attributes import Attributes, hide_from_others, keep_attributes_below, read_attributes
 from ckptcore.builtin.local_calls import (
     ABSENT,
     allocate,
@@ -175,12 +176,12 @@ class LocalStorage(StorageBackend):
     # --- write
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object atomically, replacing an existing one; return its new tag."""
+        """Write an object atomically, replacing an existing one, whose attributes it keeps; return its new tag."""
         path = self._new_path(key)
         directory = os.path.dirname(path)
         temporary = f"{directory}/{_TEMPORARY_PREFIX}{os.urandom(8).hex()}"
         try:
-            descriptor = self._create(temporary)
+            descriptor = self._create(temporary, read_attributes(path))
             try:
                 _write_all(descriptor, data)
                 if self._durable:
@@ -204,13 +205,17 @@ class LocalStorage(StorageBackend):
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Start a file that is written in pieces. Unlinks an existing file first: its readers keep its content."""
+        """Start a file that is written in pieces. Unlinks an existing file first: its readers keep its content.
+
+        The new file keeps the attributes of the existing one.
+        """
         path = self._new_path(key)
         self._directories.check_parent(path)
         try:
+            replaced = read_attributes(path)
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
-            descriptor = self._create(path)
+            descriptor = self._create(path, replaced)
             try:
                 if size is not None and size >= _LEAST_ALLOCATED_BYTES:
                     allocate(descriptor, size)
@@ -224,15 +229,26 @@ class LocalStorage(StorageBackend):
         except OSError as error:
             raise local_error(error, "create", path, size) from error
 
-    def _create(self, path: str) -> int:
+    def _create(self, path: str, replaced: Attributes | None) -> int:
+        """Create a file, with the attributes of the file that it replaces."""
         directory = os.path.dirname(path)
+        if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
+            replaced = None
+        mode = 0o666 if replaced is None else 0o600
         while True:
             self._directories.ensure(directory)
             try:
-                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             except FileNotFoundError:
                 # Another thread or process removed the directory because it was empty.
                 continue
+            if replaced is not None:
+                try:
+                    replaced.give(path)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+            return descriptor
 
     def _remove(self, path: str) -> None:
         """Remove an incomplete file. Ignores errors, because the error being raised is more important."""
@@ -352,6 +368,24 @@ class LocalStorage(StorageBackend):
             for directory in changed:
                 self._directories.make_durable(directory)
 
+    def hide_from_others(self, old: str, new: str) -> None:
+        """Give a new directory the attributes of an old one, for writing. See `AtomicDirectories`."""
+        paths = self._checked_path(old), self._checked_path(new)
+        try:
+            hide_from_others(*paths)
+        except OSError as error:
+            raise local_error(error, f"keep the attributes of {paths[0]} in the directory", paths[1]) from error
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """Give a new directory and its content the attributes of the old ones. See `AtomicDirectories`."""
+        paths = self._checked_path(old), self._checked_path(new)
+        try:
+            for changed in keep_attributes_below(*paths):
+                if self._durable:
+                    _sync_attributes(changed)
+        except OSError as error:
+            raise local_error(error, f"keep the attributes of {paths[0]} in the directory", paths[1]) from error
+
     def _sync_both(self, first: str, second: str) -> None:
         directories = {os.path.dirname(first): None, os.path.dirname(second): None}
         for directory in directories:
@@ -391,6 +425,17 @@ class LocalStorage(StorageBackend):
             return
         if self._durable:
             self._directories.sync_names(os.path.dirname(path))
+
+
+def _sync_attributes(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except PermissionError:
+        return  # this process may not read what it wrote; there is no other way to sync it
+    try:
+        os.fsync(descriptor)
+    finally:
+        close_descriptor(descriptor, path)
 
 
 def _is_temporary(name: str) -> bool:

@@ -177,6 +177,7 @@ class RenameTransaction:
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
             try:
+                self._directories.keep_attributes(name, self._hidden)
                 self._directories.rename(self._hidden, name)
                 return None
             except ConditionFailedError as error:
@@ -309,15 +310,16 @@ class RenameMethod(CommitMethod):
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         self._sweep_except(location, hidden if resume else None)
         transaction = RenameTransaction(location, self._directories, hidden, overwrite, is_foreign, claim)
-        if replaces and overwrite != "non-atomic":
-            try:
+        try:
+            self._directories.hide_from_others(location.name, hidden)
+            if replaces and overwrite != "non-atomic":
                 transaction.probe_exchange()
-            except BaseException:
-                if resume:
-                    transaction.leave()
-                else:
-                    transaction.abort()
-                raise
+        except BaseException:
+            if resume:
+                transaction.leave()
+            else:
+                transaction.abort()
+            raise
         return transaction
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:

@@ -130,6 +130,14 @@ class AtomicSubdirectories(Subdirectory):
         """See `AtomicDirectories`."""
         self._directories.link_files(self._prefix + source, self._prefix + destination, skipped)
 
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.hide_from_others(self._prefix + old, self._prefix + new)
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.keep_attributes(self._prefix + old, self._prefix + new)
+
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self._directories.sync_directory(self._prefix + key)

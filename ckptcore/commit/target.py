@@ -428,7 +428,7 @@ def is_save_of(name: str, hidden: str) -> bool:
 
 
 def replaced_by(hidden: str) -> str | None:
-    """Return the name of the checkpoint that a save replaces by two renames, if this is the directory of the old one."""
+    """Return the name of the checkpoint whose old directory this is, if a save replaces it by two renames."""
     matched = _HIDDEN.fullmatch(hidden)
     return matched[1] if matched is not None and matched[2] == "replaced" else None
 

@@ -397,6 +397,21 @@ class AtomicDirectories(Protocol):
         """
         ...
 
+    def hide_from_others(self, old: str, new: str) -> None:
+        """Give a new directory the attributes of an old one, without access for users who cannot read all of the old.
+
+        Attributes are owner, group, mode, ACL and extended attributes, as far as the file system has them and the
+        process may set them. Does nothing if the old directory does not exist.
+        """
+        ...
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """Give a new directory, and what is in it, the attributes of what has the same names in an old directory.
+
+        See `hide_from_others`. Durable if the storage was opened durable.
+        """
+        ...
+
     def sync_directory(self, key: str) -> None:
         """Make everything in a directory durable, including the names of objects and directories below it."""
         ...

@@ -199,6 +199,15 @@ class FaultyDirectories(FaultyStorage):
         step = self.plan.begin("link_files", [source, destination])
         step.run(lambda: self._directories.link_files(source, destination, skipped), half)
 
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        step = self.plan.begin("hide_from_others", [old, new])
+        step.run(lambda: self._directories.hide_from_others(old, new))
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        self.plan.begin("keep_attributes", [old, new]).run(lambda: self._directories.keep_attributes(old, new))
+
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self.plan.begin("sync_directory", [key]).run(lambda: self._directories.sync_directory(key))

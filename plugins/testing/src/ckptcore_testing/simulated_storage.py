@@ -256,6 +256,14 @@ class SimulatedStorage(StorageBackend):
                 if self._durable:
                     self._make_durable(tuple(above))
 
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Does nothing else than `keep_attributes`."""
+        self.keep_attributes(old, new)
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Checks the keys only: the disk has no attributes."""
+        self._path(old), self._path(new)
+
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         with self._disk.lock:

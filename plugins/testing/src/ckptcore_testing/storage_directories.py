@@ -255,6 +255,18 @@ class AtomicDirectoriesTests:
                 storage.link_files(source, destination, ())
         assert {key: storage.get(key) for key in storage.list()} == {"one/a": b"1", "file": b"2"}
 
+    # --- attributes ---------------------------------------------------------------------------------------------------
+
+    def test_attributes_are_kept_without_a_change_of_objects(self, storage: DirectoryStorage) -> None:
+        storage.put("old/a", b"1")
+        storage.put("old/b/c", b"2")
+        storage.put("new/b/c", b"3")
+        for old in ("old", "missing"):
+            storage.hide_from_others(old, "new")
+            storage.keep_attributes(old, "new")
+        objects = {key: storage.get(key) for key in storage.list()}
+        assert objects == {"new/b/c": b"3", "old/a": b"1", "old/b/c": b"2"}
+
     # --- syncing and deleting -----------------------------------------------------------------------------------------
 
     def test_sync_directory_succeeds(self, storage: DirectoryStorage) -> None:
@@ -293,6 +305,8 @@ class AtomicDirectoriesTests:
             lambda: storage.exchange("a", key),
             lambda: storage.link_files(key, "a", ()),
             lambda: storage.link_files("a", key, ()),
+            lambda: storage.hide_from_others(key, "a"),
+            lambda: storage.keep_attributes("a", key),
             lambda: storage.delete_directory(key),
         ]
         for call in calls:

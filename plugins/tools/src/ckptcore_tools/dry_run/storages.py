@@ -209,6 +209,12 @@ class CountingDirectories(CountingObjects):
         """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
         self._count("directories")
 
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
+
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self._count("directories")
