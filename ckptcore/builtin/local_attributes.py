@@ -1,4 +1,4 @@
-"""Attributes of local files and directories that their replacements keep: owner, group, mode, ACL, extended attributes."""
+"""Attributes of local files and directories that their replacements keep: owner, group, mode, ACL and others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Attributes(NamedTuple):
         return stat.S_IMODE(self.status.st_mode)
 
     def give(self, path: str) -> bool:
-        """Give these attributes to another file or directory of the same kind, as far as possible. Does not follow links.
+        """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
 
         Nothing that this process cannot set, such as a group that it is not a member of, gives anyone more access.
 

@@ -115,7 +115,10 @@ class Lock:
         """Release the lock. Further calls do nothing. An error of the storage is logged."""
         if self._state == "held":
             self._state = "closed"
-            self._release()
+            try:
+                self._release()
+            except StorageError as error:
+                logger.warning("a lock cannot be released, and ends with this process: %s", error)
 
     def __enter__(self) -> Self:
         return self

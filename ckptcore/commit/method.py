@@ -156,6 +156,7 @@ class CommitMethod(ABC):
 
         Raises:
             CheckpointExistsError: its directory contains another checkpoint. Nothing was removed.
+            CheckpointNotFoundError: another process removed it.
             SaveLostError: if `claims_by_root`: it was replaced meanwhile. The new checkpoint stays.
         """
 

@@ -42,6 +42,7 @@ from ckptcore.commit.target import (
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CommitUnknownError,
     ConditionFailedError,
     ObjectNotFoundError,
@@ -253,7 +254,11 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             self._done = True
-            self._lock.__exit__(None, None, None)
+            try:
+                self._lock.__exit__(None, None, None)
+            except StorageError as error:
+                # It may be committed, so this is no error of the save. The lock ends with this process.
+                logger.warning("the directory of the save to %s cannot be unlocked: %s", self._location.display, error)
 
     def leave_if_empty(self) -> None:
         """Release the claim. Remove the directory if it was created only to lock it."""
@@ -394,7 +399,12 @@ class RenameMethod(CommitMethod):
         """See `CommitMethod`."""
         expect_no_nested(location)
         self._directories.delete_directory(name_of_replaced(location.name))  # older; it must not come back
-        self._remove_directory(location, location.name, save_id)
+        try:
+            self._remove_directory(location, location.name, save_id)
+        except ObjectNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"there is nothing at {location.display} to delete: another process deleted it at the same time"
+            ) from error
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
         """See `CommitMethod`."""

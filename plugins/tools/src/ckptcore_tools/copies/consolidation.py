@@ -34,7 +34,7 @@ from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.loading.foreign import foreign_checkpoints
-from ckptcore.loading.opening import ConsistentRead, open_either, tree_attempts
+from ckptcore.loading.opening import ATTEMPTS, ConsistentRead, open_either, replaced_too_often, tree_attempts
 from ckptcore.loading.reading import check_sizes
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
@@ -116,19 +116,19 @@ def consolidate_checkpoint(
     job = runtime_of(context).job()
     counted = ByteProgress(progress)
     recording = Recording("save", str(destination), context.observers, rank=job.rank, progress=counted)
+    agreement = Agreement(job, key, recording)
     try:
-        nbytes = _consolidate(
-            source,
-            destination,
-            subtree,
-            layout,
-            tied,
-            files,
-            overwrite,
-            context,
-            Agreement(job, key, recording),
-            recording,
-        )  # fmt: skip
+        for _ in range(ATTEMPTS):
+            try:
+                nbytes = _consolidate(
+                    source, destination, subtree, layout, tied, files, overwrite, context, agreement, recording
+                )
+                break
+            except _SourceReplacedError:
+                if agreement.size > 1:
+                    raise  # the other ranks have received it, and raise too
+        else:
+            raise replaced_too_often(source)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -301,7 +301,7 @@ class _ConsolidatedFiles:
         """See `Captured`.
 
         Raises:
-            CorruptCheckpointError: also if the source was replaced during the save.
+            CorruptCheckpointError: also `_SourceReplacedError`.
         """
         opened = self._source.opened
         snapshot: Snapshot = self._snapshot
@@ -313,7 +313,7 @@ class _ConsolidatedFiles:
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
         if not opened.version.still_exists(opened.location):
-            raise _replaced(opened)
+            raise _SourceReplacedError(opened)
         return state
 
     def close(self) -> None:
@@ -323,20 +323,23 @@ class _ConsolidatedFiles:
 
 @contextmanager
 def _detecting_replacement(opened: Checkpoint) -> Iterator[None]:
-    """Add the names of arrays to read errors. If the source was replaced, raise an error that says so."""
+    """Add the names of arrays to read errors. If the source was replaced, raise `_SourceReplacedError`."""
     try:
         with naming_arrays(opened):
             yield
     except CheckpointError as error:
         if opened.version.is_current(opened.location):
             raise
-        raise _replaced(opened) from error
+        raise _SourceReplacedError(opened) from error
 
 
-def _replaced(opened: Checkpoint) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{opened.location.display} was replaced during the consolidation. Try again while no job saves there"
-    )
+class _SourceReplacedError(CorruptCheckpointError):
+    """The source was replaced or deleted after it was opened."""
+
+    def __init__(self, opened: Checkpoint) -> None:
+        super().__init__(
+            f"{opened.location.display} was replaced during the consolidation. Try again while no job saves there"
+        )
 
 
 def _file_segments(path: FilePath) -> list[ArraySegment]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -245,7 +246,8 @@ class _Conversion:
             return
         root = read_root(self._destination.store)
         if root is not None and root.save_id == written:
-            self._destination.commits.remove(self._destination, new_save_id())
+            with suppress(CheckpointNotFoundError):  # another process deleted it
+                self._destination.commits.remove(self._destination, new_save_id())
 
 
 def _refuse_own_names(opened: Checkpoint) -> None:
