@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Final
 from urllib.parse import quote, unquote
@@ -28,7 +28,6 @@ from ckptcore.builtin.local_calls import (
 )
 from ckptcore.builtin.local_directories import (
     LocalDirectories,
-    link_files,
     list_files,
     list_names,
     lock_object,
@@ -259,10 +258,16 @@ class LocalStorage(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and directories that become empty, except locked ones and the root of the storage."""
+        self._delete(dict.fromkeys(keys))
+
+    def _delete(self, stamps: Mapping[str, str | None]) -> None:
+        """Delete files that have these stamps; None: any."""
         directories: set[str] = set()
-        for path in [self._checked_path(key) for key in keys]:
+        for path, stamp in [(self._checked_path(key), stamp) for key, stamp in stamps.items()]:
             try:
-                with lock_object(path):
+                with lock_object(path) as current:
+                    if stamp is not None and (current is None or _stamp(os.fstat(current)) != stamp):
+                        continue
                     os.unlink(path)
             except OSError as error:
                 if error.errno in ABSENT or os.path.isdir(path):
@@ -354,19 +359,66 @@ class LocalStorage(StorageBackend):
         if self._durable:
             self._sync_both(*paths)
 
-    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
-        """Link the files below a directory into another one. See `AtomicDirectories`.
+    def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
+        """Move files of a directory into another one, replacing none. See `AtomicDirectories`."""
+        above = self._checked_path(destination)
+        _expect_directory(above)
+        directories = {above: None}
+        try:
+            for key in keys:
+                old, new = self._checked_path(f"{source}/{key}"), self._checked_path(f"{destination}/{key}")
+                self._directories.ensure(os.path.dirname(new))
+                try:
+                    _place_new(old, new, key)
+                except OSError as error:
+                    if isinstance(error, StorageError):
+                        raise
+                    raise local_error(error, f"move to {new} the file", old) from error
+                directories[os.path.dirname(new)] = None
+        finally:
+            if self._durable:
+                for directory in directories:
+                    self._directories.make_durable(directory)
 
-        Raises:
-            StorageError: also if the file system has no hard links.
-        """
+    def replace(self, source: str, destination: str, stamp: str | None) -> None:
+        """Rename a file, and replace another one with a known stamp. See `AtomicDirectories`."""
         old, new = self._checked_path(source), self._checked_path(destination)
-        for path in (old, new):
-            _expect_directory(path)
-        changed = link_files(old, new, lambda name: name in skipped or _is_temporary(name.rpartition("/")[2]))
+        try:
+            os.lstat(old)  # the error of a missing file
+            replaced = read_attributes(new)
+            if replaced is not None and replaced.give(old) and self._durable:
+                _sync_attributes(old)
+            if stamp is None:
+                _place_new(old, new, destination)
+            else:
+                with lock_object(new) as current:
+                    if current is None or _stamp(os.fstat(current)) != stamp:
+                        raise ConditionFailedError(f"cannot replace {new}: another process replaced or removed it")
+                    os.rename(old, new)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise local_error(error, f"rename to {new} the file", old) from error
         if self._durable:
-            for directory in changed:
-                self._directories.make_durable(directory)
+            self._sync_both(new, old)
+
+    def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """Return the inode, size and time of change of each file. See `AtomicDirectories`."""
+        found = {}
+        for key in keys:
+            path = self._checked_path(key)
+            try:
+                status = os.lstat(path)
+            except OSError as error:
+                if error.errno in ABSENT:
+                    continue
+                raise local_error(error, "read the status of", path) from error
+            found[key] = _stamp(status)
+        return found
+
+    def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
+        """Delete the files that still have these stamps. See `AtomicDirectories`."""
+        self._delete(stamps)
 
     def hide_from_others(self, old: str, new: str) -> None:
         """Give a new directory the attributes of an old one, for writing. See `AtomicDirectories`."""
@@ -440,6 +492,10 @@ def _sync_attributes(path: str) -> None:
 
 def _is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY_PREFIX)
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
 def _tag(data: bytes) -> str:

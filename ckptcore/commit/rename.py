@@ -20,7 +20,8 @@ from ckptcore.commit.method import (
     session_running,
     sessions_changed,
 )
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, new_save_id
+from ckptcore.commit.placing import PlacedObjects
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import (
@@ -32,12 +33,13 @@ from ckptcore.commit.target import (
     name_of_replaced,
     name_of_save,
     none_is_foreign,
-    own_files,
     partial_exists,
+    read_root,
     refuse_to_replace,
     remove_unneeded,
     replaced_by,
     root_bytes,
+    saved_to,
 )
 from ckptcore.errors import (
     AtomicityError,
@@ -142,7 +144,7 @@ class RenameTransaction:
             self.store.put(ROOT_KEY, root)
         self._directories.sync_directory(self._hidden)
         try:
-            replaced = self._publish()
+            replaced = self._publish(root)
         except (CheckpointExistsError, SaveLostError, AtomicityError):
             raise
         except BaseException as error:
@@ -155,25 +157,25 @@ class RenameTransaction:
                 f"{str(error) or type(error).__name__}. The checkpoint may not survive a loss of power. Check the "
                 "location before saving again"
             ) from error
-        self.leave()
-        if replaced is not None:
-            try:
-                self._link_others(replaced, self._location.name)  # files that were written meanwhile
+        try:
+            if replaced == self._hidden and self._overwrite == "keep-other-files":
+                self._placed.settle()
+            self.leave()
+            if replaced is not None:
                 self._directories.delete_directory(replaced)
-            except OSError as error:
-                # The new checkpoint is committed. The next save tries again to remove the old one.
-                logger.warning(
-                    "%s is saved, but the old checkpoint cannot be removed: %s", self._location.display, error
-                )
+        except OSError as error:
+            # The new checkpoint is committed. The next save tries again to remove the old one.
+            self.leave()
+            logger.warning("%s is saved, but the old checkpoint cannot be removed: %s", self._location.display, error)
 
-    def _publish(self) -> str | None:
-        """Rename the hidden directory, or exchange it with the old checkpoint.
+    def _publish(self, root: bytes | None) -> str | None:
+        """Rename the hidden directory, or exchange it with the old checkpoint, or move the objects into its directory.
 
         The rename fails if an old checkpoint exists, and the exchange fails if it does not. Both are tried again if
         another process deletes the old checkpoint between them.
 
         Returns:
-            The hidden name of the old checkpoint after the exchange; None after the rename.
+            The hidden directory to delete: of the old checkpoint after the exchange; None after the rename.
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
@@ -194,7 +196,7 @@ class RenameTransaction:
                     f"{self._hidden}, next to {self._location.display}, was removed during the save; save again"
                 ) from error
             try:
-                return self._replace()
+                return self._replace(root)
             except (ObjectNotFoundError, ConditionFailedError) as error:
                 if not left:
                     raise SaveLostError(
@@ -203,8 +205,8 @@ class RenameTransaction:
                     ) from error
         raise AssertionError("the last attempt returns or raises")
 
-    def _replace(self) -> str:
-        """Exchange the old checkpoint for the new one. Return the hidden name of the old one.
+    def _replace(self, root: bytes | None) -> str:
+        """Replace the old checkpoint by the new one. Return the hidden directory to delete.
 
         If the file system cannot exchange directories, ``overwrite="non-atomic"`` allows two renames instead.
 
@@ -212,8 +214,10 @@ class RenameTransaction:
             ObjectNotFoundError: the old one was deleted.
         """
         name = self._location.name
+        if self._overwrite == "keep-other-files":
+            self._place(root)
+            return self._hidden
         try:
-            self._link_others(name, self._hidden)
             self._directories.exchange(self._hidden, name)
             return self._hidden
         except AtomicityError:
@@ -232,10 +236,19 @@ class RenameTransaction:
                 raise
         return aside
 
-    def _link_others(self, old: str, new: str) -> None:
-        """Link the files that are not of the old checkpoint into the new directory, if they are to be kept."""
-        if self._overwrite == "keep-other-files":
-            self._directories.link_files(old, new, own_files(subdirectory(self._location.parent, old)))
+    def _place(self, root: bytes | None) -> None:
+        """Move the objects into the directory of the old checkpoint, whose other files stay."""
+        display, new = self._location.display, read_root(self.store)
+        if root is None or self._claim is None:
+            raise CheckpointExistsError(
+                f"{display} has other files, and a checkpoint without checkpoint.json cannot be committed beside them: "
+                "copy it to another location, or with a layout"
+            )
+        self._placed.commit(root, new.index if isinstance(new, Root) else "", self._claim.save_id, display)
+
+    @property
+    def _placed(self) -> PlacedObjects:
+        return PlacedObjects(self._location.parent, self._directories, self._location.name, self._hidden)
 
     def replace(self, table: bytes) -> None:
         """See `Transaction`. The lock excludes other sessions."""
@@ -246,6 +259,7 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             try:
+                self._placed.settle()
                 self._directories.delete_directory(self._hidden)
             finally:
                 self.leave()
@@ -317,7 +331,7 @@ class RenameMethod(CommitMethod):
         transaction = RenameTransaction(location, self._directories, hidden, overwrite, is_foreign, claim)
         try:
             self._directories.hide_from_others(location.name, hidden)
-            if replaces and overwrite != "non-atomic":
+            if replaces and overwrite is True:
                 transaction.probe_exchange()
         except BaseException:
             if resume:
@@ -513,6 +527,8 @@ class RenameMethod(CommitMethod):
                     return True
                 if not self.is_committed(replaced):
                     return True
+            if (checkpoint := saved_to(name)) is not None:
+                PlacedObjects(self._directory, self._directories, checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
             self._directories.delete_directory(name)
         return True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, CompositeRoot, Root
 from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, is_claim, is_partial, read_head
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -52,6 +53,7 @@ __all__ = [
     "replaced_by",
     "root_bytes",
     "root_version",
+    "saved_to",
     "unneeded_keys",
 ]
 
@@ -139,19 +141,25 @@ def find_existing(
     return existing
 
 
-def own_files(store: StorageBackend) -> Collection[str]:
-    """Return the files of the checkpoint in a directory, and with a final ``/`` the directories that it owns.
-
-    A directory without a readable root has only the root itself.
-    """
+def own_files(store: StorageBackend) -> set[str]:
+    """Return the files of the checkpoint in a directory: only the root itself, if that cannot be read."""
     try:
         root = read_root(store)
     except (CorruptCheckpointError, UnsupportedVersionError):
         root = None
-    if isinstance(root, CompositeRoot):
-        ranks = [(name, member, rank) for name, member in root.members.items() for rank in range(member.processes or 1)]
-        return {ROOT_KEY, *root.parts, *[f"{member.directory(name, rank)}/" for name, member, rank in ranks]}
-    return {ROOT_KEY, *root.parts, *root.objects} if isinstance(root, Root) else {ROOT_KEY}
+    files = {ROOT_KEY}
+    if isinstance(root, Root | CompositeRoot):
+        files.update(root.parts)
+    if isinstance(root, Root):
+        files.update(root.objects, filter(None, [root.index]))
+    elif isinstance(root, CompositeRoot):
+        for directory in [entry[:-1] for entry in store.list_names() if entry.endswith("/")]:
+            name, _, rank = directory.rpartition(".rank_")
+            member = root.members.get(name)
+            is_of_rank = member is not None and rank.isdecimal() and int(rank) < (member.processes or 1)
+            if directory in root.members or is_of_rank:
+                files.update([f"{directory}/{key}" for key in own_files(subdirectory(store, directory))])
+    return files
 
 
 def partial_exists(location: Location) -> CheckpointExistsError:
@@ -425,6 +433,12 @@ def is_save_of(name: str, hidden: str) -> bool:
     """Return True if a hidden directory belongs to a save to `name`, or to a deletion of `name`."""
     matched = _HIDDEN.fullmatch(hidden)
     return matched is not None and matched[2] != "partial" and matched[1] == name
+
+
+def saved_to(hidden: str) -> str | None:
+    """Return the name of the checkpoint that a hidden directory belongs to; None for the name of something else."""
+    matched = _HIDDEN.fullmatch(hidden)
+    return None if matched is None else matched[1]
 
 
 def replaced_by(hidden: str) -> str | None:
