@@ -139,7 +139,7 @@ class SafetensorsLayout(Layout):
         """Return the names of the files of a tree, without the index."""
         return file_names(f"{self.stem}.{self._tag}" if self._tag else self.stem, len(self.arrays_by_object(tree)))
 
-    def with_own_names(self, tag: str) -> Layout:
+    def with_own_names(self, tag: str) -> SafetensorsLayout:
         """Return a layout for files such as ``model.<tag>.safetensors``, which an index lists even if there is one."""
         return replace(self, _tag=tag)
 

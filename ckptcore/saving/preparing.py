@@ -37,7 +37,7 @@ from ckptcore.saving.requests import (
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import per_process_leaves, per_process_objects
 
-__all__ = ["prepare_save", "save_created", "tree_digest"]
+__all__ = ["keeps_others", "prepare_save", "save_created", "tree_digest"]
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
@@ -69,7 +69,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if size > 1:
             stage.payload = _digests(info.members, descriptions, strategy)
     payloads = stage.payloads
-    decided = agreement.lead("save", lambda: _decide(payloads, descriptions, has_others=_keeps_others(target)))
+    decided = agreement.lead("save", lambda: _decide(payloads, descriptions, has_others=keeps_others(target)))
     recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _merge_trees(agreement, descriptions, decided["different"], payloads)
@@ -124,7 +124,7 @@ def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo,
     refuse_inside(target.location)
     if not request.strategy.checks_target:
         refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
-    if _keeps_others(target):
+    if keeps_others(target):
         _refuse_fixed_names(target.location, runtime_of(context).registry.layout(request.layout), info)
 
 
@@ -222,8 +222,8 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
     return {**columns, "extras": compact, "cuts": list(cuts)}
 
 
-def _keeps_others(target: CommitTarget) -> bool:
-    """Return True if the save moves its objects into an existing directory with other files. On the leader."""
+def keeps_others(target: CommitTarget) -> bool:
+    """Return True if a save moves its objects into an existing directory with other files. On the leader."""
     location, overwrite = target.location, target.overwrite
     return (
         overwrite == "keep-other-files" and location.commits.replaces_atomically and bool(location.store.list_names())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-import torch.distributed.checkpoint
+import torch.distributed.checkpoint as dcp
 from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, SimulatedCrash
 
 import ckptcore
@@ -44,7 +44,7 @@ def _dcp_version(directory: Path) -> int | None:
     target = {"w": torch.zeros(_ELEMENTS, dtype=torch.int64), "b": torch.zeros(3, dtype=torch.int64)}
     if not (directory / ".metadata").exists():
         return None
-    torch.distributed.checkpoint.load(target, checkpoint_id=directory, no_dist=True)
+    dcp.load(target, checkpoint_id=directory, no_dist=True)
     (version,) = {*target["w"].tolist(), *target["b"].tolist()}
     return int(version)
 
@@ -106,11 +106,11 @@ class _Place:
         self.empty = {"empty", "logs/empty"}
         if case.before == "torch":
             arrays = {name: torch.from_numpy(_state(_OLD)[name]) for name in ("w", "b")}
-            torch.distributed.checkpoint.save(arrays, checkpoint_id=self.directory, no_dist=True)
+            dcp.save(arrays, checkpoint_id=self.directory, no_dist=True)
         elif case.before == "weights":
             self.directory.mkdir(parents=True)
-            arrays = {name: _state(_OLD)[name] for name in ("w", "b")}
-            safetensors.numpy.save_file(arrays, self.directory / "model.safetensors")
+            weights = {name: _state(_OLD)[name] for name in ("w", "b")}
+            safetensors.numpy.save_file(weights, self.directory / "model.safetensors")
         elif case.before is not None:
             if case.keeps:
                 self.directory.mkdir(parents=True)
@@ -264,7 +264,7 @@ def test_files_written_after_a_kill_are_not_deleted(tmp_path: Path) -> None:
         with suppress(SimulatedCrash):
             place.save(FaultPlan(CrashAt(number)))
         arrays = {"w": torch.full((_ELEMENTS,), 9), "b": torch.full((3,), 9)}
-        torch.distributed.checkpoint.save(arrays, checkpoint_id=place.directory, no_dist=True)
+        dcp.save(arrays, checkpoint_id=place.directory, no_dist=True)
         plan = FaultPlan(FailAt(-1, StorageError("never")))
         ckptcore.CheckpointReader(place.directory.parent).close()
         with suppress(CheckpointError):

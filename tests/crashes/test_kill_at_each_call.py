@@ -164,7 +164,15 @@ def _points(scenario: Scenario, warm: Saver, directory: Path) -> list[KillPoint]
 
 
 @pytest.mark.parametrize(
-    "name", ["first save", "overwrite", "first save of a composite", "overwrite a composite", "overwrite by a database"]
+    "name",
+    [
+        "first save",
+        "overwrite",
+        "overwrite beside other files",
+        "first save of a composite",
+        "overwrite a composite",
+        "overwrite by a database",
+    ],
 )
 def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import orbax.checkpoint  # type: ignore[import-untyped]  # it has no types
@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 import torch
 import torch.distributed.checkpoint
+from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
@@ -22,11 +23,15 @@ from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import (
     AtomicityError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidLocationError,
+    UnsupportedLeafError,
 )
+from ckptcore.model import Box
 from ckptcore.policies import LatestN
+from ckptcore.protocols import Coordinator
 from ckptcore.results import SaveHandle
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
@@ -280,8 +285,8 @@ def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(location, objects, overwrite="keep-other-files")
     assert {path.name for path in location.iterdir()} == names | {"model", "own"}
     ckptcore.save(location, {"n": 5}, overwrite="keep-other-files")
-    (own,) = ckptcore.metadata(location).objects
-    assert {path.name for path in location.iterdir()} == names | _INDEXES["safetensors"] | {own}
+    own = set(ckptcore.metadata(location).objects)
+    assert {path.name for path in location.iterdir()} == names | _INDEXES["safetensors"] | own
     ckptcore.save(location, {"n": 6}, overwrite=True)
     assert {path.name for path in location.iterdir()} == {"checkpoint.json", "model.safetensors"}
 
@@ -321,15 +326,58 @@ def test_a_file_with_the_name_of_an_object_stops_the_commit(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_a_copy_keeps_other_files_too(tmp_path: Path) -> None:
-    ckptcore.save(tmp_path / "x", {"n": 0}, layout="dcp")
-    ckptcore.save(tmp_path / "source", {"n": 1})
+@pytest.mark.parametrize(
+    "options",
+    [{"layout": "dcp"}, {"layout": "safetensors"}, {"subtree": ()}, {}],
+    ids=["dcp", "one", "subtree", "copy"],
+)
+def test_copies_keep_other_files_too(options: dict[str, Any], tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "x", {"n": 0}, layout=options.get("layout", "dcp"))
     (tmp_path / "x/notes.txt").write_text("mine")
-    ckptcore.copy(tmp_path / "source", tmp_path / "x", overwrite="keep-other-files")
-    assert ckptcore.load(tmp_path / "x") == {"n": 1} and ckptcore.verify(tmp_path / "x").ok
-    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == [
-        "checkpoint.json", "model.safetensors", "notes.txt",
-    ]  # fmt: skip
+    for number in (1, 2):
+        ckptcore.save(tmp_path / "source", {"n": number}, overwrite=True)
+        if number == 2 and not options:
+            with pytest.raises(CheckpointExistsError, match="model.safetensors"):
+                ckptcore.copy(tmp_path / "source", tmp_path / "x", overwrite="keep-other-files")
+            number = 1
+        else:
+            ckptcore.copy(tmp_path / "source", tmp_path / "x", overwrite="keep-other-files", **options)
+        assert ckptcore.load(tmp_path / "x") == {"n": number} and ckptcore.verify(tmp_path / "x").ok
+        own = set(ckptcore.metadata(tmp_path / "x").objects)
+        names = {path.name for path in (tmp_path / "x").iterdir()} - own
+        assert names - {".metadata", "model.safetensors.index.json"} == {"checkpoint.json", "notes.txt"}
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "x"]
+
+
+def test_processes_save_beside_other_files(tmp_path: Path) -> None:
+    state = [np.arange(8).reshape(4, 2), np.arange(4)]
+
+    def save(layout: str, version: int) -> list[type[BaseException] | None]:
+        def work(coordinator: Coordinator) -> type[BaseException] | None:
+            first = 2 * coordinator.rank
+            box = Box((first, 0), (first + 2, 2))
+            shard = ckptcore.ArrayShard(box, (version * state[0])[first : first + 2])
+            array = ckptcore.ShardedArray((4, 2), "int64", (shard,))
+            context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+            try:
+                ckptcore.save(
+                    tmp_path / "x", {"w": array}, layout=layout, overwrite="keep-other-files", context=context
+                )
+            except CheckpointError as error:
+                return type(error)
+            return None
+
+        return list(ThreadJob(2, timeout_seconds=60).run(work))
+
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/notes.txt").write_text("mine")
+    for version in (1, 2):
+        assert save("dcp", version) == [None, None]
+        assert np.array_equal(ckptcore.load(tmp_path / "x")["w"], version * state[0])
+        assert len(list((tmp_path / "x").iterdir())) == len([".metadata", "checkpoint.json", "notes.txt", "0", "1"])
+    assert UnsupportedLeafError in save("safetensors", 3)
+    assert np.array_equal(ckptcore.load(tmp_path / "x")["w"], 2 * state[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_object_storage_refuses_other_files() -> None:

@@ -43,7 +43,7 @@ from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import SaveCommit, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
-from ckptcore.saving.preparing import save_created
+from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
@@ -171,7 +171,9 @@ def _consolidate(
         if agreement.size > 1:
             stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)
     payloads = stage.payloads
-    decision = agreement.lead("save", lambda: _decide(payloads, str(source)))
+    target = CommitTarget(location, overwrite)
+    decision = agreement.lead("save", lambda: _decide(payloads, str(source), target))
+    layout = layout.with_own_names(decision["tag"]) if decision["tag"] else layout
     recording.save_id = decision["save_id"]
     items = [item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]]
     plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decision["save_id"])
@@ -179,7 +181,7 @@ def _consolidate(
     snapshot = StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes)
     part = SavePart("", layout, plan, captured=_ConsolidatedFiles(found, snapshot, added_files, recording))
     save = Save(
-        target=CommitTarget(location, overwrite),
+        target=target,
         info=CommitInfo(
             save_id=decision["save_id"],
             created=decision["created"],
@@ -255,15 +257,16 @@ def _digest(
     return xxhash.xxh3_128_hexdigest(document.encode())
 
 
-def _decide(digests: Sequence[JSON], source: str) -> dict[str, str]:
-    """Compare the digests of all ranks, and choose the save id and the time of the save."""
+def _decide(digests: Sequence[JSON], source: str, target: CommitTarget) -> dict[str, str]:
+    """Compare the digests of all ranks, and choose the save id, the time of the save, and the tag of names."""
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(
             f"{source}: the ranks {different} read another checkpoint than rank 0, or were called with other "
             "arguments. Call copy with the same arguments on every rank, while no job saves there. Nothing was written"
         )
-    return {"save_id": new_save_id(), "created": save_created()}
+    save_id = new_save_id()
+    return {"save_id": save_id, "created": save_created(), "tag": save_id if keeps_others(target) else ""}
 
 
 def _assign_objects(objects: Sequence[Sequence[WriteItem]], size: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
+from ckptcore.commit.placing import fixed_names
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
@@ -125,6 +126,8 @@ def copy_checkpoint(
             counted.end()
             return report
         _refuse_other_composite(manifest, to)
+        if overwrite == "keep-other-files":
+            _refuse_names_of_others(manifest, to)
         try:
             if copy.attempt(overwrite):
                 counted.end()
@@ -153,6 +156,19 @@ def _refuse_other_composite(manifest: Manifest, destination: Location) -> None:
             "checkpointables and can be loaded only from the checkpoint that it was saved with, or alone. Give another "
             "destination"
         )
+
+
+def _refuse_names_of_others(manifest: Manifest, destination: Location) -> None:
+    """Refuse to copy over files of the same names, if other files at the destination stay.
+
+    Raises:
+        CheckpointExistsError: before anything is written.
+    """
+    names = {*[record.key for record in (*manifest.objects, *manifest.markers)]}
+    names.update([f"{member.directory}/{ROOT_KEY}" for member in manifest.members])
+    taken = sorted(names.intersection(destination.store.list()))
+    if taken and destination.commits.replaces_atomically:
+        raise fixed_names(destination.display, taken)
 
 
 class _CopyAttempt:
