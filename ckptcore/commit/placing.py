@@ -1,4 +1,4 @@
-"""Commits beside other files: the objects of a save move into the directory of the checkpoint that it replaces.
+"""Commits in a directory with other files: objects move into the directory of the checkpoint that they replace.
 
 The directory stays, so that other processes can write into it at any time. Objects have names that no other file has.
 Nothing refers to them until the root is replaced by one rename, which is the commit. Then the index is replaced, by
@@ -166,7 +166,7 @@ class PlacedObjects:
 
 
 def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
-    """Return the error for files that a save cannot replace beside other files."""
+    """Return the error for files that a save cannot replace while other files stay."""
     return CheckpointExistsError(
         f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
         "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "

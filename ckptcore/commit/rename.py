@@ -159,7 +159,7 @@ class RenameTransaction:
             ) from error
         try:
             if replaced == self._hidden and self._overwrite == "keep-other-files":
-                self._placed.settle()
+                self._objects.settle()
             self.leave()
             if replaced is not None:
                 self._directories.delete_directory(replaced)
@@ -241,13 +241,13 @@ class RenameTransaction:
         display, new = self._location.display, read_root(self.store)
         if root is None or self._claim is None:
             raise CheckpointExistsError(
-                f"{display} has other files, and a checkpoint without checkpoint.json cannot be committed beside them: "
-                "copy it to another location, or with a layout"
+                f"{display} has other files, and a checkpoint without checkpoint.json cannot be committed next to "
+                "them: copy it to another location, or with a layout"
             )
-        self._placed.commit(root, new.index if isinstance(new, Root) else "", self._claim.save_id, display)
+        self._objects.commit(root, new.index if isinstance(new, Root) else "", self._claim.save_id, display)
 
     @property
-    def _placed(self) -> PlacedObjects:
+    def _objects(self) -> PlacedObjects:
         return PlacedObjects(self._location.parent, self._directories, self._location.name, self._hidden)
 
     def replace(self, table: bytes) -> None:
@@ -259,7 +259,7 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             try:
-                self._placed.settle()
+                self._objects.settle()
                 self._directories.delete_directory(self._hidden)
             finally:
                 self.leave()

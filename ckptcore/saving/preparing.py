@@ -129,7 +129,7 @@ def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo,
 
 
 def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) -> None:
-    """Refuse to replace files of fixed names beside other files, as far as they are known before the save writes.
+    """Refuse to replace files of fixed names while other files stay, as far as they are known before the save writes.
 
     The commit refuses the same for all names.
 

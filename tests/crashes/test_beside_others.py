@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-import torch.distributed.checkpoint as dcp
-from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, SimulatedCrash
+from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, Operation, SimulatedCrash
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, SaveLostError, StorageError
@@ -30,7 +30,7 @@ pytestmark = [
 _OLD, _NEW, _NEXT = 1, 2, 3
 _ELEMENTS: Final = 12
 _FAST: Final = ckptcore.Context(durability="none")
-_MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
+_DIVISIBLE: Final = ("place", "delete_unchanged", "delete_directory", "write_at")
 
 _OTHERS: Final = {"notes.txt": "mine", "logs/1.txt": "log", "__7_0.distcp.bak": "copy", "model-card.md": "card"}
 
@@ -44,7 +44,7 @@ def _dcp_version(directory: Path) -> int | None:
     target = {"w": torch.zeros(_ELEMENTS, dtype=torch.int64), "b": torch.zeros(3, dtype=torch.int64)}
     if not (directory / ".metadata").exists():
         return None
-    dcp.load(target, checkpoint_id=directory, no_dist=True)
+    load(target, checkpoint_id=directory, no_dist=True)
     (version,) = {*target["w"].tolist(), *target["b"].tolist()}
     return int(version)
 
@@ -106,7 +106,7 @@ class _Place:
         self.empty = {"empty", "logs/empty"}
         if case.before == "torch":
             arrays = {name: torch.from_numpy(_state(_OLD)[name]) for name in ("w", "b")}
-            dcp.save(arrays, checkpoint_id=self.directory, no_dist=True)
+            save(arrays, checkpoint_id=self.directory, no_dist=True)
         elif case.before == "weights":
             self.directory.mkdir(parents=True)
             weights = {name: _state(_OLD)[name] for name in ("w", "b")}
@@ -176,40 +176,48 @@ class _Place:
         assert len(index & files) <= 1, at
 
 
-def _operations(above: Path, case: _Case) -> int:
+def _operations(above: Path, case: _Case) -> list[Operation]:
     plan = FaultPlan()
     _Place(above / "first", case).save(plan)
-    return len(plan.operations)
+    return plan.operations
 
 
-def _changes(place: _Place) -> Iterator[Callable[[], None]]:
-    """What another program does at one moment."""
-
-    def make_directory() -> None:
-        (place.directory / "late").mkdir()
-        place.empty.add("late")
-
-    def delete_directory() -> None:
-        (place.directory / "empty").rmdir()
-        place.empty.discard("empty")
-
-    yield functools.partial(place.write, "notes.txt", "replaced")
-    yield functools.partial(place.write, "late/new.txt", "created")
-    yield functools.partial(place.write, "logs/1.txt", None)
-    yield make_directory
-    yield delete_directory
+def _crashes(operations: Sequence[Operation]) -> Iterator[CrashAt]:
+    """Every moment at which a crash leaves something else than the one before."""
+    for operation in operations:
+        if operation.changes:
+            yield CrashAt(operation.number)
+        if operation.name in _DIVISIBLE:
+            yield CrashAt(operation.number, "midway")
+    yield CrashAt(operations[-1].number, "after")
 
 
-@pytest.mark.parametrize("name", _CASES)
+def _slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+def _change_others(place: _Place) -> None:
+    """Do what another program may do at any moment: replace, create and delete files and empty directories."""
+    place.write("notes.txt", "replaced")
+    place.write("late/new.txt", "created")
+    place.write("logs/1.txt", None)
+    (place.directory / "late/empty").mkdir()
+    (place.directory / "empty").rmdir()
+    place.empty = {"logs/empty", "late/empty"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("dcp over dcp", "safetensors over one file") else _slow(name) for name in _CASES]
+)
 def test_a_kill_between_any_two_operations_leaves_both_readers_a_checkpoint(name: str, tmp_path: Path) -> None:
     case = _CASES[name]
     found = set()
-    for number, moment in itertools.product(range(_operations(tmp_path, case)), _MOMENTS):
-        above = tmp_path / f"{number}-{moment}"
-        place, at = _Place(above, case), f"{name}: died {moment} operation {number}"
+    for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
+        above = tmp_path / str(number)
+        place, at = _Place(above, case), f"{name}: {crash}"
         before, foreign = place.version(), case.version(place.directory)
         with suppress(SimulatedCrash):  # after the last operation, the save may not notice the crash
-            place.save(FaultPlan(CrashAt(number, moment)))
+            place.save(FaultPlan(crash))
         place.assert_others(at)
         version = place.version()
         assert version in (before, _NEW), at
@@ -224,11 +232,11 @@ def test_a_kill_between_any_two_operations_leaves_both_readers_a_checkpoint(name
     assert found >= {_NEW}
 
 
-@pytest.mark.parametrize("name", ["dcp over dcp", "safetensors over one file", "zarr3 over safetensors"])
+@pytest.mark.parametrize("name", ["dcp over dcp", _slow("safetensors over one file"), _slow("zarr3 over safetensors")])
 def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: str, tmp_path: Path) -> None:
     case = _CASES[name]
-    for number in range(_operations(tmp_path, case)):
-        place, at = _Place(tmp_path / str(number), case), f"{name}: operation {number} failed"
+    for number, operation in enumerate(_operations(tmp_path, case)):
+        place, at = _Place(tmp_path / str(number), case), f"{name}: {operation} failed"
         try:
             place.save(FaultPlan(FailAt(number, StorageError("the test lets it fail"))))
         except CheckpointError:
@@ -242,44 +250,40 @@ def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: st
         place.assert_clean(at)
 
 
-@pytest.mark.parametrize("name", ["dcp over dcp beside others", "dcp over nothing", "safetensors over one file"])
+@pytest.mark.parametrize("name", ["dcp over dcp beside others", "dcp over nothing", _slow("safetensors over one file")])
 def test_what_others_write_between_any_two_operations_stays(name: str, tmp_path: Path) -> None:
     case = _CASES[name]
-    kinds = len(list(_changes(_Place(tmp_path / "kinds", case))))
-    for number, kind in itertools.product(range(_operations(tmp_path, case)), range(kinds)):
-        above = tmp_path / f"{number}-{kind}"
+    for operation in _operations(tmp_path, case):
+        above = tmp_path / str(operation.number)
         place = _Place(above, case)
-        plan = InterruptedPlan(number, list(_changes(place))[kind])
-        place.save(plan)
+        place.save(InterruptedPlan(operation.number, functools.partial(_change_others, place)))
         assert place.version() == _NEW
-        place.assert_clean(f"interrupted at {number} by change {kind}")
+        place.assert_clean(f"interrupted at {operation}")
         shutil.rmtree(above)
 
 
 def test_files_written_after_a_kill_are_not_deleted(tmp_path: Path) -> None:
     """Also those with the names of the old checkpoint: other software may save again with its own names."""
     case = _CASES["dcp over torch"]
-    for number in range(_operations(tmp_path, case)):
+    for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
         place = _Place(tmp_path / str(number), case)
         with suppress(SimulatedCrash):
-            place.save(FaultPlan(CrashAt(number)))
+            place.save(FaultPlan(crash))
         arrays = {"w": torch.full((_ELEMENTS,), 9), "b": torch.full((3,), 9)}
-        dcp.save(arrays, checkpoint_id=place.directory, no_dist=True)
-        plan = FaultPlan(FailAt(-1, StorageError("never")))
-        ckptcore.CheckpointReader(place.directory.parent).close()
+        save(arrays, checkpoint_id=place.directory, no_dist=True)
         with suppress(CheckpointError):
             ckptcore.save(place.location, _state(_NEW), context=_FAST)  # sweeps, and refuses to overwrite
-        assert _dcp_version(place.directory) == 9, f"died before operation {number}"
-        place.save(plan, _NEXT)
+        assert _dcp_version(place.directory) == 9, f"{crash}"
+        place.save(FaultPlan(), _NEXT)
         assert place.version() == _NEXT and _dcp_version(place.directory) == _NEXT
 
 
-@pytest.mark.parametrize("task", ["keep", "overwrite", "delete"])
+@pytest.mark.parametrize("task", ["keep", "overwrite", _slow("delete")])
 def test_another_process_at_any_operation_leaves_a_whole_checkpoint(task: str, tmp_path: Path) -> None:
     case = _CASES["dcp over dcp"]
     outcomes = set()
-    for number in range(_operations(tmp_path, case)):
-        place, at = _Place(tmp_path / str(number), case), f"{task} before operation {number}"
+    for number, operation in enumerate(_operations(tmp_path, case)):
+        place, at = _Place(tmp_path / str(number), case), f"{task} before {operation}"
 
         def meanwhile(place: _Place = place) -> None:
             if task == "delete":
