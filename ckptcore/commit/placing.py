@@ -107,7 +107,10 @@ class PlacedObjects:
             index,
             before.get(index),
             self._stamps(self._hidden, keys),
-            self._stamps(self._name, sorted(removed)),
+            # Other software must not find an index of files that are gone, so metadata is deleted first.
+            self._stamps(
+                self._name, sorted(removed, key=lambda key: (key[0] != "." and not key.endswith(".json"), key))
+            ),
         )
         self._new.put(_JOURNAL, json.dumps(journal._asdict()).encode())
         try:

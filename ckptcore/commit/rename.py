@@ -158,8 +158,8 @@ class RenameTransaction:
                 "location before saving again"
             ) from error
         try:
-            if replaced == self._hidden and self._overwrite == "keep-other-files":
-                self._objects.settle()
+            if self._overwrite == "keep-other-files":
+                self.settle()
             self.leave()
             if replaced is not None:
                 self._directories.delete_directory(replaced)
@@ -246,6 +246,10 @@ class RenameTransaction:
             )
         self._objects.commit(root, new.index if isinstance(new, Root) else "", self._claim.save_id, display)
 
+    def settle(self) -> None:
+        """Complete or undo an earlier commit from the same hidden directory. See `PlacedObjects.settle`."""
+        self._objects.settle()
+
     @property
     def _objects(self) -> PlacedObjects:
         return PlacedObjects(self._location.parent, self._directories, self._location.name, self._hidden)
@@ -259,7 +263,7 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             try:
-                self._objects.settle()
+                self.settle()
                 self._directories.delete_directory(self._hidden)
             finally:
                 self.leave()
@@ -330,6 +334,8 @@ class RenameMethod(CommitMethod):
         self._sweep_except(location, hidden if resume else None)
         transaction = RenameTransaction(location, self._directories, hidden, overwrite, is_foreign, claim)
         try:
+            if resume:
+                transaction.settle()
             self._directories.hide_from_others(location.name, hidden)
             if replaces and overwrite is True:
                 transaction.probe_exchange()

@@ -304,3 +304,27 @@ def test_another_process_at_any_operation_leaves_a_whole_checkpoint(task: str, t
             place.save(FaultPlan(), 4)
             assert place.version() == _dcp_version(place.directory) == 4, at
     assert "saved" in outcomes
+
+
+def test_a_killed_copy_next_to_other_files_is_resumed(tmp_path: Path) -> None:
+    def copy(place: _Place, plan: FaultPlan) -> None:
+        options: Any = {"overwrite": "keep-other-files", "context": faulty_context(place.location, plan)}
+        ckptcore.copy(source, through(place.location), **options)
+
+    source = tmp_path / "source"
+    ckptcore.save(source, _state(_NEW), layout="zarr3", context=_FAST)
+    case = _CASES["dcp over dcp"]
+    plan = FaultPlan()
+    copy(_Place(tmp_path / "first", case), plan)
+    for number, crash in enumerate(_crashes(plan.operations)):
+        place = _Place(tmp_path / str(number), case)
+        with suppress(SimulatedCrash):
+            copy(place, FaultPlan(crash))
+        found = place.version()
+        assert found in (_OLD, _NEW), crash
+        if found == _OLD:
+            copy(place, FaultPlan())
+        place.save(FaultPlan(), _NEXT)
+        assert place.version() == _dcp_version(place.directory) == _NEXT, crash
+        place.assert_others(crash)
+        assert [path.name for path in place.directory.parent.iterdir()] == ["step"], crash

@@ -126,8 +126,6 @@ def copy_checkpoint(
             counted.end()
             return report
         _refuse_other_composite(manifest, to)
-        if overwrite == "keep-other-files":
-            _refuse_names_of_others(manifest, to)
         try:
             if copy.attempt(overwrite):
                 counted.end()
@@ -250,6 +248,12 @@ class _CopyAttempt:
             foreign_checkpoints(self._context),
             resume=True,
         )
+        try:
+            if overwrite == "keep-other-files":
+                _refuse_names_of_others(self._manifest, self._destination)
+        except BaseException:
+            claim.abort()
+            raise
         try:
             if self._commit(claim):
                 return True
