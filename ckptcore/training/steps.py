@@ -31,6 +31,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
+    StorageError,
 )
 from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
@@ -126,8 +127,11 @@ class StepDirectory:
         entries = [entry[:-1] for entry in found if entry.endswith("/")]
         replaced = {name for entry in entries if (name := replaced_by(entry)) is not None}
         for name in sorted(replaced.difference(entries)):
-            if commit_method(self._store).restore(name):
-                entries.append(name)
+            try:
+                if commit_method(self._store).restore(name):
+                    entries.append(name)
+            except StorageError as error:
+                logger.warning("%s in %s, which a killed save hid, cannot be restored: %s", name, self.display, error)
         self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
         return self.names.find(entries)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -133,4 +135,18 @@ def test_other_files_in_the_place_of_the_checkpoint_do_not_delete_it(tmp_path: P
     with pytest.raises(CheckpointExistsError):
         ckptcore.save(killed.place, make_state(_NEXT), context=_FAST)
     (killed.step / "notes.txt").unlink()
+    assert version_at(killed.place) == _OLD
+
+
+def test_a_reader_that_may_not_rename_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    killed = _Killed(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        assert ckptcore.CheckpointReader(tmp_path).steps == ()
+        with pytest.raises(CheckpointNotFoundError) as raised:
+            ckptcore.load(killed.place)
+        assert "hidden the old checkpoint, which cannot be restored" in "".join(raised.value.__notes__)
     assert version_at(killed.place) == _OLD
