@@ -8,10 +8,12 @@ software that writes a plain file from bytes, or needs the positions of tensors.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
+from ckptcore.builtin.local_attributes import read_attributes
 from ckptcore.builtin.local_calls import (
     allocate,
     close_descriptor,
@@ -50,7 +52,8 @@ def replace_file(path: str | os.PathLike[str], pieces: Sequence[Buffer], *, cont
     is killed, the old file stays. A killed process may leave the hidden file, ``.ckptcore-put-*``.
 
     Args:
-        path: the file. Its directory exists. A symbolic link is replaced, not followed.
+        path: the file. Its directory exists. A symbolic link is replaced, not followed. The new file keeps owner,
+            group, mode, ACL and extended attributes of the existing one.
         pieces: the content, one after the other. It must not change during the call.
         context: with ``durability="full"``, the default, the file survives a loss of power.
 
@@ -63,8 +66,13 @@ def replace_file(path: str | os.PathLike[str], pieces: Sequence[Buffer], *, cont
     temporary = os.path.join(directory, f".ckptcore-put-{os.urandom(8).hex()}")
     nbytes = sum(map(len, pieces))
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        replaced = read_attributes(target)
+        is_file = replaced is not None and stat.S_ISREG(replaced.status.st_mode)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o600 if is_file else 0o666)
         try:
+            if replaced is not None and is_file:
+                replaced.give(temporary)
             if nbytes >= _LEAST_ALLOCATED_BYTES:
                 allocate(descriptor, nbytes)
             _write(descriptor, pieces, durable=durable)

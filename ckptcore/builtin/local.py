@@ -7,13 +7,14 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Final
 from urllib.parse import quote, unquote
 
 import xxhash
 
+from ckptcore.builtin.local_attributes import Attributes, hide_from_others, keep_attributes_below, read_attributes
 from ckptcore.builtin.local_calls import (
     ABSENT,
     NO_LINKS,
@@ -31,7 +32,6 @@ from ckptcore.builtin.local_calls import (
 from ckptcore.builtin.local_directories import (
     LocalDirectories,
     can_lock,
-    link_files,
     list_files,
     list_names,
     lock_object,
@@ -179,12 +179,12 @@ class LocalStorage(StorageBackend):
     # --- write
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object atomically, replacing an existing one; return its new tag."""
+        """Write an object atomically, replacing an existing one, whose attributes it keeps; return its new tag."""
         path = self._new_path(key)
         directory = os.path.dirname(path)
         temporary = f"{directory}/{_TEMPORARY_PREFIX}{os.urandom(8).hex()}"
         try:
-            descriptor = self._create(temporary)
+            descriptor = self._create(temporary, read_attributes(path))
             try:
                 _write_all(descriptor, data)
                 if self._durable:
@@ -208,13 +208,17 @@ class LocalStorage(StorageBackend):
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Start a file that is written in pieces. Unlinks an existing file first: its readers keep its content."""
+        """Start a file that is written in pieces. Unlinks an existing file first: its readers keep its content.
+
+        The new file keeps the attributes of the existing one.
+        """
         path = self._new_path(key)
         self._directories.check_parent(path)
         try:
+            replaced = read_attributes(path)
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
-            descriptor = self._create(path)
+            descriptor = self._create(path, replaced)
             try:
                 if size is not None and size >= _LEAST_ALLOCATED_BYTES:
                     allocate(descriptor, size)
@@ -228,15 +232,26 @@ class LocalStorage(StorageBackend):
         except OSError as error:
             raise local_error(error, "create", path, size) from error
 
-    def _create(self, path: str) -> int:
+    def _create(self, path: str, replaced: Attributes | None) -> int:
+        """Create a file, with the attributes of the file that it replaces."""
         directory = os.path.dirname(path)
+        if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
+            replaced = None
+        mode = 0o666 if replaced is None else 0o600
         while True:
             self._directories.ensure(directory)
             try:
-                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             except FileNotFoundError:
                 # Another thread or process removed the directory because it was empty.
                 continue
+            if replaced is not None:
+                try:
+                    replaced.give(path)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+            return descriptor
 
     def _remove(self, path: str) -> None:
         """Remove an incomplete file. Ignores errors, because the error being raised is more important."""
@@ -247,10 +262,16 @@ class LocalStorage(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and directories that become empty, except locked ones and the root of the storage."""
+        self._delete(dict.fromkeys(keys))
+
+    def _delete(self, stamps: Mapping[str, str | None]) -> None:
+        """Delete files that have these stamps; None: any."""
         directories: set[str] = set()
-        for path in [self._checked_path(key) for key in keys]:
+        for path, stamp in [(self._checked_path(key), stamp) for key, stamp in stamps.items()]:
             try:
-                with lock_object(path):
+                with lock_object(path) as current:
+                    if stamp is not None and (current is None or _stamp(os.fstat(current)) != stamp):
+                        continue
                     os.unlink(path)
             except OSError as error:
                 if error.errno in ABSENT or os.path.isdir(path):
@@ -353,19 +374,84 @@ class LocalStorage(StorageBackend):
         if self._durable:
             self._sync_both(*paths)
 
-    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
-        """Link the files below a directory into another one. See `AtomicDirectories`.
+    def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
+        """Move files of a directory into another one, replacing none. See `AtomicDirectories`."""
+        above = self._checked_path(destination)
+        _expect_directory(above)
+        directories = {above: None}
+        try:
+            for key in keys:
+                old, new = self._checked_path(f"{source}/{key}"), self._checked_path(f"{destination}/{key}")
+                self._directories.ensure(os.path.dirname(new))
+                try:
+                    _place_new(old, new, key)
+                except OSError as error:
+                    if isinstance(error, StorageError):
+                        raise
+                    raise local_error(error, f"move to {new} the file", old) from error
+                directories[os.path.dirname(new)] = None
+        finally:
+            if self._durable:
+                for directory in directories:
+                    self._directories.make_durable(directory)
 
-        Raises:
-            StorageError: also if the file system has no hard links.
-        """
+    def replace(self, source: str, destination: str, stamp: str | None) -> None:
+        """Rename a file, and replace another one with a known stamp. See `AtomicDirectories`."""
         old, new = self._checked_path(source), self._checked_path(destination)
-        for path in (old, new):
-            _expect_directory(path)
-        changed = link_files(old, new, lambda name: name in skipped or _is_temporary(name.rpartition("/")[2]))
+        try:
+            os.lstat(old)  # the error of a missing file
+            replaced = read_attributes(new)
+            if replaced is not None and replaced.give(old) and self._durable:
+                _sync_attributes(old)
+            if stamp is None:
+                _place_new(old, new, destination)
+            else:
+                with lock_object(new) as current:
+                    if current is None or _stamp(os.fstat(current)) != stamp:
+                        raise ConditionFailedError(f"cannot replace {new}: another process replaced or removed it")
+                    os.rename(old, new)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise local_error(error, f"rename to {new} the file", old) from error
         if self._durable:
-            for directory in changed:
-                self._directories.make_durable(directory)
+            self._sync_both(new, old)
+
+    def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """Return the inode, size and time of change of each file. See `AtomicDirectories`."""
+        found = {}
+        for key in keys:
+            path = self._checked_path(key)
+            try:
+                status = os.lstat(path)
+            except OSError as error:
+                if error.errno in ABSENT:
+                    continue
+                raise local_error(error, "read the status of", path) from error
+            found[key] = _stamp(status)
+        return found
+
+    def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
+        """Delete the files that still have these stamps. See `AtomicDirectories`."""
+        self._delete(stamps)
+
+    def hide_from_others(self, old: str, new: str) -> None:
+        """Give a new directory the attributes of an old one, for writing. See `AtomicDirectories`."""
+        paths = self._checked_path(old), self._checked_path(new)
+        try:
+            hide_from_others(*paths)
+        except OSError as error:
+            raise local_error(error, f"keep the attributes of {paths[0]} in the directory", paths[1]) from error
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """Give a new directory and its content the attributes of the old ones. See `AtomicDirectories`."""
+        paths = self._checked_path(old), self._checked_path(new)
+        try:
+            for changed in keep_attributes_below(*paths):
+                if self._durable:
+                    _sync_attributes(changed)
+        except OSError as error:
+            raise local_error(error, f"keep the attributes of {paths[0]} in the directory", paths[1]) from error
 
     def _sync_both(self, first: str, second: str) -> None:
         directories = {os.path.dirname(first): None, os.path.dirname(second): None}
@@ -408,8 +494,23 @@ class LocalStorage(StorageBackend):
             self._directories.sync_names(os.path.dirname(path))
 
 
+def _sync_attributes(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except PermissionError:
+        return  # this process may not read what it wrote; there is no other way to sync it
+    try:
+        os.fsync(descriptor)
+    finally:
+        close_descriptor(descriptor, path)
+
+
 def _is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY_PREFIX)
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
 def _tag(data: bytes) -> str:

@@ -29,7 +29,6 @@ __all__ = [
     "FileLock",
     "LocalDirectories",
     "can_lock",
-    "link_files",
     "list_files",
     "list_names",
     "lock_object",
@@ -69,46 +68,6 @@ def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
         elif not is_hidden(entry.name) and _follows(entry.is_file, entry):
             names.append(entry.name)
     return sorted(names)
-
-
-def link_files(source: str, destination: str, is_skipped: Callable[[str], bool]) -> list[str]:
-    """Link the files below a directory into another one, except existing names. Return the directories that changed.
-
-    Args:
-        source, destination: the paths of the directories.
-        is_skipped: whether a relative name is not linked; names of directories end in ``/``.
-
-    Raises:
-        StorageError
-    """
-    changed: dict[str, None] = {}
-    pending = [""]
-    while pending:
-        above = pending.pop()
-        for entry in _entries(os.path.join(source, above)):
-            name = above + entry.name
-            if entry.is_dir(follow_symlinks=False):
-                if not is_skipped(f"{name}/"):
-                    pending.append(f"{name}/")
-            elif not is_skipped(name):
-                linked = os.path.join(destination, name)
-                try:
-                    _make_below(destination, above)
-                    os.link(entry.path, linked, follow_symlinks=False)
-                except OSError as error:
-                    is_removed = error.errno == errno.ENOENT and not os.path.lexists(entry.path)
-                    if is_removed or (error.errno == errno.EEXIST and os.path.lexists(linked)):
-                        continue
-                    raise local_error(error, f"link into {destination} the file", entry.path) from error
-                changed[os.path.dirname(linked)] = None
-    return list(changed)
-
-
-def _make_below(directory: str, below: str) -> None:
-    """Make subdirectories of an existing directory. Never makes the directory itself: another process removed it."""
-    for end in (end for end, character in enumerate(below) if character == "/"):
-        with suppress(FileExistsError):
-            os.mkdir(os.path.join(directory, below[:end]))
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, Final
@@ -32,7 +32,7 @@ from ckptcore.builtin.safetensors_writing import (
     header_entry,
     write_slices,
 )
-from ckptcore.errors import CheckpointError, PluginError
+from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import (
@@ -84,6 +84,7 @@ class SafetensorsLayout(Layout):
     stem: str = "model"
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
     standalone: bool = field(default=False, kw_only=True)
+    _tag: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         stem = self.stem
@@ -141,17 +142,37 @@ class SafetensorsLayout(Layout):
 
     def file_names(self, tree: TreeMetadata) -> Sequence[str]:
         """Return the names of the files of a tree, without the index."""
-        return file_names(self.stem, len(self.arrays_by_object(tree)))
+        return file_names(f"{self.stem}.{self._tag}" if self._tag else self.stem, len(self.arrays_by_object(tree)))
+
+    def with_own_names(self, tag: str) -> SafetensorsLayout:
+        """Return a layout for files such as ``model.<tag>.safetensors``, which an index lists even if there is one."""
+        return replace(self, _tag=tag)
+
+    @property
+    def index_name(self) -> str | None:
+        """The index, if files have names of their own."""
+        return self._index_key if self._tag else None
+
+    @property
+    def _index_key(self) -> str:
+        return f"{self.stem}.safetensors.index.json"
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the files of which this process has all elements. Write its boxes of other arrays as slices."""
         plan = snapshot.plan
         items = _items_by_leaf(plan)
         files = self.arrays_by_object(plan.tree)
-        stem = self.stem if plan.session is None else f"{self.stem}-session-{plan.session + 1:05d}"
-        keys = file_names(stem, len(files))
+        keys: Sequence[str] = self.file_names(plan.tree)
+        if plan.session is not None:
+            keys = file_names(f"{self.stem}-session-{plan.session + 1:05d}", len(files))
         names = _names(plan.tree)
         own = _own_files(plan, items, files)
+        if self._tag and items.keys() - {leaf for number in own for leaf in files[number]}:
+            raise UnsupportedLeafError(
+                "overwrite='keep-other-files' replaces a checkpoint by an index of its files, and safetensors has no "
+                "index for arrays that several processes write in slices: save with the layout dcp, to another "
+                "location, or with overwrite=True"
+            )
         leaf_column: list[int] = []
         file_column: list[int] = []
         offsets: list[int] = []
@@ -211,7 +232,7 @@ class SafetensorsLayout(Layout):
         if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
             return _finish_sessions(tree, receipts, self, store)
         files = self.arrays_by_object(tree)
-        keys = file_names(self.stem, len(files))
+        keys = list(self.file_names(tree))
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
         _expect_files(keys, files, receipts)
         offsets = {
@@ -225,11 +246,11 @@ class SafetensorsLayout(Layout):
             # Drop the files with an array that is in slices: no process wrote them.
             written = [number for number, leaves in enumerate(files) if leaves and offsets.keys() >= set(leaves)]
             files, keys = [files[number] for number in written], [keys[number] for number in written]
-        elif len(files) > 1:
+        elif len(files) > 1 or self._tag:
             names = _names(tree)
             weight_map = {names[leaf]: key for key, leaves in zip(keys, files, strict=True) for leaf in leaves}
             index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
-            store.put(f"{self.stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
+            store.put(self._index_key, json.dumps(index, indent=2).encode())
         state = {
             "files": keys,
             "leaf": [leaf for leaves in files for leaf in leaves],

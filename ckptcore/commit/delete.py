@@ -42,6 +42,7 @@ _LAST_POLL_SECONDS: Final = 2.0
 
 def delete_checkpoint(location: Location, threads: IOThreads) -> None:
     """See `ckptcore.delete`."""
+    location.commits.restore(location.name)
     root: AnyRoot | None = None
     try:
         root = read_root(location.store)

@@ -132,7 +132,14 @@ class Lock:
         except IndexError:
             return
         self._state = "closed"
-        if not call_within(seconds, release):
+
+        def attempt() -> None:
+            try:
+                release()
+            except StorageError as error:
+                logger.warning("a lock cannot be released, and ends with this process: %s", error)
+
+        if not call_within(seconds, attempt):
             logger.warning(
                 "%s is not released: its storage did not answer for %.0f s, so its lease may have to expire",
                 self._subject, seconds,

@@ -156,6 +156,7 @@ class CommitMethod(ABC):
 
         Raises:
             CheckpointExistsError: its directory contains another checkpoint. Nothing was removed.
+            CheckpointNotFoundError: another process removed it.
             SaveLostError: if `claims_by_root`: it was replaced meanwhile. The new checkpoint stays.
         """
 
@@ -167,6 +168,14 @@ class CommitMethod(ABC):
 
         Raises:
             SaveLostError: a session is running.
+        """
+        return False
+
+    def restore(self, name: str) -> bool:
+        """Restore the old checkpoint that a killed process was replacing by two renames. Return whether it did.
+
+        Raises:
+            StorageError
         """
         return False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
 from ckptcore.commit.method import (
@@ -21,7 +21,8 @@ from ckptcore.commit.method import (
     session_running,
     sessions_changed,
 )
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, new_save_id
+from ckptcore.commit.placing import PlacedObjects
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import (
@@ -30,18 +31,21 @@ from ckptcore.commit.target import (
     expect_no_nested,
     is_save_of,
     name_of_partial,
+    name_of_replaced,
     name_of_save,
     none_is_foreign,
-    own_files,
     partial_exists,
+    read_root,
     refuse_to_replace,
     remove_unneeded,
+    replaced_by,
     root_bytes,
-    saved_name,
+    saved_to,
 )
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CommitUnknownError,
     ConditionFailedError,
     ObjectNotFoundError,
@@ -159,7 +163,7 @@ class RenameTransaction:
             self.store.put(ROOT_KEY, root)
         self._directories.sync_directory(self._hidden)
         try:
-            replaced = self._publish()
+            replaced = self._publish(root)
         except (CheckpointExistsError, SaveLostError, AtomicityError):
             raise
         except BaseException as error:
@@ -172,31 +176,32 @@ class RenameTransaction:
                 f"{str(error) or type(error).__name__}. The checkpoint may not survive a loss of power. Check the "
                 "location before saving again"
             ) from error
-        self.leave()
-        if replaced is not None:
-            try:
-                self._link_others(replaced, self._location.name)  # files that were written meanwhile
+        try:
+            if self._overwrite == "keep-other-files":
+                self.settle()
+            self.leave()
+            if replaced is not None:
                 self._directories.delete_directory(replaced)
-            except OSError as error:
-                # The new checkpoint is committed. The next save tries again to remove the old one.
-                logger.warning(
-                    "%s is saved, but the old checkpoint cannot be removed: %s", self._location.display, error
-                )
+        except OSError as error:
+            # The new checkpoint is committed. The next save tries again to remove the old one.
+            self.leave()
+            logger.warning("%s is saved, but the old checkpoint cannot be removed: %s", self._location.display, error)
 
-    def _publish(self) -> str | None:
-        """Rename the hidden directory, or exchange it with the old checkpoint.
+    def _publish(self, root: bytes | None) -> str | None:
+        """Rename the hidden directory, or exchange it with the old checkpoint, or move the objects into its directory.
 
         The rename fails if an old checkpoint exists, and the exchange fails if it does not. Both are tried again if
         another process deletes the old checkpoint between them.
 
         Returns:
-            The hidden name of the old checkpoint after the exchange; None after the rename.
+            The hidden directory to delete: of the old checkpoint after the exchange; None after the rename.
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
             if self._check is not None:
                 self._check()  # another process may have removed files of the hidden directory after a lost lease
             try:
+                self._directories.keep_attributes(name, self._hidden)
                 self._directories.rename(self._hidden, name)
                 return None
             except ConditionFailedError as error:
@@ -212,17 +217,17 @@ class RenameTransaction:
                     f"{self._hidden}, next to {self._location.display}, was removed during the save; save again"
                 ) from error
             try:
-                return self._replace()
-            except ObjectNotFoundError as error:
+                return self._replace(root)
+            except (ObjectNotFoundError, ConditionFailedError) as error:
                 if not left:
                     raise SaveLostError(
-                        f"cannot replace {self._location.display}: other processes deleted it {_PUBLISH_TRIES} times "
-                        "during the commit; save again when no other process deletes it"
+                        f"cannot replace {self._location.display}: other processes deleted or replaced it "
+                        f"{_PUBLISH_TRIES} times during the commit; save again when no other process changes it"
                     ) from error
         raise AssertionError("the last attempt returns or raises")
 
-    def _replace(self) -> str:
-        """Exchange the old checkpoint for the new one. Return the hidden name of the old one.
+    def _replace(self, root: bytes | None) -> str:
+        """Replace the old checkpoint by the new one. Return the hidden directory to delete.
 
         If the file system cannot exchange directories, ``overwrite="non-atomic"`` allows two renames instead.
 
@@ -230,29 +235,56 @@ class RenameTransaction:
             ObjectNotFoundError: the old one was deleted.
         """
         name = self._location.name
+        if self._overwrite == "keep-other-files":
+            self._place(root)
+            return self._hidden
         try:
-            self._link_others(name, self._hidden)
             self._directories.exchange(self._hidden, name)
             return self._hidden
         except AtomicityError as error:
             if self._overwrite != "non-atomic":
                 raise self._no_exchange() from error
-        aside = name_of_save(self._location.name, "0" * 16)
-        self._directories.delete_directory(aside)
-        if not _move_aside(self._location.parent, name, aside):
-            self._directories.rename(self._hidden, name)
-            return aside
-        try:
-            self._directories.rename(self._hidden, name)
-        except BaseException:
-            self._directories.rename(aside, name)
-            raise
+        aside = name_of_replaced(name)
+        self._directories.delete_directory(aside)  # of a killed save; the checkpoint that is there now is newer
+        with self._kept_aside(name):
+            if not _move_aside(self._location.parent, name, aside):
+                self._directories.rename(self._hidden, name)
+                return aside
+            try:
+                self._directories.rename(self._hidden, name)
+            except BaseException:
+                with suppress(ConditionFailedError):  # another save has committed meanwhile
+                    self._directories.rename(aside, name)
+                raise
         return aside
 
-    def _link_others(self, old: str, new: str) -> None:
-        """Link the files that are not of the old checkpoint into the new directory, if they are to be kept."""
-        if self._overwrite == "keep-other-files":
-            self._directories.link_files(old, new, own_files(subdirectory(self._location.parent, old)))
+    def _kept_aside(self, name: str) -> AbstractContextManager[object]:
+        """Keep other processes from restoring the old checkpoint while it is renamed: the lock follows the directory.
+
+        On a file system without locks one of them may restore it. Then the commit tries again.
+        """
+        try:
+            return self._directories.lock_directory(name) or nullcontext()
+        except AtomicityError:
+            return nullcontext()
+
+    def _place(self, root: bytes | None) -> None:
+        """Move the objects into the directory of the old checkpoint, whose other files stay."""
+        display, new = self._location.display, read_root(self.store)
+        if root is None or self._claim is None:
+            raise CheckpointExistsError(
+                f"{display} has other files, and a checkpoint without checkpoint.json cannot be committed next to "
+                "them: copy it to another location, or with a layout"
+            )
+        self._objects.commit(root, new.index if isinstance(new, Root) else "", self._claim.save_id, display)
+
+    def settle(self) -> None:
+        """Complete or undo an earlier commit from the same hidden directory. See `PlacedObjects.settle`."""
+        self._objects.settle()
+
+    @property
+    def _objects(self) -> PlacedObjects:
+        return PlacedObjects(self._location.parent, self._directories, self._location.name, self._hidden)
 
     def replace(self, table: bytes) -> None:
         """See `Transaction`. The lock excludes other sessions."""
@@ -263,6 +295,7 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             try:
+                self.settle()
                 self._directories.delete_directory(self._hidden)
             finally:
                 self.leave()
@@ -271,7 +304,11 @@ class RenameTransaction:
         """See `Transaction`."""
         if not self._done:
             self._done = True
-            self._held.close()
+            try:
+                self._held.close()
+            except StorageError as error:
+                # It may be committed, so this is no error of the save. The lock ends with this process.
+                logger.warning("the directory of the save to %s cannot be unlocked: %s", self._location.display, error)
 
     def leave_if_empty(self) -> None:
         """Release the claim. Remove the directory if it was created only to lock it."""
@@ -355,24 +392,29 @@ class RenameMethod(CommitMethod):
     ) -> Transaction:
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
+        self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         self._sweep_except(location, hidden if resume else None)
         lock = self._lock(hidden, waits=resume)
         transaction = RenameTransaction(location, self._directories, hidden, lock, overwrite, is_foreign, claim)
-        if replaces and overwrite != "non-atomic":
-            try:
+        try:
+            if resume:
+                transaction.settle()
+            self._directories.hide_from_others(location.name, hidden)
+            if replaces and overwrite is True:
                 transaction.probe_exchange()
-            except BaseException:
-                if resume:
-                    transaction.leave()
-                else:
-                    transaction.abort()
-                raise
+        except BaseException:
+            if resume:
+                transaction.leave()
+            else:
+                transaction.abort()
+            raise
         return transaction
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
+        self.restore(location.name)
         transaction = self._resume(location)
         try:
             expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
@@ -469,7 +511,13 @@ class RenameMethod(CommitMethod):
     def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
-        self._remove_directory(location, location.name, save_id)
+        self._directories.delete_directory(name_of_replaced(location.name))  # older; it must not come back
+        try:
+            self._remove_directory(location, location.name, save_id)
+        except ObjectNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"there is nothing at {location.display} to delete: another process deleted it at the same time"
+            ) from error
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
         """See `CommitMethod`."""
@@ -489,6 +537,14 @@ class RenameMethod(CommitMethod):
         hidden = name_of_save(location.name, save_id)
         if _move_aside(self._directory, name, hidden):
             self._directories.delete_directory(hidden)
+
+    def restore(self, name: str) -> bool:
+        """See `CommitMethod`."""
+        aside = name_of_replaced(name)
+        if not subdirectory(self._directory, aside).list_names() or subdirectory(self._directory, name).list_names():
+            return False
+        self._delete_unlocked(aside)
+        return bool(subdirectory(self._directory, name).list_names())
 
     def sweep(self, location: Location) -> None:
         """See `CommitMethod`."""
@@ -557,11 +613,25 @@ class RenameMethod(CommitMethod):
                 self._delete_unlocked(name)
 
     def _delete_unlocked(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return whether it was deleted."""
+        """Delete a hidden directory, unless a process has locked it. Return whether no process has.
+
+        An old checkpoint that a killed process was replacing is renamed back instead, if there is nothing in its place.
+        It is only deleted once there is another checkpoint.
+        """
         held = self._lock(name)
         if held is None:
             return False
         with held.lock:
+            replaced = replaced_by(name)
+            if replaced is not None and subdirectory(self._directory, name).list_names():
+                if not subdirectory(self._directory, replaced).list_names():
+                    logger.info("restoring %s, which a killed save was replacing", replaced)
+                    self._directories.rename(name, replaced)
+                    return True
+                if not self.is_committed(replaced):
+                    return True
+            if (checkpoint := saved_to(name)) is not None:
+                PlacedObjects(self._directory, self._directories, checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
             if self._support.leases(self._directory) is not None:
                 # Its process may be suspended, and lose only its lease: it must not commit a part of the directory.
@@ -570,7 +640,9 @@ class RenameMethod(CommitMethod):
         return True
 
     def _move_away(self, name: str) -> str:
-        aside = name_of_save(saved_name(name), new_save_id())
+        checkpoint = saved_to(name)
+        assert checkpoint is not None
+        aside = name_of_save(checkpoint, new_save_id())
         try:
             self._directories.rename(name, aside)
         except ObjectNotFoundError:

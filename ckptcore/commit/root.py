@@ -246,6 +246,8 @@ class Root(CommittedRoot):
         objects: every object but the root and its parts, by key.
         role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with its save.
         references: the arrays of the tree that are stored in other checkpoints.
+        index: the key of the index that other software reads, if objects have names of their own; else empty. It is not
+            one of `objects`, because it is replaced after the root. See `ckptcore.protocols.Layout.with_own_names`.
     """
 
     layout: str
@@ -254,6 +256,7 @@ class Root(CommittedRoot):
     objects: Mapping[str, ObjectRecord]
     role: Role = "checkpoint"
     references: References = field(default_factory=References)
+    index: str = ""
 
 
 class Member(NamedTuple):

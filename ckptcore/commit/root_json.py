@@ -161,6 +161,8 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
     else:
         role = root.role
         own["layout"] = root.layout
+        if root.index:
+            own["index"] = root.index
         tables = {"tree": root.tree.to_json(), "layout": root.state, "objects": _encode_objects(root.objects)}
     tables["custom"] = root.custom
     if isinstance(root, Root) and root.references.leaf:
@@ -270,6 +272,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             objects=_decode_objects(tables["objects"]),
             role=head.role,
             references=_decode_references(document, tables, tree),
+            index=check_key(_text(document["index"])) if "index" in document else "",
             **common,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -130,9 +130,30 @@ class AtomicSubdirectories(Subdirectory):
         """See `AtomicDirectories`."""
         self._directories.exchange(self._prefix + first, self._prefix + second)
 
-    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+    def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
         """See `AtomicDirectories`."""
-        self._directories.link_files(self._prefix + source, self._prefix + destination, skipped)
+        self._directories.place(self._prefix + source, self._prefix + destination, keys)
+
+    def replace(self, source: str, destination: str, stamp: str | None) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.replace(self._prefix + source, self._prefix + destination, stamp)
+
+    def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """See `AtomicDirectories`."""
+        found = self._directories.stamps([self._prefix + key for key in keys])
+        return {key[len(self._prefix) :]: stamp for key, stamp in found.items()}
+
+    def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.delete_unchanged({self._prefix + key: stamp for key, stamp in stamps.items()})
+
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.hide_from_others(self._prefix + old, self._prefix + new)
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.keep_attributes(self._prefix + old, self._prefix + new)
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, CompositeRoot, Root
 from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, is_claim, is_partial, read_head
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -38,6 +39,7 @@ __all__ = [
     "is_leftover_name",
     "is_save_of",
     "name_of_partial",
+    "name_of_replaced",
     "name_of_save",
     "none_is_foreign",
     "own_files",
@@ -48,9 +50,10 @@ __all__ = [
     "refuse_inside",
     "refuse_to_replace",
     "remove_unneeded",
+    "replaced_by",
     "root_bytes",
     "root_version",
-    "saved_name",
+    "saved_to",
     "unneeded_keys",
 ]
 
@@ -138,19 +141,21 @@ def find_existing(
     return existing
 
 
-def own_files(store: StorageBackend) -> Collection[str]:
-    """Return the files of the checkpoint in a directory, and with a final ``/`` the directories that it owns.
-
-    A directory without a readable root has only the root itself.
-    """
+def own_files(store: StorageBackend) -> set[str]:
+    """Return the files of the checkpoint in a directory: only the root itself, if that cannot be read."""
     try:
         root = read_root(store)
     except (CorruptCheckpointError, UnsupportedVersionError):
         root = None
-    if isinstance(root, CompositeRoot):
-        # Do not count up to the number of processes: a hostile root may state any number.
-        return {ROOT_KEY, *root.parts, *filter(root.has_directory, store.list_names())}
-    return {ROOT_KEY, *root.parts, *root.objects} if isinstance(root, Root) else {ROOT_KEY}
+    files = {ROOT_KEY}
+    if isinstance(root, Root | CompositeRoot):
+        files.update(root.parts)
+    if isinstance(root, Root):
+        files.update(root.objects, filter(None, [root.index]))
+    elif isinstance(root, CompositeRoot):
+        for entry in filter(root.has_directory, store.list_names()):
+            files.update([entry + key for key in own_files(subdirectory(store, entry.removesuffix("/")))])
+    return files
 
 
 def partial_exists(location: Location) -> CheckpointExistsError:
@@ -405,8 +410,8 @@ def root_version(store: StorageBackend) -> bytes | str | None:
 INTERNAL_DIRECTORY: Final = ".ckptcore"
 """The directory of locks, uploads and metadata within a directory of steps."""
 
-_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial)\.ckptcore", re.DOTALL)
-"""The name of a hidden directory: the name of the checkpoint, and the save id or "partial"."""
+_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial|replaced)\.ckptcore", re.DOTALL)
+"""The name of a hidden directory: the name of the checkpoint, and the save id, "partial" or "replaced"."""
 
 
 def is_hidden_name(name: str) -> bool:
@@ -426,11 +431,16 @@ def is_save_of(name: str, hidden: str) -> bool:
     return matched is not None and matched[2] != "partial" and matched[1] == name
 
 
-def saved_name(hidden: str) -> str:
-    """Return the name of the checkpoint to which a hidden directory belongs."""
+def saved_to(hidden: str) -> str | None:
+    """Return the name of the checkpoint that a hidden directory belongs to; None for the name of something else."""
     matched = _HIDDEN.fullmatch(hidden)
-    assert matched is not None
-    return matched[1]
+    return None if matched is None else matched[1]
+
+
+def replaced_by(hidden: str) -> str | None:
+    """Return the name of the checkpoint whose old directory this is, if a save replaces it by two renames."""
+    matched = _HIDDEN.fullmatch(hidden)
+    return matched[1] if matched is not None and matched[2] == "replaced" else None
 
 
 def name_of_save(name: str, save_id: str) -> str:
@@ -441,3 +451,8 @@ def name_of_save(name: str, save_id: str) -> str:
 def name_of_partial(name: str) -> str:
     """Return the name of the hidden directory of a partial save."""
     return f".{name}.partial.ckptcore"
+
+
+def name_of_replaced(name: str) -> str:
+    """Return the name of a checkpoint that a save replaces by two renames, between these."""
+    return f".{name}.replaced.ckptcore"

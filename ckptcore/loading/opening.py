@@ -20,6 +20,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
+    StorageError,
     UncommittedCheckpointError,
 )
 from ckptcore.io.chunk_reads import StoredFormat
@@ -98,8 +99,8 @@ class ConsistentRead(Generic[OpenedT]):
             self._opened = None
             try:
                 opened = self._opener(resolved, version, context)
-            except CheckpointError:
-                if version.is_current(resolved):
+            except CheckpointError as error:
+                if version.is_current(resolved) and not _restores(resolved, error):
                     raise
                 continue
             # Without a root, the opener listed files; check that no save was committed meanwhile.
@@ -141,6 +142,17 @@ class ConsistentRead(Generic[OpenedT]):
             return True
         version, location = self._opened.version, self._opened.location
         return version.still_exists(location) if version.root is None else version.has_current_root(location)
+
+
+def _restores(location: Location, error: CheckpointError) -> bool:
+    """Restore the old checkpoint that a killed process was replacing, if that is why there is none."""
+    if not isinstance(error, CheckpointNotFoundError):
+        return False
+    try:
+        return location.commits.restore(location.name)
+    except StorageError as failure:
+        error.add_note(f"A save that was killed has hidden the old checkpoint, which cannot be restored: {failure}")
+        return False
 
 
 class _AlreadyOpen(ConsistentRead[Checkpoint]):

@@ -382,6 +382,27 @@ class Layout(Protocol):
         """
         return
 
+    # --- names of their own
+    #
+    # A save with overwrite="keep-other-files" moves its objects into the directory of the checkpoint that it replaces.
+    # So its objects need other names, and one object that refers to them, which is replaced after the root.
+
+    def with_own_names(self, tag: str) -> Layout | None:
+        """Return this layout for objects whose names contain ``.`` and `tag`; None, the default, if names are fixed.
+
+        `finish` writes only the object `index_name` under a fixed name. The name of an object without the tag is the
+        name that it would have otherwise.
+
+        Args:
+            tag: letters and digits that no other save uses.
+        """
+        return None
+
+    @property
+    def index_name(self) -> str | None:
+        """The key of the object by which other software finds objects with names of their own; None for fixed names."""
+        return None
+
     # --- read
 
     @abstractmethod

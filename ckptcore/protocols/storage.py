@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -398,16 +398,54 @@ class AtomicDirectories(Protocol):
         """
         ...
 
-    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
-        """Link the files below a directory into another one; durable if the storage was opened durable.
+    def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
+        """Move objects of a directory into another one, each by one rename; durable if the storage was opened durable.
 
-        Each file keeps its name, and is then in both directories. Links are linked as they are. Names that exist at the
-        destination stay.
+        Replaces nothing. After an error, some of them may have been moved.
 
         Args:
             source, destination: the directories.
-            skipped: what is not linked, relative to the directory: names of files, and of directories with a final
-                ``/``.
+            keys: the objects, relative to both directories.
+
+        Raises:
+            ConditionFailedError: an object exists at the destination.
+            ObjectNotFoundError: a directory or an object is missing.
+        """
+        ...
+
+    def replace(self, source: str, destination: str, stamp: str | None) -> None:
+        """Rename an object, and replace another one whose attributes it keeps; durable if the storage is.
+
+        Args:
+            source, destination: the objects.
+            stamp: the stamp of the object that is replaced; None if there must be none.
+
+        Raises:
+            ConditionFailedError: there is another object, or none; nothing was changed.
+            ObjectNotFoundError: the object, or the directory of the destination, is missing.
+        """
+        ...
+
+    def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """Return a stamp of each object that exists: another one if it was replaced or changed, the same if renamed."""
+        ...
+
+    def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
+        """Delete the objects that still have these stamps, like `StorageBackend.delete`."""
+        ...
+
+    def hide_from_others(self, old: str, new: str) -> None:
+        """Give a new directory the attributes of an old one, without access for users who cannot read all of the old.
+
+        Attributes are owner, group, mode, ACL and extended attributes, as far as the file system has them and the
+        process may set them. Does nothing if the old directory does not exist.
+        """
+        ...
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """Give a new directory, and what is in it, the attributes of what has the same names in an old directory.
+
+        See `hide_from_others`. Durable if the storage was opened durable.
         """
         ...
 

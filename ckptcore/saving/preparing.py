@@ -5,15 +5,17 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import xxhash
 
-from ckptcore.commit.location import resolve_location
-from ckptcore.commit.root import Member, check_name, new_save_id
-from ckptcore.commit.target import refuse_inside, refuse_to_replace
+from ckptcore.commit.location import Location, resolve_location
+from ckptcore.commit.placing import fixed_names
+from ckptcore.commit.root import Member, Root, check_name, new_save_id
+from ckptcore.commit.target import read_root, refuse_inside, refuse_to_replace
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError, UnsupportedVersionError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import TreeMetadata
@@ -24,6 +26,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.requests import (
     NOTHING_COMMITTED,
+    CommitInfo,
     CommitTarget,
     OneTree,
     Save,
@@ -34,7 +37,7 @@ from ckptcore.saving.requests import (
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import per_process_leaves, per_process_objects
 
-__all__ = ["prepare_save", "save_created", "tree_digest"]
+__all__ = ["keeps_others", "prepare_save", "save_created", "tree_digest"]
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
@@ -62,14 +65,17 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if not isinstance(request.values, OneTree):
             info = info._replace(members={one.name: one.member(size) for one in descriptions})
         if agreement.rank == 0:
-            _refuse_target(request, target, context)
+            _refuse_target(request, target, info, context)
         if size > 1:
             stage.payload = _digests(info.members, descriptions, strategy)
     payloads = stage.payloads
-    decided = agreement.lead("save", lambda: _decide(payloads, descriptions))
+    decided = agreement.lead("save", lambda: _decide(payloads, descriptions, has_others=keeps_others(target)))
     recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _merge_trees(agreement, descriptions, decided["different"], payloads)
+    if decided["own_names"] and info.members is None:
+        (one,) = descriptions
+        descriptions = [one._replace(layout=one.layout.with_own_names(decided["save_id"]) or one.layout)]
     info = info._replace(save_id=decided["save_id"], created=decided["created"])
     save = Save(target, info, (), strategy, agreement, recording, context)
     return strategy.prepare(SaveDraft(save, descriptions))
@@ -111,13 +117,33 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
     return descriptions
 
 
-def _refuse_target(request: SaveRequest, target: CommitTarget, context: Context) -> None:
+def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo, context: Context) -> None:
     """Refuse a location with a checkpoint that may not be replaced. On the leader."""
     if request.hooks.allowed is not None:
         request.hooks.allowed()
     refuse_inside(target.location)
     if not request.strategy.checks_target:
         refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
+    if keeps_others(target):
+        _refuse_fixed_names(target.location, runtime_of(context).registry.layout(request.layout), info)
+
+
+def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) -> None:
+    """Refuse to replace files of fixed names while other files stay, as far as they are known before the save writes.
+
+    The commit refuses the same for all names.
+
+    Raises:
+        CheckpointExistsError
+    """
+    names = {name.removesuffix("/") for name in location.store.list_names()}
+    taken = sorted(names & info.checkpoint_info.members.keys())
+    if info.members is None and layout.with_own_names("tag") is None:
+        with suppress(CorruptCheckpointError, UnsupportedVersionError):
+            root = read_root(location.store)
+            taken = sorted(root.objects)[:1] if isinstance(root, Root) and root.layout == layout.name else []
+    if taken:
+        raise fixed_names(location.display, taken)
 
 
 def save_created() -> str:
@@ -196,14 +222,25 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
     return {**columns, "extras": compact, "cuts": list(cuts)}
 
 
-def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, Any]:
+def keeps_others(target: CommitTarget) -> bool:
+    """Return True if a save moves its objects into an existing directory with other files. On the leader."""
+    location, overwrite = target.location, target.overwrite
+    return (
+        overwrite == "keep-other-files" and location.commits.replaces_atomically and bool(location.store.list_names())
+    )
+
+
+def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, has_others: bool) -> dict[str, Any]:
     """Choose the id and the time of the save, and for each tree that differs, the ranks that send it. On the leader.
+
+    With `has_others`, objects get names of their own, if the layout supports that.
 
     Raises:
         CheckpointError: the ranks save different checkpointables or further checkpoints.
         UnsupportedLeafError: no rank holds an array that all ranks describe.
     """
     decision: dict[str, Any] = {"save_id": new_save_id(), "created": save_created(), "different": {}}
+    decision["own_names"] = has_others
     if len(payloads) < 2:
         return decision
     for same, kind in (("names", "checkpointables (names, order, kinds)"), ("strategy", "further checkpoints")):

@@ -375,6 +375,7 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
     tree = part.plan.tree
     check_coverage(tree, part.receipts)
     state = part.layout.finish(tree, part.receipts, recorder)
+    objects, index = merge_objects(part.layout.name, part.receipts, recorder.objects), part.layout.index_name
     return Root(
         save_id=info.save_id,
         created=info.created,
@@ -382,8 +383,9 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
         layout=part.layout.name,
         state=state,
         tree=tree,
-        objects=merge_objects(part.layout.name, part.receipts, recorder.objects),
+        objects={key: record for key, record in objects.items() if key != index},
         role=info.role if info.members is None else "member",
+        index=index or "",
     )
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
@@ -502,7 +503,8 @@ class StepDeleter:
                 self._owned.check()
                 intent.check()
                 location = self._location(step)
-                location.commits.remove(location, new_save_id())
+                with suppress(CheckpointNotFoundError):  # another process deleted it
+                    location.commits.remove(location, new_save_id())
                 self._steps.forget([step])
         except BaseException as error:
             self._steps.distrust(step)

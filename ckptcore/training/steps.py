@@ -21,7 +21,7 @@ from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.root import ROOT_KEY, RootSummary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import is_leftover_name, root_bytes
+from ckptcore.commit.target import is_leftover_name, replaced_by, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -30,6 +30,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
+    StorageError,
 )
 from ckptcore.events import logger_named
 from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
@@ -124,6 +125,13 @@ class StepDirectory:
         if ROOT_KEY in found:
             raise self._no_directory()
         entries = [entry[:-1] for entry in found if entry.endswith("/")]
+        replaced = {name for entry in entries if (name := replaced_by(entry)) is not None}
+        for name in sorted(replaced.difference(entries)):
+            try:
+                if commit_method(self._store).restore(name):
+                    entries.append(name)
+            except StorageError as error:
+                logger.warning("%s in %s, which a killed save hid, cannot be restored: %s", name, self.display, error)
         self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
         return self.names.find(entries)
 

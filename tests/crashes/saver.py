@@ -101,6 +101,10 @@ def _save_non_atomic(location: str, number: int) -> None:
     ckptcore.save(location, make_state(number), overwrite="non-atomic", context=_context())
 
 
+def _save_beside_others(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number), layout="dcp", overwrite="keep-other-files", context=_context())
+
+
 def _convert(location: str, number: int) -> None:
     source = "memory://crashes/source"
     ckptcore.save(source, make_state(number), overwrite="non-atomic", context=_context())
@@ -203,6 +207,7 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save-in-bounded-memory": _save_in_bounded_memory,
     "save-with-export": _save_with_export,
     "save-non-atomic": _save_non_atomic,
+    "save-beside-others": _save_beside_others,
     "save-ocdbt": _save_ocdbt,
     "save-ocdbt-compressed": _save_ocdbt_compressed,
     "save-zarr3": _save_zarr3,

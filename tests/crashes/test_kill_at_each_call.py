@@ -105,6 +105,7 @@ SCENARIOS: Final = {
     "overwrite in bounded memory": Scenario("save-in-bounded-memory", _old),
     "overwrite with its export, in the background": Scenario("save-with-export", _old_and_export),
     "overwrite, allowed not to be atomic": Scenario("save-non-atomic", _old),
+    "overwrite beside other files": Scenario("save-beside-others", _old),
     "overwrite by a database": Scenario("save-ocdbt", _old),
     "overwrite a database by a database": Scenario("save-ocdbt", _old_database),
     "overwrite many files in directories by one": Scenario("save", _old_database),
@@ -163,7 +164,15 @@ def _points(scenario: Scenario, warm: Saver, directory: Path) -> list[KillPoint]
 
 
 @pytest.mark.parametrize(
-    "name", ["first save", "overwrite", "first save of a composite", "overwrite a composite", "overwrite by a database"]
+    "name",
+    [
+        "first save",
+        "overwrite",
+        "overwrite beside other files",
+        "first save of a composite",
+        "overwrite a composite",
+        "overwrite by a database",
+    ],
 )
 def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]

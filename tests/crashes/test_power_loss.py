@@ -32,6 +32,10 @@ def _overwrite(context: ckptcore.Context) -> None:
     ckptcore.save(_LOCATION, make_state(_NEW), overwrite=True, context=context)
 
 
+def _overwrite_beside_others(context: ckptcore.Context) -> None:
+    ckptcore.save(_LOCATION, make_state(_NEW), overwrite="keep-other-files", context=context)
+
+
 def _overwrite_several_files(context: ckptcore.Context) -> None:
     layout = SafetensorsLayout(max_file_bytes=200)
     ckptcore.save(_LOCATION, make_state(_NEW), layout=layout, overwrite=True, context=context)
@@ -66,6 +70,7 @@ _TASKS: Final[dict[str, tuple[Task, bool, set[int | None]]]] = {
     # name: task, whether there is a checkpoint before, what may be there afterwards
     "save": (_save, False, {None, _NEW}),
     "overwrite": (_overwrite, True, {_OLD, _NEW}),
+    "overwrite beside other files": (_overwrite_beside_others, True, {_OLD, _NEW}),
     "overwrite with several files": (_overwrite_several_files, True, {_OLD, _NEW}),
     "overwrite by a database": (_overwrite_by_database, True, {_OLD, _NEW}),
     "overwrite by a compressed database": (_overwrite_by_compressed_database, True, {_OLD, _NEW}),

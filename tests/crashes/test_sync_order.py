@@ -34,7 +34,8 @@ def _publishing(calls: Sequence[Call], location: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SCENARIOS if not name.startswith("delete") and "threads" not in name]
+    "name",
+    [name for name in SCENARIOS if not name.startswith("delete") and "threads" not in name and "beside" not in name],
 )
 def test_nothing_is_committed_before_it_is_durable(name: str, warm: Saver, tmp_path: Path) -> None:
     calls, location = _traced(name, warm, tmp_path)
@@ -69,6 +70,21 @@ def test_nothing_is_committed_before_it_is_durable(name: str, warm: Saver, tmp_p
         removed = [number for number, call in enumerate(after) if call.name in ("unlink", "unlinkat")]
         durable = [number for number, call in enumerate(after) if call.name == "fsync" and call.paths == [parent]]
         assert removed and durable[0] < removed[0], "the old checkpoint goes before the new one is durable"
+
+
+def test_objects_next_to_other_files_are_durable_before_the_root(warm: Saver, tmp_path: Path) -> None:
+    calls, location = _traced("overwrite beside other files", warm, tmp_path)
+    moved, committed = [
+        [number for number, call in enumerate(calls) if "rename" in call.name and call.paths[-1].endswith(end)][-1]
+        for end in (".distcp", f"{location}/checkpoint.json")
+    ]
+    synced = [number for number, call in enumerate(calls) if call.name == "fsync" and call.paths == [location]]
+    assert [number for number in synced if moved < number < committed], "the root is replaced before its objects"
+    removed = [number for number, call in enumerate(calls) if number > committed and "unlink" in call.name]
+    assert [number for number in synced if committed < number < removed[0]], "the old objects go before the new root"
+    for path in {call.paths[0] for call in calls[:moved] if call.name in ("write", "pwrite64", "fallocate")}:
+        touched = [call.name for call in calls[:moved] if path in call.paths and "rename" not in call.name]
+        assert touched[-1] == "fdatasync", f"{path} was changed after its last sync"
 
 
 def _names_in(call: Call, directory: str) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import orbax.checkpoint  # type: ignore[import-untyped]  # it has no types
@@ -18,21 +15,23 @@ import pytest
 import safetensors.numpy
 import torch
 import torch.distributed.checkpoint
+from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
-from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import (
     AtomicityError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidLocationError,
-    SaveLostError,
-    StorageError,
+    UnsupportedLeafError,
 )
+from ckptcore.model import Box
 from ckptcore.policies import LatestN
+from ckptcore.protocols import Coordinator
 from ckptcore.results import SaveHandle
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
@@ -257,6 +256,12 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(write: Callable[[Path
     assert {path: path.read_bytes() for path in location.rglob("*") if path.is_file()} == before
 
 
+_INDEXES: Final[dict[str, set[str]]] = {
+    "safetensors": {"model.safetensors.index.json"}, "dcp": {".metadata"}, "zarr3": set()
+}  # fmt: skip
+"""By layout, the files by which other software finds those with names of their own."""
+
+
 def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
     location, outside = tmp_path / "x", tmp_path / "outside"
     outside.mkdir()
@@ -270,7 +275,7 @@ def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
     for number, (save, layout) in enumerate(zip(saves, ("safetensors", "dcp", "zarr3"), strict=True)):
         state = {"n": number, "w": np.full(3, number)}
         save(location, state, layout=layout, overwrite="keep-other-files")
-        own = {key.partition("/")[0] for key in ckptcore.metadata(location).objects}
+        own = {key.partition("/")[0] for key in ckptcore.metadata(location).objects} | _INDEXES[layout]
         assert {path.name for path in location.iterdir()} == names | own
         assert (location / "logs/1.txt").read_text() == "log"
         assert (location / "directory").readlink() == outside
@@ -280,54 +285,98 @@ def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(location, objects, overwrite="keep-other-files")
     assert {path.name for path in location.iterdir()} == names | {"model", "own"}
     ckptcore.save(location, {"n": 5}, overwrite="keep-other-files")
-    assert {path.name for path in location.iterdir()} == names | {"model.safetensors"}
+    own = set(ckptcore.metadata(location).objects)
+    assert {path.name for path in location.iterdir()} == names | _INDEXES["safetensors"] | own
     ckptcore.save(location, {"n": 6}, overwrite=True)
     assert {path.name for path in location.iterdir()} == {"checkpoint.json", "model.safetensors"}
 
 
-def test_files_that_are_written_during_the_commit_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = LocalStorage.exchange
+@pytest.mark.parametrize("layout", ["zarr3", "ocdbt"])
+def test_fixed_names_are_refused_before_anything_is_written(layout: str, tmp_path: Path) -> None:
+    location = tmp_path / "x"
+    ckptcore.save(location, {"n": 0}, layout=layout)
+    (location / "notes.txt").write_text("mine")
+    before = sorted(location.rglob("*"))
+    plan = FaultPlan()
+    context = faulty_context(f"file://{location}", plan)
+    with pytest.raises(CheckpointExistsError, match="layout dcp or safetensors"):
+        ckptcore.save(
+            through(f"file://{location}"), {"n": 1}, layout=layout, overwrite="keep-other-files", context=context
+        )
+    assert not [operation for operation in plan.operations if operation.changes]
+    assert sorted(location.rglob("*")) == before and ckptcore.load(location) == {"n": 0}
 
-    def write_and_exchange(self: LocalStorage, first: str, second: str) -> None:
-        (tmp_path / "x" / "late.txt").write_text("late")
-        exchange(self, first, second)
 
+def test_checkpointables_do_not_replace_directories_beside_other_files(tmp_path: Path) -> None:
+    (tmp_path / "x/model").mkdir(parents=True)
+    (tmp_path / "x/model/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match=r"names of the new checkpoint \(model\)"):
+        ckptcore.save_checkpointables(tmp_path / "x", {"model": {"n": 1}}, overwrite="keep-other-files")
+    assert [path.name for path in tmp_path.rglob("*")] == ["x", "model", "notes.txt"]
+
+
+def test_a_file_with_the_name_of_an_object_stops_the_commit(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "x", {"n": 0})
-    monkeypatch.setattr(LocalStorage, "exchange", write_and_exchange)
-    ckptcore.save(tmp_path / "x", {"n": 1}, overwrite="keep-other-files")
-    assert (tmp_path / "x" / "late.txt").read_text() == "late"
-
-
-def test_other_files_that_cannot_be_linked_stop_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    ckptcore.save(tmp_path / "x", {"n": 0})
-    (tmp_path / "x" / "notes.txt").write_text("mine")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "link", refuse)
-        with pytest.raises(StorageError, match=r"cannot link into .* the file .*notes\.txt"):
-            ckptcore.save(tmp_path / "x", {"n": 1}, overwrite="keep-other-files")
+    (tmp_path / "x/zarr.json").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match=r"names of the new checkpoint \(zarr.json\)"):
+        ckptcore.save(tmp_path / "x", {"n": 1}, layout="zarr3", overwrite="keep-other-files")
     assert ckptcore.load(tmp_path / "x") == {"n": 0}
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "checkpoint.json", "model.safetensors", "x", "zarr.json",
+    ]  # fmt: skip
 
 
-def test_a_new_directory_that_another_process_removes_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = os.link
+@pytest.mark.parametrize(
+    "options",
+    [{"layout": "dcp"}, {"layout": "safetensors"}, {"subtree": ()}, {}],
+    ids=["dcp", "one", "subtree", "copy"],
+)
+def test_copies_keep_other_files_too(options: dict[str, Any], tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "x", {"n": 0}, layout=options.get("layout", "dcp"))
+    (tmp_path / "x/notes.txt").write_text("mine")
+    for number in (1, 2):
+        ckptcore.save(tmp_path / "source", {"n": number}, overwrite=True)
+        if number == 2 and not options:
+            with pytest.raises(CheckpointExistsError, match="model.safetensors"):
+                ckptcore.copy(tmp_path / "source", tmp_path / "x", overwrite="keep-other-files")
+            number = 1
+        else:
+            ckptcore.copy(tmp_path / "source", tmp_path / "x", overwrite="keep-other-files", **options)
+        assert ckptcore.load(tmp_path / "x") == {"n": number} and ckptcore.verify(tmp_path / "x").ok
+        own = set(ckptcore.metadata(tmp_path / "x").objects)
+        names = {path.name for path in (tmp_path / "x").iterdir()} - own
+        assert names - {".metadata", "model.safetensors.index.json"} == {"checkpoint.json", "notes.txt"}
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "x"]
 
-    def remove_and_link(source: str, destination: str, **options: Any) -> None:
-        shutil.rmtree(destination[: destination.index(".ckptcore/")] + ".ckptcore")
-        link(source, destination, **options)
 
-    ckptcore.save(tmp_path / "x", {"n": 0})
-    (tmp_path / "x" / "logs").mkdir()
-    (tmp_path / "x" / "logs" / "1.txt").write_text("mine")
-    monkeypatch.setattr(os, "link", remove_and_link)
-    with pytest.raises(SaveLostError, match="was removed during the save"):
-        ckptcore.save(tmp_path / "x", {"n": 1}, overwrite="keep-other-files")
-    assert ckptcore.load(tmp_path / "x") == {"n": 0}
+def test_processes_save_beside_other_files(tmp_path: Path) -> None:
+    state = [np.arange(8).reshape(4, 2), np.arange(4)]
+
+    def save(layout: str, version: int) -> list[type[BaseException] | None]:
+        def work(coordinator: Coordinator) -> type[BaseException] | None:
+            first = 2 * coordinator.rank
+            box = Box((first, 0), (first + 2, 2))
+            shard = ckptcore.ArrayShard(box, (version * state[0])[first : first + 2])
+            array = ckptcore.ShardedArray((4, 2), "int64", (shard,))
+            context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+            try:
+                ckptcore.save(
+                    tmp_path / "x", {"w": array}, layout=layout, overwrite="keep-other-files", context=context
+                )
+            except CheckpointError as error:
+                return type(error)
+            return None
+
+        return list(ThreadJob(2, timeout_seconds=60).run(work))
+
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/notes.txt").write_text("mine")
+    for version in (1, 2):
+        assert save("dcp", version) == [None, None]
+        assert np.array_equal(ckptcore.load(tmp_path / "x")["w"], version * state[0])
+        assert len(list((tmp_path / "x").iterdir())) == len([".metadata", "checkpoint.json", "notes.txt", "0", "1"])
+    assert UnsupportedLeafError in save("safetensors", 3)
+    assert np.array_equal(ckptcore.load(tmp_path / "x")["w"], 2 * state[0])
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

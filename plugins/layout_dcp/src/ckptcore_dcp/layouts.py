@@ -58,11 +58,12 @@ class DcpLayout(Layout):
     checkpoint_id: str | None = None
     save_id: str | None = None
     items: frozenset[str] = frozenset()
+    _tag: str = field(default="", repr=False)
     _names: EntryCache = field(default_factory=EntryCache, init=False, repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None, str | None, str | None, frozenset[str]]]:
+    def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None, str | None, str | None, frozenset[str], str]]:
         """Pickle the options only. The cache of names is not copied."""
-        return DcpLayout, (self.spread_from, self.checkpoint_id, self.save_id, self.items)
+        return DcpLayout, (self.spread_from, self.checkpoint_id, self.save_id, self.items, self._tag)
 
     @property
     def name(self) -> str:
@@ -87,12 +88,13 @@ class DcpLayout(Layout):
         # In a session no process knows all values, so `finish` writes them.
         values = self._names.of(plan.tree).values if plan.rank == 0 and plan.session is None else ()
         spread = self.spread_from is not None and plan.size >= self.spread_from
+        file = data_file_name(plan.rank, spread=spread, tag=self._tag)
         state: dict[str, JSON] = (
             {"spread": spread} if plan.session is None else {"spread": spread, "session": plan.session}
         )
         return {
             **state,
-            **write_items(snapshot, values, store, data_file_name(plan.rank, spread=spread), self.items).to_json(),
+            **write_items(snapshot, values, store, file, self.items).to_json(),
         }
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
@@ -101,7 +103,7 @@ class DcpLayout(Layout):
         ckptcore loads with this table alone, without reading ``.metadata`` or zip headers.
         """
         names = self._names.of(tree)
-        parts = [(_receipt_file(receipt), receipt.state) for receipt in receipts]
+        parts = [(self._file_of(receipt), receipt.state) for receipt in receipts]
         if names.values and any("session" in state for _, state in parts):  # type: ignore[operator]  # see `write`
             file = data_file_name(max(receipt.rank for receipt in receipts) + 1, spread=False)
             parts.append((file, write_values(names.values, store, file, self.items).to_json()))
@@ -113,6 +115,19 @@ class DcpLayout(Layout):
         ids = replace(metadata, save_id=self.save_id, checkpoint_id=self.checkpoint_id)
         store.put(_METADATA, write_metadata(ids))
         return written.to_json()
+
+    def _file_of(self, receipt: Receipt) -> str:
+        state: Any = receipt.state
+        return data_file_name(receipt.rank, spread=state["spread"], tag=self._tag)
+
+    def with_own_names(self, tag: str) -> Layout:
+        """Return a layout for files such as ``__0_0.<tag>.distcp``."""
+        return replace(self, _tag=tag)
+
+    @property
+    def index_name(self) -> str | None:
+        """``.metadata``, which torch reads first, if files have names of their own."""
+        return _METADATA if self._tag else None
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
         """Replace the column of leaf numbers."""
@@ -163,11 +178,6 @@ class DcpEntries(DcpLayout):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Return None: the layout `dcp` recognises directories of a training program."""
         return None
-
-
-def _receipt_file(receipt: Receipt) -> str:
-    state: Any = receipt.state
-    return data_file_name(receipt.rank, spread=state["spread"])
 
 
 def _array_record(tree: TreeMetadata, leaf: int) -> ArrayRecord:

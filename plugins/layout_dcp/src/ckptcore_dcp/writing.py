@@ -70,15 +70,15 @@ class WrittenItems:
         }
 
 
-def data_file_name(rank: int, *, spread: bool) -> str:
-    """Return the file name of a process, as torch names its first file.
+def data_file_name(rank: int, *, spread: bool, tag: str = "") -> str:
+    """Return the file name of a process, as torch names its first file, with a tag if it must be unique.
 
     With `spread`, the file is in one of 256 directories named by a hash. Object stores limit
     requests per key prefix and split the key range by load; a hash at the beginning distributes
     requests evenly. Readers of the format accept any relative path (torch 2.13.0, filesystem.py:
     ``concat_path``).
     """
-    name = f"__{rank}_0.distcp"
+    name = f"__{rank}_0.{tag}.distcp" if tag else f"__{rank}_0.distcp"
     return f"{hashlib.blake2b(name.encode(), digest_size=1).hexdigest()}/{name}" if spread else name
 
 

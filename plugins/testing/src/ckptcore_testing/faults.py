@@ -29,7 +29,9 @@ T = TypeVar("T")
 
 _CHANGES: Final = frozenset(
     {"put", "open_writer", "open_new", "write_at", "finish", "abort", "abort_uploads", "delete", "sync",
-     "lock_directory", "rename", "exchange", "sync_directory", "delete_directory"}
+     "lock_directory", "rename", "exchange", "place", "replace", "delete_unchanged",
+     "hide_from_others", "keep_attributes",
+     "sync_directory", "delete_directory"}
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ckptcore import Context
@@ -193,15 +193,38 @@ class FaultyDirectories(FaultyStorage):
         step = self.plan.begin("exchange", [first, second])
         step.run(lambda: self._directories.exchange(first, second))
 
-    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
-        """See `AtomicDirectories`. A crash midway links half of the files."""
+    def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
+        """See `AtomicDirectories`. A crash midway moves half of the objects."""
+        step = self.plan.begin("place", [source, destination])
+        step.run(
+            lambda: self._directories.place(source, destination, keys),
+            lambda: self._directories.place(source, destination, keys[: len(keys) // 2]),
+        )
 
-        def half() -> None:
-            files = [key.removeprefix(f"{source}/") for key in self.inner.list(source)]
-            self._directories.link_files(source, destination, {*skipped, *files[len(files) // 2 :]})
+    def replace(self, source: str, destination: str, stamp: str | None) -> None:
+        """See `AtomicDirectories`."""
+        step = self.plan.begin("replace", [source, destination])
+        step.run(lambda: self._directories.replace(source, destination, stamp))
 
-        step = self.plan.begin("link_files", [source, destination])
-        step.run(lambda: self._directories.link_files(source, destination, skipped), half)
+    def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """See `AtomicDirectories`."""
+        return self.plan.begin("stamps", keys).run(lambda: self._directories.stamps(keys))
+
+    def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
+        """See `AtomicDirectories`. A crash midway deletes half of the objects."""
+        half = dict(list(stamps.items())[: len(stamps) // 2])
+        self.plan.begin("delete_unchanged", list(stamps)).run(
+            lambda: self._directories.delete_unchanged(stamps), lambda: self._directories.delete_unchanged(half)
+        )
+
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        step = self.plan.begin("hide_from_others", [old, new])
+        step.run(lambda: self._directories.hide_from_others(old, new))
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`."""
+        self.plan.begin("keep_attributes", [old, new]).run(lambda: self._directories.keep_attributes(old, new))
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""

@@ -334,6 +334,23 @@ class LayoutTests:
         first.assert_reads_back()
         second.assert_reads_back()
 
+    def test_names_of_their_own_do_not_collide_with_others(self, storage: StorageBackend) -> None:
+        """Two saves in one directory share only the index, so that one takes the place of the other by renames."""
+        layout = self.layout()
+        assert layout.index_name is None
+        first, second = layout.with_own_names("aa"), layout.with_own_names("bb")
+        if first is None or second is None:
+            pytest.skip("the files of this layout have fixed names")
+        assert first.index_name is not None
+        for number, trial in enumerate([_small_trial(), tree_trial(LEAF, [ValueRecord("int", 1)])]):
+            stores = [Subdirectory(storage, f"{kind}-{number}") for kind in ("plain", "first", "second")]
+            layouts = [layout, first, pickle.loads(pickle.dumps(second))]
+            written = [write_trial(one, trial, store) for one, store in zip(layouts, stores, strict=True)]
+            plain, old, new = [set(one.digests) - {first.index_name} for one in written]
+            assert not old & new and first.index_name in written[1].digests
+            assert {key.replace(".aa", "") for key in old} == plain
+            dataclasses.replace(written[1], layout=self.layout()).assert_reads_back()
+
     def test_a_new_layout_object_reads_the_checkpoint(self, storage: StorageBackend) -> None:
         """The stored state contains the options that a read needs, so a layout with default options can read."""
         written = write_trial(self.layout(), _small_trial(), storage)

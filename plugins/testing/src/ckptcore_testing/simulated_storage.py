@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Final, TypeAlias
@@ -19,6 +19,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import (
+    IF_ABSENT,
     Buffer,
     IfAbsent,
     ObjectWriter,
@@ -245,20 +246,59 @@ class SimulatedStorage(StorageBackend):
                 self._make_durable(one[:-1])
                 self._make_durable(other[:-1])
 
-    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+    def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
         """See `AtomicDirectories`."""
-        directories = tuple([name for name in skipped if name.endswith("/")])
+        old, new = self._path(source), self._path(destination)
         with self._disk.lock:
-            old, new = self._path(source), self._path(destination)
             self._directory(new)
-            for name in sorted(_files(self._directory(old), "")):
-                *above, last = path = (*new, *name.split("/"))
-                if name in skipped or name.startswith(directories) or self._find(path) is not None:
-                    continue
-                file = self._find((*old, *name.split("/")))
-                self._disk.change(f"link {name} into {destination}", (self._make_directories(tuple(above)), last, file))
+            for key in keys:
+                below = self._path(key)[len(self._root) :]
+                file, above = self._file(f"{source}/{key}"), self._make_directories((*new, *below[:-1]))
+                _check(key, above.names.get(below[-1]), IF_ABSENT)
+                self._disk.change(
+                    f"move {key} to {destination}",
+                    (self._directory((*old, *below[:-1])), below[-1], None),
+                    (above, below[-1], file),
+                )
                 if self._durable:
-                    self._make_durable(tuple(above))
+                    self._make_durable((*new, *below[:-1]))
+
+    def replace(self, source: str, destination: str, stamp: str | None) -> None:
+        """See `AtomicDirectories`."""
+        old, new = self._path(source), self._path(destination)
+        with self._disk.lock:
+            file, above = self._file(source), self._directory(new[:-1])
+            if self.stamps([destination]).get(destination) != stamp:
+                raise ConditionFailedError(f"cannot replace {destination}: it is not the expected file")
+            self._disk.change(
+                f"rename {source} to {destination}",
+                (self._directory(old[:-1]), old[-1], None),
+                (above, new[-1], file),
+            )
+            if self._durable:
+                self._make_durable(new[:-1])
+
+    def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """See `AtomicDirectories`."""
+        with self._disk.lock:
+            found = {key: self._find(self._path(key)) for key in keys}
+        return {
+            key: f"{id(file)}-{_tag(bytes(file.data))}" for key, file in found.items() if isinstance(file, DiskFile)
+        }
+
+    def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
+        """See `AtomicDirectories`."""
+        with self._disk.lock:
+            found = self.stamps(list(stamps))
+            self.delete([key for key, stamp in stamps.items() if found.get(key) == stamp])
+
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Does nothing else than `keep_attributes`."""
+        self.keep_attributes(old, new)
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Checks the keys only: the disk has no attributes."""
+        self._path(old), self._path(new)
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
@@ -389,14 +429,14 @@ class _SimulatedWriter:
             raise ValueError(f"cannot write {self._key}: the writer is finished or aborted")
 
 
-def _check(key: str, current: DiskFile | None, condition: PutCondition | None) -> None:
+def _check(key: str, current: DiskNode | None, condition: PutCondition | None) -> None:
     if condition is None:
         return
     if isinstance(condition, IfAbsent):
         if current is not None:
             raise ConditionFailedError(f"cannot create {key}: it already exists")
         return
-    found = None if current is None else _tag(bytes(current.data))
+    found = _tag(bytes(current.data)) if isinstance(current, DiskFile) else None
     if found != condition.tag:
         raise ConditionFailedError(f"cannot replace {key}: expected tag {condition.tag}, found {found}")
 

@@ -244,27 +244,71 @@ class AtomicDirectoriesTests:
         self._at_once(work)
         assert seen <= {b"1" * 1000, b"2" * 1000}
 
-    # --- links --------------------------------------------------------------------------------------------------------
+    # --- moves of objects ---------------------------------------------------------------------------------------------
 
-    def test_linked_files_are_in_both_directories(self, storage: DirectoryStorage) -> None:
-        for key, data in {"a": b"1", "b/c": b"2", "b/d/e": b"3", "own": b"4", "owned/f": b"5"}.items():
-            storage.put(f"old/{key}", data)
-        storage.put("deep/new/b/c", b"6")
-        storage.link_files("old", "deep/new", {"own", "owned/", "missing"})
-        linked = {key: storage.get(f"deep/new/{key}") for key in ("a", "b/c", "b/d/e")}
-        assert linked == {"a": b"1", "b/c": b"6", "b/d/e": b"3"}
-        assert len(list(storage.list("deep/new"))) == 3
-        storage.delete_directory("old")
-        assert storage.get("deep/new/a") == b"1"
-        assert storage.get("deep/new/b/d/e") == b"3"
+    def test_placed_objects_replace_nothing(self, storage: DirectoryStorage) -> None:
+        for key, data in {"new/a": b"1", "new/b/c": b"2", "new/d": b"3", "old/d": b"4", "old/e": b"5"}.items():
+            storage.put(key, data)
+        stamps = storage.stamps(["new/a", "new/b/c", "new/missing"])
+        assert set(stamps) == {"new/a", "new/b/c"}
+        storage.place("new", "old", ["a", "b/c"])
+        with pytest.raises(ConditionFailedError):
+            storage.place("new", "old", ["d"])
+        objects = {key: storage.get(key) for key in storage.list()}
+        assert objects == {"new/d": b"3", "old/a": b"1", "old/b/c": b"2", "old/d": b"4", "old/e": b"5"}
+        assert storage.stamps(["old/a", "old/b/c"]) == {key.replace("new", "old"): one for key, one in stamps.items()}
 
-    def test_links_need_both_directories(self, storage: DirectoryStorage) -> None:
+    def test_a_changed_object_has_another_stamp(self, storage: DirectoryStorage) -> None:
+        storage.put("a/b", b"1")
+        before = storage.stamps(["a/b"])
+        assert before == storage.stamps(["a/b"])
+        storage.put("a/b", b"2")
+        assert before != storage.stamps(["a/b"])
+
+    def test_replace_renames_over_the_object_with_a_stamp(self, storage: DirectoryStorage) -> None:
+        storage.put("new/a", b"1")
+        storage.put("old/a", b"2")
+        stamp = storage.stamps(["old/a"])["old/a"]
+        for other in (None, storage.stamps(["new/a"])["new/a"]):
+            with pytest.raises(ConditionFailedError):
+                storage.replace("new/a", "old/a", other)
+        assert {key: storage.get(key) for key in storage.list()} == {"new/a": b"1", "old/a": b"2"}
+        storage.replace("new/a", "old/a", stamp)
+        storage.put("new/b", b"3")
+        with pytest.raises(ConditionFailedError):
+            storage.replace("new/b", "old/b", stamp)
+        storage.replace("new/b", "old/b", None)
+        assert {key: storage.get(key) for key in storage.list()} == {"old/a": b"1", "old/b": b"3"}
+
+    def test_only_unchanged_objects_are_deleted(self, storage: DirectoryStorage) -> None:
+        for key in ("a/b", "a/c", "a/d/e"):
+            storage.put(key, b"1")
+        stamps = {**storage.stamps(["a/b", "a/c", "a/d/e"]), "a/missing": "1"}
+        storage.put("a/c", b"2")
+        storage.delete_unchanged(stamps)
+        assert list(storage.list()) == ["a/c"] and list(storage.list_names("a")) == ["c"]
+
+    def test_moves_need_objects_and_directories(self, storage: DirectoryStorage) -> None:
         storage.put("one/a", b"1")
-        storage.put("file", b"2")
-        for source, destination in (("one", "missing"), ("missing", "one"), ("one", "file"), ("file", "one")):
+        for source, destination in (("one", "missing"), ("missing", "one"), ("one/a", "one")):
             with pytest.raises(ObjectNotFoundError):
-                storage.link_files(source, destination, ())
-        assert {key: storage.get(key) for key in storage.list()} == {"one/a": b"1", "file": b"2"}
+                storage.place(source, destination, ["b" if destination == "one" else "a"])
+        for source, destination in (("one/a", "missing/a"), ("one/missing", "one/b")):
+            with pytest.raises(ObjectNotFoundError):
+                storage.replace(source, destination, None)
+        assert {key: storage.get(key) for key in storage.list()} == {"one/a": b"1"}
+
+    # --- attributes ---------------------------------------------------------------------------------------------------
+
+    def test_attributes_are_kept_without_a_change_of_objects(self, storage: DirectoryStorage) -> None:
+        storage.put("old/a", b"1")
+        storage.put("old/b/c", b"2")
+        storage.put("new/b/c", b"3")
+        for old in ("old", "missing"):
+            storage.hide_from_others(old, "new")
+            storage.keep_attributes(old, "new")
+        objects = {key: storage.get(key) for key in storage.list()}
+        assert objects == {"new/b/c": b"3", "old/a": b"1", "old/b/c": b"2"}
 
     # --- syncing and deleting -----------------------------------------------------------------------------------------
 
@@ -302,8 +346,14 @@ class AtomicDirectoriesTests:
             lambda: storage.rename("a", key),
             lambda: storage.exchange(key, "a"),
             lambda: storage.exchange("a", key),
-            lambda: storage.link_files(key, "a", ()),
-            lambda: storage.link_files("a", key, ()),
+            lambda: storage.place(key, "a", ["b"]),
+            lambda: storage.place("a", key, ["b"]),
+            lambda: storage.replace(key, "a/c", None),
+            lambda: storage.replace("a/b", key, None),
+            lambda: storage.stamps([key]),
+            lambda: storage.delete_unchanged({key: "1"}),
+            lambda: storage.hide_from_others(key, "a"),
+            lambda: storage.keep_attributes("a", key),
             lambda: storage.delete_directory(key),
         ]
         for call in calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -194,7 +195,8 @@ class HostSteps:
                 logger.info("removing step %d from %s: other hosts lack it", step, self._steps.display)
                 path = SubPath(self._steps.directory, name)
                 location = resolve_location(path, runtime_of(self._context).storages, to_write=True)
-                location.commits.remove(location, new_save_id())
+                with suppress(CheckpointNotFoundError):  # another process deleted it
+                    location.commits.remove(location, new_save_id())
 
 
 def has_expected_sizes_on_host(step: AnyLocation, context: Context) -> bool:

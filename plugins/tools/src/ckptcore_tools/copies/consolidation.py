@@ -34,7 +34,7 @@ from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.loading.foreign import foreign_checkpoints
-from ckptcore.loading.opening import ConsistentRead, open_either, tree_attempts
+from ckptcore.loading.opening import ATTEMPTS, ConsistentRead, open_either, replaced_too_often, tree_attempts
 from ckptcore.loading.reading import check_sizes
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
@@ -44,7 +44,7 @@ from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import SaveCommit, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
-from ckptcore.saving.preparing import save_created
+from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
@@ -118,19 +118,19 @@ def consolidate_checkpoint(
     layout = replace(layout, standalone=True)  # the files are for other software
     counted = ByteProgress(progress)
     recording = Recording("save", str(destination), context.observers, rank=job.rank, progress=counted)
+    agreement = Agreement(job, key, recording)
     try:
-        nbytes = _consolidate(
-            source,
-            destination,
-            subtree,
-            layout,
-            tied,
-            files,
-            overwrite,
-            context,
-            Agreement(job, key, recording),
-            recording,
-        )  # fmt: skip
+        for _ in range(ATTEMPTS):
+            try:
+                nbytes = _consolidate(
+                    source, destination, subtree, layout, tied, files, overwrite, context, agreement, recording
+                )
+                break
+            except _SourceReplacedError:
+                if agreement.size > 1:
+                    raise  # the other ranks have received it, and raise too
+        else:
+            raise replaced_too_often(source)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -173,7 +173,9 @@ def _consolidate(
         if agreement.size > 1:
             stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)
     payloads = stage.payloads
-    decision = agreement.lead("save", lambda: _decide(payloads, str(source)))
+    target = CommitTarget(location, overwrite)
+    decision = agreement.lead("save", lambda: _decide(payloads, str(source), target))
+    layout = layout.with_own_names(decision["tag"]) if decision["tag"] else layout
     recording.save_id = decision["save_id"]
     items = [item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]]
     plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decision["save_id"])
@@ -181,7 +183,7 @@ def _consolidate(
     snapshot = StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes)
     part = SavePart("", layout, plan, captured=_ConsolidatedFiles(found, snapshot, added_files, recording))
     save = Save(
-        target=CommitTarget(location, overwrite),
+        target=target,
         info=CommitInfo(
             save_id=decision["save_id"],
             created=decision["created"],
@@ -257,15 +259,16 @@ def _digest(
     return xxhash.xxh3_128_hexdigest(document.encode())
 
 
-def _decide(digests: Sequence[JSON], source: str) -> dict[str, str]:
-    """Compare the digests of all ranks, and choose the save id and the time of the save."""
+def _decide(digests: Sequence[JSON], source: str, target: CommitTarget) -> dict[str, str]:
+    """Compare the digests of all ranks, and choose the save id, the time of the save, and the tag of names."""
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(
             f"{source}: the ranks {different} read another checkpoint than rank 0, or were called with other "
             "arguments. Call copy with the same arguments on every rank, while no job saves there. Nothing was written"
         )
-    return {"save_id": new_save_id(), "created": save_created()}
+    save_id = new_save_id()
+    return {"save_id": save_id, "created": save_created(), "tag": save_id if keeps_others(target) else ""}
 
 
 def _assign_objects(objects: Sequence[Sequence[WriteItem]], size: int) -> list[list[int]]:
@@ -303,7 +306,7 @@ class _ConsolidatedFiles:
         """See `Captured`.
 
         Raises:
-            CorruptCheckpointError: also if the source was replaced during the save.
+            CorruptCheckpointError: also `_SourceReplacedError`.
         """
         opened = self._source.opened
         snapshot: Snapshot = self._snapshot
@@ -315,7 +318,7 @@ class _ConsolidatedFiles:
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
         if not opened.version.still_exists(opened.location):
-            raise _replaced(opened)
+            raise _SourceReplacedError(opened)
         return state
 
     def close(self) -> None:
@@ -325,20 +328,23 @@ class _ConsolidatedFiles:
 
 @contextmanager
 def _detecting_replacement(opened: Checkpoint) -> Iterator[None]:
-    """Add the names of arrays to read errors. If the source was replaced, raise an error that says so."""
+    """Add the names of arrays to read errors. If the source was replaced, raise `_SourceReplacedError`."""
     try:
         with naming_arrays(opened):
             yield
     except CheckpointError as error:
         if opened.version.is_current(opened.location):
             raise
-        raise _replaced(opened) from error
+        raise _SourceReplacedError(opened) from error
 
 
-def _replaced(opened: Checkpoint) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{opened.location.display} was replaced during the consolidation. Try again while no job saves there"
-    )
+class _SourceReplacedError(CorruptCheckpointError):
+    """The source was replaced or deleted after it was opened."""
+
+    def __init__(self, opened: Checkpoint) -> None:
+        super().__init__(
+            f"{opened.location.display} was replaced during the consolidation. Try again while no job saves there"
+        )
 
 
 def _file_segments(path: FilePath) -> list[ArraySegment]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,7 @@ from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart, TreeCaptured
-from ckptcore.saving.preparing import save_created
+from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
@@ -138,6 +139,8 @@ class _Conversion:
         refuse_further(opened, self._destination)
         root = opened.root
         save_id = new_save_id() if self._copy_id is None or root is None else self._copy_id(root.save_id)
+        if keeps_others(CommitTarget(self._destination, self._overwrite)):
+            self._layout = self._layout.with_own_names(save_id) or self._layout
         self._write(save_id, [self._part("", "", opened, save_id, own=False)], None, opened)
 
     def _transformed(self, opened: Checkpoint) -> Checkpoint:
@@ -245,7 +248,8 @@ class _Conversion:
             return
         root = read_root(self._destination.store)
         if root is not None and root.save_id == written:
-            self._destination.commits.remove(self._destination, new_save_id())
+            with suppress(CheckpointNotFoundError):  # another process deleted it
+                self._destination.commits.remove(self._destination, new_save_id())
 
 
 def _refuse_own_names(opened: Checkpoint) -> None:

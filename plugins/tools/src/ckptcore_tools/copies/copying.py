@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
+from ckptcore.commit.placing import fixed_names
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
@@ -155,6 +156,19 @@ def _refuse_other_composite(manifest: Manifest, destination: Location) -> None:
         )
 
 
+def _refuse_names_of_others(manifest: Manifest, destination: Location) -> None:
+    """Refuse to copy over files of the same names, if other files at the destination stay.
+
+    Raises:
+        CheckpointExistsError: before anything is written.
+    """
+    names = {*[record.key for record in (*manifest.objects, *manifest.markers)]}
+    names.update([f"{member.directory}/{ROOT_KEY}" for member in manifest.members])
+    taken = sorted(names.intersection(destination.store.list()))
+    if taken and destination.commits.replaces_atomically:
+        raise fixed_names(destination.display, taken)
+
+
 class _CopyAttempt:
     """An attempt to copy the objects of a manifest."""
 
@@ -234,6 +248,12 @@ class _CopyAttempt:
             foreign_checkpoints(self._context),
             resume=True,
         )
+        try:
+            if overwrite == "keep-other-files":
+                _refuse_names_of_others(self._manifest, self._destination)
+        except BaseException:
+            claim.abort()
+            raise
         try:
             if self._commit(claim):
                 return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from ckptcore.commit.root import ROOT_KEY
@@ -209,9 +209,26 @@ class CountingDirectories(CountingObjects):
         """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
         self._count("directories")
 
-    def link_files(self, source: str, destination: str, skipped: Collection[str]) -> None:
+    def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
         """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
         self._count("directories")
+
+    def replace(self, source: str, destination: str, stamp: str | None) -> None:
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
+        self._count("directories")
+
+    def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """See `AtomicDirectories`. There are none, because the dry run replaces nothing."""
+        return {}
+
+    def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
+
+    def hide_from_others(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
+
+    def keep_attributes(self, old: str, new: str) -> None:
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""

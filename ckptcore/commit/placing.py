@@ -1,0 +1,195 @@
+"""Commits in a directory with other files: objects move into the directory of the checkpoint that they replace.
+
+The directory stays, so that other processes can write into it at any time. Objects have names that no other file has.
+Nothing refers to them until the root is replaced by one rename, which is the commit. Then the index is replaced, by
+which other software finds the objects, and the objects of the old checkpoint are deleted.
+
+Before it moves anything, a save writes a journal into its hidden directory. If the process is killed, another process
+that finds the hidden directory unlocked completes the commit, or removes the objects of a save that is not committed.
+The journal has a stamp of each file, so that no file is deleted that was written since.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import xxhash
+
+from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import own_files, root_bytes
+from ckptcore.errors import (
+    CheckpointExistsError,
+    ConditionFailedError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    SaveLostError,
+)
+from ckptcore.model.metadata import check_key
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+
+__all__ = ["PlacedObjects", "fixed_names"]
+
+logger = logging.getLogger("ckptcore.commit")
+
+_JOURNAL: Final = "checkpoint.journal.json"
+_SHOWN: Final = 5
+
+
+class _Journal(NamedTuple):
+    """The record of a commit.
+
+    Attributes:
+        hidden: the name of the hidden directory, which has a random number. A file of an old checkpoint cannot have it.
+        root: a digest of the new root.
+        index_key: the index that other software reads; empty if there is none.
+        index_stamp: the stamp of the old index; None if there was none.
+        added: the stamps of the new objects, by key.
+        removed: the stamps of the objects that the commit replaces, by key.
+    """
+
+    hidden: str
+    root: str
+    index_key: str
+    index_stamp: str | None
+    added: Mapping[str, str]
+    removed: Mapping[str, str]
+
+
+class PlacedObjects:
+    """The objects of a save in a hidden directory, and the directory of the checkpoint that they replace."""
+
+    def __init__(self, parent: StorageBackend, directories: AtomicDirectories, name: str, hidden: str) -> None:
+        """Change nothing.
+
+        Args:
+            parent: the storage, opened at the parent directory.
+            directories: the same storage.
+            name: the name of the checkpoint.
+            hidden: the name of the hidden directory of the save, which this process has locked.
+        """
+        self._directories = directories
+        self._name = name
+        self._hidden = hidden
+        self._old = subdirectory(parent, name)
+        self._new = subdirectory(parent, hidden)
+
+    def commit(self, root: bytes, index: str, save_id: str, display: str) -> None:
+        """Move the objects, and replace the root.
+
+        Args:
+            root: the new root.
+            index: the key of the index of the layout; empty if it has none.
+            save_id: the save id, which is part of names of their own.
+            display: the location, for errors.
+
+        Raises:
+            CheckpointExistsError: a file has the name of an object. Nothing was changed.
+            SaveLostError: another save replaced the root, or the directory was removed. Nothing was committed.
+            StorageError: nothing was committed.
+        """
+        before = self._stamps(self._name, [ROOT_KEY, index] if index else [ROOT_KEY])
+        keys = [key for key in self._new.list() if key not in (ROOT_KEY, index)]
+        existing = sorted(self._stamps(self._name, keys))
+        if existing:
+            raise fixed_names(display, existing)
+        replaced = {ROOT_KEY: ROOT_KEY, **{key.replace(f".{save_id}", ""): key for key in keys}}
+        owned = own_files(self._old)
+        for key in sorted(owned & replaced.keys()):
+            self._directories.keep_attributes(f"{self._name}/{key}", f"{self._hidden}/{replaced[key]}")
+        removed = (owned | replaced.keys()) - {ROOT_KEY, index}
+        journal = _Journal(
+            self._hidden,
+            _digest(root),
+            index,
+            before.get(index),
+            self._stamps(self._hidden, keys),
+            # Other software must not find an index of files that are gone, so metadata is deleted first.
+            self._stamps(
+                self._name, sorted(removed, key=lambda key: (key[0] != "." and not key.endswith(".json"), key))
+            ),
+        )
+        self._new.put(_JOURNAL, json.dumps(journal._asdict()).encode())
+        try:
+            self._directories.place(self._hidden, self._name, keys)
+            self._directories.replace(f"{self._hidden}/{ROOT_KEY}", f"{self._name}/{ROOT_KEY}", before.get(ROOT_KEY))
+        except (ConditionFailedError, ObjectNotFoundError) as error:
+            raise SaveLostError(
+                f"cannot commit {display}: another process saved there or removed it during the commit; save again. "
+                f"Other files were kept: {error}"
+            ) from error
+
+    def settle(self) -> None:
+        """Complete the commit if the root is in its place. Otherwise remove the objects that were moved.
+
+        Raises:
+            StorageError
+        """
+        try:
+            journal = _decode(self._new.get(_JOURNAL))
+        except ObjectNotFoundError:
+            return
+        if journal is None or journal.hidden != self._hidden:
+            return
+        if self._is_committed(journal):
+            self._complete(journal)
+        else:
+            self._delete(journal.added)
+
+    def _is_committed(self, journal: _Journal) -> bool:
+        root = root_bytes(self._old)
+        return root is not None and _digest(root) == journal.root
+
+    def _complete(self, journal: _Journal) -> None:
+        """Replace the index, unless other software has, and delete the old objects."""
+        if journal.index_key:
+            try:
+                self._directories.replace(
+                    f"{self._hidden}/{journal.index_key}", f"{self._name}/{journal.index_key}", journal.index_stamp
+                )
+            except ObjectNotFoundError:
+                pass  # it was replaced before
+            except ConditionFailedError as error:
+                logger.warning("other software has replaced an index meanwhile, which stays: %s", error)
+        self._delete(journal.removed)
+
+    def _delete(self, stamps: Mapping[str, str]) -> None:
+        """Delete the files that are unchanged, and that the root does not name."""
+        owned = own_files(self._old)
+        unowned = {f"{self._name}/{key}": stamp for key, stamp in stamps.items() if key not in owned}
+        if unowned:
+            self._directories.delete_unchanged(unowned)
+
+    def _stamps(self, directory: str, keys: Sequence[str]) -> dict[str, str]:
+        found = self._directories.stamps([f"{directory}/{key}" for key in keys])
+        return {key.removeprefix(f"{directory}/"): stamp for key, stamp in found.items()}
+
+
+def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
+    """Return the error for files that a save cannot replace while other files stay."""
+    return CheckpointExistsError(
+        f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
+        "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
+        "replaces all of them. Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the "
+        "whole directory, or save elsewhere. Nothing was changed"
+    )
+
+
+def _decode(data: bytes) -> _Journal | None:
+    """Return a journal; None if the file is something else, such as a file of a hostile checkpoint."""
+    try:
+        journal = _Journal(**json.loads(data))
+        texts = [journal.hidden, journal.root, journal.index_key, journal.index_stamp or ""]
+        texts += [*journal.added.values(), *journal.removed.values()]
+        for key in (*journal.added, *journal.removed, *filter(None, [journal.index_key])):
+            check_key(key)
+    except (AttributeError, TypeError, ValueError, RecursionError, InvalidLocationError):
+        return None
+    return journal if all(isinstance(text, str) for text in texts) else None
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,0 +1,330 @@
+"""Saves into directories with files of other processes, which write at any moment, and readers of both kinds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, Operation, SimulatedCrash
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, SaveLostError, StorageError
+from tests.crashes.places import InterruptedPlan, faulty_context, through
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+_OLD, _NEW, _NEXT = 1, 2, 3
+_ELEMENTS: Final = 12
+_FAST: Final = ckptcore.Context(durability="none")
+_DIVISIBLE: Final = ("place", "delete_unchanged", "delete_directory", "write_at")
+
+_OTHERS: Final = {"notes.txt": "mine", "logs/1.txt": "log", "__7_0.distcp.bak": "copy", "model-card.md": "card"}
+
+
+def _state(version: int) -> dict[str, Any]:
+    return {"w": np.full(_ELEMENTS, version), "b": np.full(3, version), "n": version}
+
+
+def _dcp_version(directory: Path) -> int | None:
+    """What torch reads."""
+    target = {"w": torch.zeros(_ELEMENTS, dtype=torch.int64), "b": torch.zeros(3, dtype=torch.int64)}
+    if not (directory / ".metadata").exists():
+        return None
+    load(target, checkpoint_id=directory, no_dist=True)
+    (version,) = {*target["w"].tolist(), *target["b"].tolist()}
+    return int(version)
+
+
+def _safetensors_version(directory: Path) -> int | None:
+    """What Hugging Face reads: one file, or else those that the index lists."""
+    index = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    elif index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        return None
+    arrays = {key: array for name in names for key, array in safetensors.numpy.load_file(directory / name).items()}
+    (version,) = {*arrays["w"].tolist(), *arrays["b"].tolist()}
+    return int(version)
+
+
+class _Case(NamedTuple):
+    """What is there before, what is saved, and what other software reads.
+
+    Attributes:
+        before: the layout of the old checkpoint, "torch" or "weights" for one of other software, None for none.
+        keeps: True if the old checkpoint was saved beside other files, too.
+        layout: the layout of the new checkpoint.
+        version: what other software reads of the new layout.
+    """
+
+    before: str | None
+    keeps: bool
+    layout: Any
+    version: Callable[[Path], int | None]
+
+
+_TWO_FILES: Final = ckptcore.SafetensorsLayout(max_file_bytes=100)
+
+_CASES: Final = {
+    "dcp over dcp": _Case("dcp", False, "dcp", _dcp_version),
+    "dcp over dcp beside others": _Case("dcp", True, "dcp", _dcp_version),
+    "dcp over torch": _Case("torch", False, "dcp", _dcp_version),
+    "dcp over nothing": _Case(None, False, "dcp", _dcp_version),
+    "safetensors over one file": _Case("safetensors", False, "safetensors", _safetensors_version),
+    "safetensors beside others": _Case("safetensors", True, "safetensors", _safetensors_version),
+    "two files over one": _Case("safetensors", False, _TWO_FILES, _safetensors_version),
+    "safetensors over weights": _Case("weights", False, "safetensors", _safetensors_version),
+    "dcp over safetensors": _Case("safetensors", False, "dcp", _dcp_version),
+    "zarr3 over safetensors": _Case("safetensors", True, "zarr3", lambda directory: None),
+}  # fmt: skip
+
+
+class _Place:
+    """A directory with an old checkpoint and files of others, and what must be in it."""
+
+    def __init__(self, above: Path, case: _Case) -> None:
+        self.directory = above / "step"
+        self.location = f"file://{self.directory}"
+        self.case = case
+        self.others = dict(_OTHERS)
+        self.empty = {"empty", "logs/empty"}
+        if case.before == "torch":
+            arrays = {name: torch.from_numpy(_state(_OLD)[name]) for name in ("w", "b")}
+            save(arrays, checkpoint_id=self.directory, no_dist=True)
+        elif case.before == "weights":
+            self.directory.mkdir(parents=True)
+            weights = {name: _state(_OLD)[name] for name in ("w", "b")}
+            safetensors.numpy.save_file(weights, self.directory / "model.safetensors")
+        elif case.before is not None:
+            if case.keeps:
+                self.directory.mkdir(parents=True)
+                (self.directory / "notes.txt").write_text("mine")
+            ckptcore.save(self.location, _state(_OLD), layout=case.before, overwrite="keep-other-files", context=_FAST)
+        for name, text in self.others.items():
+            self.write(name, text)
+        for name in self.empty:
+            (self.directory / name).mkdir(parents=True)
+
+    def write(self, name: str, text: str | None) -> None:
+        """Write a file as another program, replacing the old one by a rename, or delete it."""
+        path = self.directory / name
+        if text is None:
+            path.unlink()
+            self.others.pop(name)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.part")
+        temporary.write_text(text)
+        temporary.rename(path)
+        self.others[name] = text
+
+    def save(self, plan: FaultPlan, version: int = _NEW) -> None:
+        """Save beside the other files, with the faults of a plan."""
+        place = through(self.location)
+        fixed = self.case.layout == "zarr3" and self.version() != _OLD
+        ckptcore.save(
+            place,
+            _state(version),
+            layout="dcp" if fixed else self.case.layout,
+            overwrite="keep-other-files",
+            context=faulty_context(self.location, plan),
+        )
+
+    def version(self) -> int | None:
+        """What ckptcore reads. It must be complete."""
+        try:
+            found = ckptcore.load(self.location)
+        except CheckpointNotFoundError:
+            return None
+        assert ckptcore.verify(self.location).ok
+        (version,) = {*found["w"].tolist(), *found["b"].tolist(), found.get("n", int(found["w"][0]))}
+        return int(version)
+
+    def assert_others(self, at: object) -> None:
+        """Every file and empty directory of others is there, and none came back."""
+        found = {name: (self.directory / name) for name in self.others}
+        assert {name: path.read_text() for name, path in found.items() if path.exists()} == self.others, at
+        for name in self.empty:
+            assert (self.directory / name).is_dir() and not any((self.directory / name).iterdir()), at
+
+    def assert_clean(self, at: object) -> None:
+        """Nothing but the checkpoint and the files of others."""
+        self.assert_others(at)
+        own = {"checkpoint.json", *ckptcore.metadata(self.location).objects}
+        index = {".metadata", "model.safetensors.index.json"}
+        files = {path.relative_to(self.directory).as_posix() for path in self.directory.rglob("*") if path.is_file()}
+        left = files - own - self.others.keys() - index
+        left -= {".zgroup"}
+        assert not left, at
+        assert [path.name for path in self.directory.parent.iterdir()] == ["step"], at
+        assert len(index & files) <= 1, at
+
+
+def _operations(above: Path, case: _Case) -> list[Operation]:
+    plan = FaultPlan()
+    _Place(above / "first", case).save(plan)
+    return plan.operations
+
+
+def _crashes(operations: Sequence[Operation]) -> Iterator[CrashAt]:
+    """Every moment at which a crash leaves something else than the one before."""
+    for operation in operations:
+        if operation.changes:
+            yield CrashAt(operation.number)
+        if operation.name in _DIVISIBLE:
+            yield CrashAt(operation.number, "midway")
+    yield CrashAt(operations[-1].number, "after")
+
+
+def _slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+def _change_others(place: _Place) -> None:
+    """Do what another program may do at any moment: replace, create and delete files and empty directories."""
+    place.write("notes.txt", "replaced")
+    place.write("late/new.txt", "created")
+    place.write("logs/1.txt", None)
+    (place.directory / "late/empty").mkdir()
+    (place.directory / "empty").rmdir()
+    place.empty = {"logs/empty", "late/empty"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("dcp over dcp", "safetensors over one file") else _slow(name) for name in _CASES]
+)
+def test_a_kill_between_any_two_operations_leaves_both_readers_a_checkpoint(name: str, tmp_path: Path) -> None:
+    case = _CASES[name]
+    found = set()
+    for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
+        above = tmp_path / str(number)
+        place, at = _Place(above, case), f"{name}: {crash}"
+        before, foreign = place.version(), case.version(place.directory)
+        with suppress(SimulatedCrash):  # after the last operation, the save may not notice the crash
+            place.save(FaultPlan(crash))
+        place.assert_others(at)
+        version = place.version()
+        assert version in (before, _NEW), at
+        assert case.version(place.directory) in (foreign, _NEW), at
+        found.add(version)
+        place.write("late.txt", "after the kill")
+        place.save(FaultPlan(), _NEXT)
+        assert place.version() == _NEXT, at
+        assert case.version(place.directory) in (None, _NEXT), at
+        place.assert_clean(at)
+        shutil.rmtree(above)
+    assert found >= {_NEW}
+
+
+@pytest.mark.parametrize("name", ["dcp over dcp", _slow("safetensors over one file"), _slow("zarr3 over safetensors")])
+def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: str, tmp_path: Path) -> None:
+    case = _CASES[name]
+    for number, operation in enumerate(_operations(tmp_path, case)):
+        place, at = _Place(tmp_path / str(number), case), f"{name}: {operation} failed"
+        try:
+            place.save(FaultPlan(FailAt(number, StorageError("the test lets it fail"))))
+        except CheckpointError:
+            assert place.version() in (_OLD, _NEW), at
+        else:
+            assert place.version() == _NEW, at
+        assert case.version(place.directory) in (_OLD, _NEW, None), at
+        place.assert_others(at)
+        place.save(FaultPlan(), _NEXT)
+        assert place.version() == _NEXT, at
+        place.assert_clean(at)
+
+
+@pytest.mark.parametrize("name", ["dcp over dcp beside others", "dcp over nothing", _slow("safetensors over one file")])
+def test_what_others_write_between_any_two_operations_stays(name: str, tmp_path: Path) -> None:
+    case = _CASES[name]
+    for operation in _operations(tmp_path, case):
+        above = tmp_path / str(operation.number)
+        place = _Place(above, case)
+        place.save(InterruptedPlan(operation.number, functools.partial(_change_others, place)))
+        assert place.version() == _NEW
+        place.assert_clean(f"interrupted at {operation}")
+        shutil.rmtree(above)
+
+
+def test_files_written_after_a_kill_are_not_deleted(tmp_path: Path) -> None:
+    """Also those with the names of the old checkpoint: other software may save again with its own names."""
+    case = _CASES["dcp over torch"]
+    for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
+        place = _Place(tmp_path / str(number), case)
+        with suppress(SimulatedCrash):
+            place.save(FaultPlan(crash))
+        arrays = {"w": torch.full((_ELEMENTS,), 9), "b": torch.full((3,), 9)}
+        save(arrays, checkpoint_id=place.directory, no_dist=True)
+        with suppress(CheckpointError):
+            ckptcore.save(place.location, _state(_NEW), context=_FAST)  # sweeps, and refuses to overwrite
+        assert _dcp_version(place.directory) == 9, f"{crash}"
+        place.save(FaultPlan(), _NEXT)
+        assert place.version() == _NEXT and _dcp_version(place.directory) == _NEXT
+
+
+@pytest.mark.parametrize("task", ["keep", "overwrite", _slow("delete")])
+def test_another_process_at_any_operation_leaves_a_whole_checkpoint(task: str, tmp_path: Path) -> None:
+    case = _CASES["dcp over dcp"]
+    outcomes = set()
+    for number, operation in enumerate(_operations(tmp_path, case)):
+        place, at = _Place(tmp_path / str(number), case), f"{task} before {operation}"
+
+        def meanwhile(place: _Place = place) -> None:
+            if task == "delete":
+                ckptcore.delete(place.location)
+            else:
+                overwrite: Any = True if task == "overwrite" else "keep-other-files"
+                ckptcore.save(place.location, _state(_NEXT), layout="dcp", overwrite=overwrite, context=_FAST)
+
+        try:
+            place.save(InterruptedPlan(number, meanwhile))
+            outcomes.add("saved")
+        except SaveLostError:
+            outcomes.add("lost")
+        version = place.version()
+        assert version in (None, _NEW, _NEXT), at
+        assert version == _dcp_version(place.directory), at
+        if version is not None:
+            place.save(FaultPlan(), 4)
+            assert place.version() == _dcp_version(place.directory) == 4, at
+    assert "saved" in outcomes
+
+
+def test_a_killed_copy_next_to_other_files_is_resumed(tmp_path: Path) -> None:
+    def copy(place: _Place, plan: FaultPlan) -> None:
+        options: Any = {"overwrite": "keep-other-files", "context": faulty_context(place.location, plan)}
+        ckptcore.copy(source, through(place.location), **options)
+
+    source = tmp_path / "source"
+    ckptcore.save(source, _state(_NEW), layout="zarr3", context=_FAST)
+    case = _CASES["dcp over dcp"]
+    plan = FaultPlan()
+    copy(_Place(tmp_path / "first", case), plan)
+    for number, crash in enumerate(_crashes(plan.operations)):
+        place = _Place(tmp_path / str(number), case)
+        with suppress(SimulatedCrash):
+            copy(place, FaultPlan(crash))
+        found = place.version()
+        assert found in (_OLD, _NEW), crash
+        if found == _OLD:
+            copy(place, FaultPlan())
+        place.save(FaultPlan(), _NEXT)
+        assert place.version() == _dcp_version(place.directory) == _NEXT, crash
+        place.assert_others(crash)
+        assert [path.name for path in place.directory.parent.iterdir()] == ["step"], crash

@@ -1,0 +1,74 @@
+"""Deletions beside deletions, and locks that cannot be released."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.builtin.local_directories import DirectoryLock
+from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
+from tests.copying.places import new_place
+from tests.crashes.places import InterruptedPlan, faulty_context, through
+
+_STATE = {"w": np.arange(4)}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_deletion_that_meets_another_one_finds_nothing(scheme: str, several: bool, tmp_path: Path) -> None:
+    found: list[str] = []
+    for number in itertools.count():
+        place = new_place(scheme, tmp_path)
+        if several:
+            ckptcore.save_checkpointables(place, {"one": _STATE, "two": _STATE})
+        else:
+            ckptcore.save(place, _STATE)
+        plan = InterruptedPlan(number, functools.partial(ckptcore.delete, place))
+        try:
+            ckptcore.delete(through(place), context=faulty_context(place, plan))
+        except (CheckpointNotFoundError, SaveLostError) as error:
+            assert scheme == "memory" or isinstance(error, CheckpointNotFoundError)
+            found.append(type(error).__name__)
+        with pytest.raises(CheckpointNotFoundError):
+            ckptcore.load(place)
+        if not plan.interrupted:
+            break
+    assert "CheckpointNotFoundError" in found
+
+
+def test_a_step_that_another_process_deletes_is_deleted(tmp_path: Path) -> None:
+    with ckptcore.Checkpointer(tmp_path) as run:
+        for step in range(3):
+            run.save_blocking(step, _STATE)
+        ckptcore.delete(tmp_path / "0")
+        with contextlib.suppress(CheckpointNotFoundError):
+            run.delete(0)
+        assert run.steps == (1, 2)
+
+
+@pytest.mark.parametrize("kind", ["save", "update"])
+def test_a_lock_that_cannot_be_released_is_no_error_of_the_save(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = DirectoryLock.close
+
+    def fail(self: DirectoryLock) -> None:
+        close(self)
+        raise StorageError("the test fails to unlock")
+
+    ckptcore.save(tmp_path / "base", _STATE)
+    strategy = ckptcore.Update(tmp_path / "base") if kind == "update" else None
+    state = {"n": 1} if kind != "update" else {"n": 1, "w": ckptcore.PLACEHOLDER}
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "ckptcore"):
+        patched.setattr(DirectoryLock, "close", fail)
+        ckptcore.save(tmp_path / "x", state, strategy=strategy)
+    assert "cannot be unlocked" in caplog.text
+    assert ckptcore.load(tmp_path / "x")["n"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == ["base", "x"]
