@@ -135,7 +135,9 @@ class CheckpointError(Exception):
 
 
 def _restored(error_type: type[CheckpointError], arguments: tuple[object, ...]) -> CheckpointError:
-    error = error_type.__new__(error_type, *arguments)
+    # Python refuses MemoryError.__new__, which the class inherits, because its first base is another exception.
+    new = Exception.__new__ if issubclass(error_type, MemoryError) else error_type.__new__
+    error = new(error_type, *arguments)
     error.args = arguments
     return error
 

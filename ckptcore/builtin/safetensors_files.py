@@ -21,7 +21,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.protocols import Inspection, ReadStore
 
-__all__ = ["Constants", "FileHeader", "TensorEntry", "inspect_files", "read_header", "read_json_object"]
+__all__ = ["Constants", "FileHeader", "TensorEntry", "inspect_files", "lost_root", "read_header", "read_json_object"]
 
 
 class TensorEntry(NamedTuple):

@@ -12,7 +12,6 @@ The journal has a stamp of each file, so that no file is deleted that was writte
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -28,12 +27,13 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     SaveLostError,
 )
+from ckptcore.events import logger_named
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
 __all__ = ["PlacedObjects", "fixed_names"]
 
-logger = logging.getLogger("ckptcore.commit")
+logger = logger_named("ckptcore.commit")
 
 _JOURNAL: Final = "checkpoint.journal.json"
 _SHOWN: Final = 5

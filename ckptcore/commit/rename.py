@@ -21,7 +21,6 @@ from ckptcore.commit.method import (
     session_running,
     sessions_changed,
 )
-from ckptcore.commit.placing import PlacedObjects
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import subdirectory
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
+    from ckptcore.commit.placing import PlacedObjects
     from ckptcore.commit.support import StorageSupport
 
 __all__ = ["RenameMethod", "RenameTransaction"]
@@ -284,6 +284,8 @@ class RenameTransaction:
 
     @property
     def _objects(self) -> PlacedObjects:
+        from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
+
         return PlacedObjects(self._location.parent, self._directories, self._location.name, self._hidden)
 
     def replace(self, table: bytes) -> None:
@@ -631,6 +633,8 @@ class RenameMethod(CommitMethod):
                 if not self.is_committed(replaced):
                     return True
             if (checkpoint := saved_to(name)) is not None:
+                from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
+
                 PlacedObjects(self._directory, self._directories, checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
             if self._support.leases(self._directory) is not None:

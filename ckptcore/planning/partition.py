@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -247,6 +246,8 @@ def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) ->
         overlapping = ((starts[:, None] < stops) & (starts < stops[:, None])).all(axis=2)  # each box with itself, too
         missing = math.prod(shape) - int((stops - starts).prod(axis=1).sum())
         return not missing and int(overlapping.sum()) == len(starts)
+    import random  # only arrays in many boxes need it
+
     choices = random.SystemRandom()  # keeps the state of the caller's generators
     keys = np.array([[[choices.getrandbits(64)] for _ in shape] for _ in _PRIMES], np.uint64)
     total = _moved_volumes(np.zeros((1, len(shape)), np.int64), ends[None], keys)

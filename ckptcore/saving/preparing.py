@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import Location, resolve_location
-from ckptcore.commit.placing import fixed_names
 from ckptcore.commit.root import Member, Root, check_name, new_save_id
 from ckptcore.commit.target import read_root, refuse_inside, refuse_to_replace
 from ckptcore.context import Context
@@ -143,6 +142,8 @@ def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) ->
             root = read_root(location.store)
             taken = sorted(root.objects)[:1] if isinstance(root, Root) and root.layout == layout.name else []
     if taken:
+        from ckptcore.commit.placing import fixed_names  # plain saves do not need it
+
         raise fixed_names(location.display, taken)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
+from ckptcore.errors import CorruptCheckpointError
 from tests.checkpointer.runs import ROOT, Watch, remove, save_steps, store_of, through, tree, watched
 
 
@@ -128,12 +131,13 @@ def test_a_listing_does_not_undo_concurrent_changes_of_this_process(directory: s
         assert list(run.steps) == [2, 3]
 
 
-def test_a_step_without_a_root_is_read_as_a_foreign_checkpoint(local: str) -> None:
-    """All arrays are complete, since the commit is a rename, so they load like any safetensors file."""
+def test_a_step_that_lost_its_root_is_listed_and_not_loaded(local: str) -> None:
+    """Its structure, its values and its checksums are lost, so the run resumes from the step before."""
     with Checkpointer(local) as run:
         save_steps(run, [1, 2])
         remove(local, f"2/{ROOT}")
     with Checkpointer(local) as run:
         assert list(run.steps) == [1, 2]
-        assert (run.load()["w"] == 2).all()
-        assert "step" not in run.load(), "what stood in the root is lost"
+        assert (run.load()["w"] == 1).all()
+        with pytest.raises(CorruptCheckpointError, match="checkpoint.json is missing"):
+            run.load(2)

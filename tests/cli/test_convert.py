@@ -152,7 +152,7 @@ def test_quantised_weights_are_dequantised_before_they_are_mapped(run: Run, run_
     values = np.full((4, 2), 0.5, dtype_from_name("float8_e4m3fn"))
     arrays = {"encoder.layer.0.attention.output.dense.weight": values, "w.weight": np.ones(3, np.float32)}
     scales = {"encoder.layer.0.attention.output.dense.weight_scale_inv": np.full((1, 1), 3, np.float32)}
-    ckptcore.save(tmp_path / "ours", {**arrays, **scales})
+    ckptcore.save(tmp_path / "ours", {**arrays, **scales}, layout=ckptcore.SafetensorsLayout(standalone=True))
     (tmp_path / "model").mkdir()
     (tmp_path / "ours" / "model.safetensors").rename(tmp_path / "model" / "model.safetensors")
     there = ["convert", tmp_path / "model", tmp_path / "numbers", "--dequantize"]
