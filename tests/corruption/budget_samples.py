@@ -289,7 +289,7 @@ def _root_bases(directory: Path, n: int) -> None:
 
 
 def _composite(directory: Path, members: Mapping[str, Any], present: Sequence[str]) -> None:
-    tables = {"custom": {}}
+    tables: dict[str, dict[str, Any]] = {"custom": {}}
     _seal(directory, {**_head(), **_COMMON, "members": members, "tables": tables, "parts": {}})
     for name in present:
         (directory / name).mkdir()
@@ -475,7 +475,7 @@ def _dcp(
         for name in shapes
         for number, (start, _) in enumerate(boxes[name])
     }
-    metadata = dcp.Metadata(tensors, planner_data, locations)
+    metadata = dcp.Metadata({**tensors}, planner_data, locations)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 

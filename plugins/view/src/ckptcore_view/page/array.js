@@ -156,7 +156,11 @@ function chunksSection({ shape, chunks }) {
     "section",
     {},
     heading,
-    h("p", { class: "muted" }, `${chunks.is_all ? "" : "more than "}${plural(chunks.count, "chunk")} in ${plural(chunks.objects.length, "object")}`),
+    h(
+      "p",
+      { class: "muted" },
+      `${chunks.is_all ? "" : "more than "}${plural(chunks.count, "chunk")} in ${plural(chunks.objects.length, "object")}`,
+    ),
     drawBoxes("Chunks, with a colour for each object", shape, boxes, "object"),
     h(
       "details",
