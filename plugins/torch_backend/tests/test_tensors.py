@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
