@@ -167,6 +167,10 @@ def test_every_missing_file_is_detected(name: str, tmp_path: Path) -> None:
         original.check()
         original.restore()
     (original.location / "checkpoint.json").unlink()
+    if not any(file.endswith(".safetensors") for file in original.files):
+        # What is left is a checkpoint of Orbax, which holds the tree and the values.
+        assert ckptcore.metadata(original.location).save_id is None
+        return
     with pytest.raises(ckptcore.errors.CorruptCheckpointError, match=r"checkpoint\.json is missing"):
         ckptcore.metadata(original.location)
 
