@@ -135,9 +135,7 @@ class CheckpointError(Exception):
 
 
 def _restored(error_type: type[CheckpointError], arguments: tuple[object, ...]) -> CheckpointError:
-    # Python refuses MemoryError.__new__, which the class inherits, because its first base is another exception.
-    new = Exception.__new__ if issubclass(error_type, MemoryError) else error_type.__new__
-    error = new(error_type, *arguments)
+    error = error_type.__new__(error_type, *arguments)
     error.args = arguments
     return error
 
@@ -238,6 +236,10 @@ class InsufficientMemoryError(CheckpointError, MemoryError):
     The array may be too large for this machine. In a checkpoint of other software, its shape may also be damaged: few
     bytes can state any shape.
     """
+
+    def __new__(cls, *arguments: object) -> InsufficientMemoryError:
+        """Create the error. Python refuses MemoryError.__new__, because the first base is another exception."""
+        return Exception.__new__(cls, *arguments)
 
 
 class NotMappableError(CheckpointError, ValueError):
