@@ -71,7 +71,10 @@ class Request:
             raise CancelledError
 
     def each(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items until the client has left; then raise CancelledError. Documents have no other loops that last."""
+        """Yield items until the client has left; then raise CancelledError.
+
+        Use it for every loop whose length a file or a request states.
+        """
         for item in items:
             self.check_wanted()
             yield item
