@@ -19,7 +19,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.model import Node, Skeleton
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore_integrations.orbax_v1.library import PYTREE_METADATA_FILE, get_context, typestr, v1
 from ckptcore_integrations.orbax_v1.settings import context_of, matching_of, text_of
 
@@ -53,7 +53,8 @@ class TreeHandler:
         async def read() -> Any:
             if not (directory / PYTREE_METADATA_FILE).exists():
                 raise FileNotFoundError(
-                    f"No structure could be identified: {redacted(str(directory))} has no {PYTREE_METADATA_FILE}"
+                    f"No structure could be identified: {redacted_location(str(directory))} has no "
+                    f"{PYTREE_METADATA_FILE}"
                 )
             return _load_tree(str(directory), abstract_checkpointable, self._context)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore_view.open_tree import OpenTree
 
 __all__ = ["BadRequestError", "CancelledError", "Request"]
@@ -62,7 +62,7 @@ class Request:
         """
         leaf = self.number("leaf")
         if self.text("version") not in ("", opened.version):
-            raise BadRequestError(f"{redacted(opened.location)} was replaced meanwhile: load the page again")
+            raise BadRequestError(f"{redacted_location(opened.location)} was replaced meanwhile: load the page again")
         return leaf
 
     def check_wanted(self) -> None:
