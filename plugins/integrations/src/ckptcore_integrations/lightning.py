@@ -354,7 +354,7 @@ def _beside(path: _Path) -> str:
 
 
 def _replace(path: _Path, context: Context) -> None:
-    """Replace what is of Lightning by the checkpoint that was saved next to it. At each moment, one of the two is complete."""
+    """Replace what is of Lightning by the checkpoint next to it. At each moment, one of the two is complete."""
     beside = _beside(path)
     _remove(path)
     if "://" in os.fspath(path):  # object stores cannot rename
