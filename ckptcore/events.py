@@ -60,7 +60,7 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.tree import JSON
 from ckptcore.progress import ByteProgress
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted, redacted_location
 
 __all__ = [
     "ERROR_CHARACTERS",
@@ -203,7 +203,7 @@ class Recording:
         progress: ByteProgress | None = None,
     ) -> None:
         self.operation: Operation = operation
-        self.location = redacted(location)
+        self.location = redacted_location(location)
         self.step = step
         self.rank = rank
         self.save_id = save_id

@@ -23,7 +23,7 @@ from ckptcore.builtin.local_calls import (
     sync_directory,
     sync_file,
 )
-from ckptcore.builtin.safetensors_files import FileHeader, TensorEntry, read_header
+from ckptcore.builtin.safetensors_files import FileHeader, TensorEntry, read_header, refuse_lost_root
 from ckptcore.builtin.safetensors_writing import DTYPE_BITS, DTYPES, encode_header
 from ckptcore.context import Context, default_context
 from ckptcore.errors import StorageError
@@ -37,6 +37,7 @@ __all__ = [
     "encode_header",
     "open_regular_file",
     "read_header",
+    "refuse_lost_root",
     "replace_file",
 ]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-__all__ = ["chainable", "redacted"]
+__all__ = ["chainable", "redacted", "redacted_location"]
 
 _HIDDEN: Final = "***"
 
@@ -15,7 +15,7 @@ _WORD: Final = r"[^\s<>\"]+(?: [^\s<>\"?&#:/=＝%]+[=＝%][^\s<>\"]*)*"
 """A part of a text that may be a URL. The names of its parameters may have spaces, if a library decoded them."""
 
 _MARKS: Final = ("//", ":/", "=", "%", "\\")
-_ESCAPES: Final = r"(?:%[0-9a-fA-F]{2})+|(?:%|\\)u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}"
+_ESCAPES: Final = r"(?:%[0-9a-fA-F]{2})+|(?:%|\\)u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\/"
 _ROUNDS: Final = 8
 """How often a text is decoded. Libraries encode URLs that are encoded already."""
 
@@ -27,10 +27,24 @@ _LOCAL: Final = frozenset({"file", "local", "memory"})
 _WITH_LOGIN: Final = frozenset({"abfs", "abfss", "ftp", "ftps", "hdfs", "scp", "sftp", "smb", "ssh", "wasb", "wasbs"})
 """Schemes in which a user without a password is a name. In other URLs it may be a token."""
 
-_SECRET_NAME: Final = r"access|assertion|auth|bearer|cred|jwt|key|pass|pwd|sas|secret|session|sig|token"
-"""Parts of the names of parameters that may be secret, without punctuation and in lower case.
+_SECRET_WORDS: Final = frozenset(
+    {
+        "access", "assertion", "auth", "bearer", "cred", "creds", "jwt", "key", "oauth", "pass", "pwd", "sas",
+        "session", "sig",
+    }
+)  # fmt: skip
+"""Words of the names of parameters whose values may be secret, in lower case."""
 
-Outside URLs other parameters are shown, because local paths may contain them."""
+_SECRET_NAME: Final = (
+    r"token|secret|password|passwd|passphrase|credential|signature|authorization|sessionid"
+    r"|(?:access|account|api|auth|private|session|shared|signing)key"
+)
+"""Parts of such names, without punctuation and in lower case.
+
+Outside queries and fragments of URLs, parameters with other names are shown: names of directories contain them."""
+
+_NAME_WORDS: Final = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+"
+"""The words of a name, which punctuation, digits or changes of case separate."""
 
 _TAIL: Final = "')],.;:"
 """Punctuation behind a URL, which may belong to the text."""
@@ -39,14 +53,24 @@ _HOST_AND_PORT: Final = r"[^:]*(?::[0-9]*)?\Z"
 
 
 def redacted(text: str) -> str:
-    """Return a text whose URLs have no passwords, and no values in queries, fragments and path parameters.
+    """Return a text whose URLs have no passwords, no values in queries and fragments, and no secret path parameters.
 
     ``https://user:password@host/a?token=value`` becomes ``https://user:***@host/a?token=***``. URLs and names are
     decoded before they are judged, however often they are encoded. Takes time linear in the length of the text.
     """
     if text.isascii() and not any(mark in text for mark in _MARKS):
         return text  # compiling the patterns takes longer than a small save
-    return re.sub(_WORD, _redacted_word, text)
+    return re.sub(_WORD, lambda word: _redacted_word(word[0]), text)
+
+
+def redacted_location(text: str) -> str:
+    """Return a path or URL without its secrets, as `redacted` does.
+
+    Where a URL ends in a text is not known if it has spaces, quotes or angle brackets. Here all of the text is one.
+    """
+    if text.isascii() and not any(mark in text for mark in _MARKS):
+        return text
+    return _redacted_word(text)
 
 
 def chainable(error: BaseException) -> BaseException | None:
@@ -83,8 +107,7 @@ class _Decoded(NamedTuple):
     stops: list[int]
 
 
-def _redacted_word(matched: re.Match[str]) -> str:
-    word = matched[0]
+def _redacted_word(word: str) -> str:
     if word.isascii() and "%" not in word and "\\" not in word:
         positions = list(range(len(word) + 1))
         decoded = _Decoded(word, positions, positions[1:])
@@ -135,7 +158,7 @@ def _decoded_once(found: _Decoded) -> _Decoded:
             for character, first, stop in _characters(bytes.fromhex(escape[0].replace("%", ""))):
                 add(character, end + 3 * first, end + 3 * stop)
         else:
-            add(chr(int(f"0x{escape[0][2:]}", 0)), end, position)
+            add("/" if escape[0][1] == "/" else chr(int(f"0x{escape[0][2:]}", 0)), end, position)
     return _Decoded("".join(characters), [start for start, _ in origins], [stop for _, stop in origins])
 
 
@@ -165,22 +188,21 @@ def _secrets(decoded: _Decoded) -> Iterator[tuple[int, int]]:
     text = decoded.text
     stop = len(text.rstrip(_TAIL))
     address = _first_address(text, stop)
-    begin = stop if address is None else address[0]
-    yield from _named_secrets(decoded, _parts(text, 0, begin))
+    start = stop if address is None else address[0]
+    for first, end in _named_secrets(text, _parts(text, 0, start)):
+        yield from _range(first, _value_stop(decoded, first, end))
     if address is None:
         return
-    query = min([index for index in (text.find("?", begin, stop), text.find("#", begin, stop)) if index >= 0] or [stop])
+    query = min([index for index in (text.find("?", start, stop), text.find("#", start, stop)) if index >= 0] or [stop])
     is_encoded = query < stop and decoded.stops[query] - decoded.starts[query] > 1  # it is in the name of an object
     yield from _users(text, *address, stop if is_encoded else query)
-    for first, end in _parts(text, begin, query):  # parameters of the path, behind semicolons
-        equals = text.find("=", first, end)
-        if equals >= 0:
-            yield from _range(equals + 1, end)
+    for first, end in _named_secrets(text, _parts(text, start, query)):  # parameters of the path, behind semicolons
+        yield from _range(first, end)
     for first, end in _parts(text, query, stop):
         equals = text.find("=", first, end)
         has_value = equals >= 0 and text[equals:end].strip("=")  # a value in Base64 may end with =
-        begin = equals + 1 if has_value else first
-        yield from _range(begin, _value_stop(decoded, begin, end) if is_encoded else end)
+        value = equals + 1 if has_value else first
+        yield from _range(value, _value_stop(decoded, value, end) if is_encoded else end)
 
 
 def _range(first: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -195,13 +217,12 @@ def _parts(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield begin + 1, end
 
 
-def _named_secrets(decoded: _Decoded, parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the values of parameters outside URLs whose names suggest secrets."""
-    text = decoded.text
+def _named_secrets(text: str, parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the values of the parameters whose names suggest secrets."""
     for first, stop in parts:
         equals = text.find("=", first, stop)
         if equals >= 0 and _is_secret(text[first:equals]):
-            yield from _range(equals + 1, _value_stop(decoded, equals + 1, stop))
+            yield equals + 1, stop
 
 
 def _value_stop(decoded: _Decoded, first: int, stop: int) -> int:
@@ -220,8 +241,12 @@ def _compatible(text: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    plain = "".join([character for character in _compatible(name).casefold() if character.isalnum()])
-    return re.search(_SECRET_NAME, plain) is not None
+    if name.startswith(" "):
+        return False  # text behind a semicolon
+    name = _compatible(name)
+    plain = "".join([character for character in name.casefold() if character.isalnum()])
+    words = [word.lower() for word in re.findall(_NAME_WORDS, name)]
+    return re.search(_SECRET_NAME, plain) is not None or not _SECRET_WORDS.isdisjoint([plain, *words])
 
 
 def _first_address(text: str, stop: int) -> tuple[int, str] | None:

@@ -75,8 +75,13 @@ def write_results(results: Results, path: Path = RESULTS) -> None:
 
 
 def fill_tables(note: str, results: Results) -> str:
-    """Return the text of the note with a table at each of its marks."""
-    return _TABLE.sub(lambda mark: f"{mark[1]}\n{_table(mark[2], results[mark[2]])}\n{mark[3]}", note)
+    """Return the text of the note with a table at each of its marks, which is empty without results."""
+
+    def filled(mark: re.Match[str]) -> str:
+        table = f"{_table(mark[2], results[mark[2]])}\n" if mark[2] in results else ""
+        return f"{mark[1]}\n{table}{mark[3]}"
+
+    return _TABLE.sub(filled, note)
 
 
 def _table(library: str, results: LibraryResults) -> str:

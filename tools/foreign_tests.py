@@ -5,15 +5,15 @@
     python -m tools.foreign_tests torch DIRECTORY FILE...
     python -m tools.foreign_tests
 
-``DIRECTORY`` is an unpacked source archive of the library; the files are relative to it. The results of the files are
-stored next to the design note ``replaced-libraries.md``, and its tables are written from them; without arguments, only
-the tables are written. Each call of a function of ckptcore by the replacement is counted: tests that make none prove
-nothing. Packages that only the tests need, such as expecttest for those of torch, can be in PYTHONPATH.
+``DIRECTORY`` has the sources of the library, unpacked or checked out; the files are relative to it. The results of the
+files are stored next to the design note ``replaced-libraries.md``, and its tables are written from them; without
+arguments, only the tables are written. Each call of a function of ckptcore by the replacement is counted: tests that
+make none prove nothing. Packages that only the tests need, such as expecttest for those of torch, can be in PYTHONPATH.
 
-No file of the archive is copied into the repository. Orbax's tests import helpers that its wheel does not have, so they
-run in a temporary copy of the installed package with the missing files of the archive. Files ``*_test_base.py`` have
-classes of tests inside a class, and run with subclasses. Tests of torch run in a temporary copy that names CPUs and
-gloo where the archive names GPUs and NCCL.
+Results of another version of the library are dropped. No file of the archive is copied into the repository. Orbax's
+tests import helpers that its wheel does not have, so they run in a temporary copy of the installed package with the
+missing files of the archive. Files ``*_test_base.py`` have classes of tests inside a class, and run with subclasses.
+Tests of torch run in a temporary copy that names CPUs and gloo where the archive names GPUs and NCCL.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tools.foreign_results import (
     NOTE,
     FileResult,
     LibraryResults,
+    Results,
     fill_tables,
     read_results,
     write_results,
@@ -212,6 +213,13 @@ def run_file(file: str, archive: Path, library: str) -> FileResult:
     )
 
 
+def with_result(results: Results, library: str, file: str, result: FileResult) -> Results:
+    """Return the results with that of a file. Those of another version of the library are dropped."""
+    version = importlib.metadata.version(_DISTRIBUTIONS[library])
+    known = results[library].files if library in results and results[library].version == version else {}
+    return {**results, library: LibraryResults(version, {**known, file: result})}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run test files if there are any, store their results, and write the tables. Return 0."""
     if arguments:
@@ -220,10 +228,7 @@ def main(arguments: Sequence[str]) -> int:
         for file in files:
             result = run_file(file, archive, library)
             print(file, result, flush=True)
-            results = read_results()
-            known = results[library].files if library in results else {}
-            version = importlib.metadata.version(_DISTRIBUTIONS[library])
-            write_results({**results, library: LibraryResults(version, {**known, file: result})})
+            write_results(with_result(read_results(), library, file, result))
     NOTE.write_text(fill_tables(NOTE.read_text(encoding="utf-8"), read_results()), encoding="utf-8")
     return 0
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.builtin.safetensors_writing import DTYPE_BITS, DTYPES, MAX_HEADER_BYTES, METADATA, PAIRS, PART, RAW
+from ckptcore.builtin.safetensors_writing import (
+    DTYPE_BITS,
+    DTYPES,
+    MAX_HEADER_BYTES,
+    METADATA,
+    PAIRS,
+    PART,
+    RAW,
+    SHARDING,
+)
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -21,7 +30,15 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.protocols import Inspection, ReadStore
 
-__all__ = ["Constants", "FileHeader", "TensorEntry", "inspect_files", "lost_root", "read_header", "read_json_object"]
+__all__ = [
+    "Constants",
+    "FileHeader",
+    "TensorEntry",
+    "inspect_files",
+    "read_header",
+    "read_json_object",
+    "refuse_lost_root",
+]
 
 
 class TensorEntry(NamedTuple):
@@ -87,6 +104,8 @@ _KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", _ADAPTER)
 """Names that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), in order of preference."""
 
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_SLICES: Final = re.compile(r"shard-\d+-.+-\d+-of-\d+\.safetensors")
+"""Files with slices of arrays. Their headers have `SHARDING`, which files of whole arrays may have as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +140,24 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 
     Raises:
         CorruptCheckpointError: a file is damaged.
-        CheckpointNotFoundError: there are several files, and no index lists which belong together.
+        CheckpointNotFoundError: there are several files, and no index lists which belong together; or a file has slices
+            of arrays.
         CorruptCheckpointError: a file of a directory is part of a checkpoint of ckptcore, which has lost its root.
     """
     found = _find_tensors(store, entry)
     if found is None:
         return None
     entries, metadata = found
-    if entry is None and PART in metadata:
-        raise lost_root(entries[0].key if entries else "a file")
-    metadata = {name: text for name, text in metadata.items() if name != PART}
     files = sorted({entry.key for entry in entries})
+    if entry is None:
+        keys = files or [name for name in store.list_names("") if name.endswith(_FILE)]
+        refuse_lost_root(keys[0], metadata)
+    if SHARDING in metadata and (slices := [key for key in files if _SLICES.fullmatch(key.rpartition("/")[2])]):
+        raise CheckpointNotFoundError(
+            f"{slices[0]} has slices of arrays, and not whole arrays: name the directory of its checkpoint as the "
+            f"location. Without {_ROOT} there, load the arrays alone with {_READER_OF_SLICES}"
+        )
+    metadata = {name: text for name, text in metadata.items() if name != PART}
     numbers = {key: number for number, key in enumerate(files)}
     skeleton = Node("dict", tuple([entry.name for entry in entries]), (LEAF,) * len(entries))
     state: JSON = {
@@ -144,14 +170,31 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
     return Inspection(tree, state, "safetensors", dict(metadata))
 
 
-def lost_root(key: str) -> CorruptCheckpointError:
-    """Return the error for a file of a checkpoint of ckptcore without a root."""
-    return CorruptCheckpointError(
-        f"{key} is part of a checkpoint of ckptcore, but checkpoint.json is missing in its directory, so that the "
-        "structure, the values and the checksums are lost: restore checkpoint.json from a copy, or load another "
-        "checkpoint. To load the arrays alone, without checks, name the file, or the index of several files, as the "
-        "location",
-        key="checkpoint.json",
+_ROOT: Final = "checkpoint.json"
+_READER_OF_SLICES: Final = "HuggingFaceStorageReader of torch.distributed.checkpoint"
+
+
+def refuse_lost_root(key: str, metadata: Mapping[str, object]) -> None:
+    """Refuse a safetensors file that is part of a checkpoint of ckptcore, in a directory without a root.
+
+    Args:
+        key: the file.
+        metadata: the metadata of its header.
+
+    Raises:
+        CorruptCheckpointError: it is part of a checkpoint.
+    """
+    if PART not in metadata:
+        return
+    way = (
+        f"The files have slices of arrays: {_READER_OF_SLICES} loads the arrays alone, without checks"
+        if SHARDING in metadata
+        else "To load the arrays alone, without checks, name the file, or the index of several files, as the location"
+    )
+    raise CorruptCheckpointError(
+        f"{key} is part of a checkpoint of ckptcore, but {_ROOT} is missing in its directory, so that the structure, "
+        f"the values and the checksums are lost: restore {_ROOT} from a copy, or load another checkpoint. {way}",
+        key=_ROOT,
     )
 
 
@@ -173,6 +216,8 @@ def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:
         return None
     stem = _choose_stem(indexes, files)
     if stem is None:
+        for key in files[:1]:  # all files of a lost checkpoint are marked
+            refuse_lost_root(key, _read_header(store, key)[1])
         raise CheckpointNotFoundError(
             "the directory has several safetensors files and no index lists which belong together: "
             f"{', '.join([*indexes, *files])}. Name one of them as the location"

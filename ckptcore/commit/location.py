@@ -22,7 +22,7 @@ from ckptcore.protocols import (
     StorageBackend,
     StorageOptions,
 )
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 
 __all__ = [
     "AnyLocation",
@@ -62,7 +62,7 @@ class SubPath:
 
     def __str__(self) -> str:
         outer = self.location if isinstance(self.location, SubPath | IndirectLocation) else os.fspath(self.location)
-        return f"{redacted(str(outer)).rstrip('/')}/{self.directory}"
+        return f"{redacted_location(str(outer)).rstrip('/')}/{self.directory}"
 
 
 class Storages(NamedTuple):
@@ -232,9 +232,10 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
     text = os.fspath(location)
     if not name or name in (".", "..") or parent.endswith(":/"):
         raise InvalidLocationError(
-            f"{text!r} is the root of a storage; give a directory below it, because a checkpoint is a directory"
+            f"{redacted_location(text)!r} is the root of a storage; give a directory below it, because a checkpoint is "
+            "a directory"
         )
-    return open_address(LocationAddress(redacted(text), scheme, parent, name), storages, to_write=to_write)
+    return open_address(LocationAddress(redacted_location(text), scheme, parent, name), storages, to_write=to_write)
 
 
 def _resolve_within(path: SubPath, storages: Storages, to_write: bool) -> Location:
@@ -308,8 +309,9 @@ def _address(location: AnyLocation) -> tuple[str, str]:
     matched = _URL.fullmatch(text)
     if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
         raise InvalidLocationError(
-            f"{text!r} is a URL with one slash, perhaps because of pathlib.Path; give '{broken[1]}://{broken[2]}' as a "
-            "str, or the absolute path of a local directory that has this name"
+            f"{redacted_location(text)!r} is a URL with one slash, perhaps because of pathlib.Path; give "
+            f"{redacted_location(f'{broken[1]}://{broken[2]}')!r} as a str, or the "
+            "absolute path of a local directory that has this name"
         )
     scheme = matched[1].lower() if matched else "file"
     if scheme == "file":
@@ -321,6 +323,7 @@ def _local_path(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise InvalidLocationError(
-            f"{url!r} is not the URL of a local file; write file:///path, with ? and # as %3F and %23"
+            f"{redacted_location(url)!r} is not the URL of a local file; write file:///path, with ? and # as "
+            "%3F and %23"
         )
     return urllib.parse.unquote(parts.path)

@@ -17,7 +17,7 @@ from ckptcore.errors import BackgroundSaveError
 from ckptcore.io.requests import call_into, reset_in_children
 from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.progress import ByteProgress, Progress, ProgressCallback
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 
 __all__ = [
     "BackgroundSaves",
@@ -151,7 +151,7 @@ class SaveHandle(ExplainsAttributes):
     """A save that runs in the background."""
 
     def __init__(self, location: str, progress: ByteProgress) -> None:
-        self.location = redacted(location)
+        self.location = redacted_location(location)
         self._future: Future[None] = Future()
         self._claimed = threading.Event()
         self._progress = progress

@@ -17,7 +17,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import explains_arguments
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.protocols import Layout, Rejoinable, SaveStrategy, StepStrategy
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import OneTree, Save, SaveDraft, as_integer
 from ckptcore.step_names import StepNames
@@ -118,7 +118,7 @@ class Checkpointer(CheckpointReader):
         self._saves = StepSaves()
         self._job = runtime_of(context).job()
         names = check_step_names(step_names)
-        agree = exchanges_of(f"{redacted(os.fspath(source.location))}/checkpointer", context, self._job)
+        agree = exchanges_of(f"{redacted_location(os.fspath(source.location))}/checkpointer", context, self._job)
         policy = preservation_policy or PreserveAll()
         saves = RunSaves(under_way=self._saves.under_way, last_steps=self._last_steps, wait=self.wait)
         self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves))

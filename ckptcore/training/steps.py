@@ -38,7 +38,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
@@ -69,7 +69,7 @@ class StepDirectory:
             names: the names of steps.
             context: options.
         """
-        self._display = redacted(os.fspath(directory))
+        self._display = redacted_location(os.fspath(directory))
         # Resolved only once, because a program may change its working directory.
         self.directory = absolute_location(directory)
         self.names = names

@@ -69,6 +69,25 @@ def test_a_lost_root_is_named(save: str, tmp_path: Path) -> None:
         assert result.exit_code and "checkpoint.json" in result.output
 
 
+def test_a_lost_root_without_arrays_names_the_file(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"step": 3})
+    (tmp_path / "c" / "checkpoint.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"^model\.safetensors is part"):
+        ckptcore.load(tmp_path / "c")
+
+
+def test_a_lost_root_of_sessions_without_an_index_is_named(tmp_path: Path) -> None:
+    for number in range(2):
+        ckptcore.partial(tmp_path / "c", layout="safetensors").save({f"w{number}": np.ones(2)})
+    ckptcore.partial(tmp_path / "c").finalize()
+    for name in ("checkpoint.json", "model.safetensors.index.json"):
+        (tmp_path / "c" / name).unlink()
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 2
+    for read in READERS.values():
+        with pytest.raises(CorruptCheckpointError, match=r"checkpoint\.json is missing"):
+            read(tmp_path / "c")
+
+
 def test_the_way_on_loads_the_arrays(tmp_path: Path) -> None:
     for name, layout in (
         ("one", ckptcore.SafetensorsLayout()),

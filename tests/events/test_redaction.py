@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.errors import StorageError
-from ckptcore.redaction import chainable, redacted
+import ckptcore
+from ckptcore.commit.location import SubPath
+from ckptcore.errors import CheckpointError, StorageError
+from ckptcore.redaction import chainable, redacted, redacted_location
 
 SECRET: Final = "canary0secret"
 
@@ -66,6 +68,8 @@ ENCODINGS: Final[Mapping[str, Callable[[str], str]]] = {
     "%u": lambda text: "".join([f"%u{ord(character):04x}" for character in text]),
     "JSON": lambda text: "".join([f"\\u{ord(character):04x}" for character in text]),
     "upper": str.upper,
+    "JSON slashes": lambda text: text.replace("/", "\\/"),
+    "JSON slashes twice": lambda text: text.replace("/", "\\\\\\/"),
 }
 
 PLACES: Final[Mapping[str, str]] = {
@@ -154,6 +158,10 @@ KEPT: Final = [
     "s3://bucket/run+1/a@b/c",
     "hdfs://user@node:9000/x",
     "s3://bucket:x",
+    "s3://bucket/lr=0.1;wd=0.01/step_5",
+    "s3://bucket/a;monkey=1;design=2/step_5",
+    "/data/run?design=1&monkey=2&author=me&passes=3#keypoints=4;signal=5;KEYPOINTS=6",
+    "#1 = 3; key=val",
     "",
 ]
 
@@ -168,6 +176,45 @@ def test_only_the_secret_is_hidden() -> None:
     assert redacted(url) == "gs://bucket/run/x%3Faccess%5Ftoken%3D***%26a%3D***/w: not found"
     assert redacted(f"x%253Faccess%255Ftoken%253D{SECRET}/w") == "x%253Faccess%255Ftoken%253D***/w"
     assert redacted(f"https://a/x?u=https%3A%2F%2Fb%3Ftoken%3D{SECRET}&c=d") == "https://a/x?u=***%3Ftoken%3D***&c=***"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*NAMES, "access_key", "accesskey", "apikey", "ApiKey", "AccountKey", "key", "KEY2", "userKey", "sig", "x-auth",
+     "PASS", "AWSACCESSKEYID", "x-amz-security-token", "sessionId", "myJWT", "oauth_x", "db.pass"],
+)  # fmt: skip
+def test_secret_names_in_a_path(name: str) -> None:
+    assert redacted(f"/data/run;{name}={SECRET}") == f"/data/run;{name}=***"
+    assert redacted(f"s3://b/run;lr=1;{name}={SECRET};wd=2") == f"s3://b/run;lr=1;{name}=***;wd=2"
+
+
+def test_escaped_slashes_of_json() -> None:
+    assert redacted(r'{"url":"https:\/\/u:PW@h\/x?token=T"}') == r'{"url":"https:\/\/u:***@h\/x?token=***"}'
+    assert redacted(r'"https:\\/\\/u:PW@h\\/x"') == r'"https:\\/\\/u:***@h\\/x"'
+
+
+@pytest.mark.parametrize(
+    ("location", "shown"),
+    [
+        (f"https://h/a?token=abc {SECRET}", "https://h/a?token=***"),
+        (f'https://h/a?token="{SECRET}" <x>', "https://h/a?token=***"),
+        (f's3://user:pa"{SECRET}@host/x', "s3://user:***@host/x"),
+        (f"s3://user:a b<{SECRET}>@host/x y", "s3://user:***@host/x y"),
+        ("/data/my run; key=1/step 5", "/data/my run; key=1/step 5"),
+        ("s3://bucket/my <run>/x", "s3://bucket/my <run>/x"),
+    ],
+)
+def test_a_location_is_one_text(location: str, shown: str) -> None:
+    assert redacted_location(location) == shown
+    assert redacted_location(shown) == shown
+    assert str(SubPath(location, "a")) == f"{shown}/a"
+
+
+def test_errors_show_a_location_without_its_secrets() -> None:
+    for start in ("s3://", "gs://", "https://", "s3:/", "unknown://"):
+        with pytest.raises(CheckpointError) as caught:
+            ckptcore.load(f'{start}user:pa "{SECRET}@host/x')
+        assert SECRET not in str(caught.value), start
 
 
 def test_an_encoding_that_does_not_end_is_hidden_as_a_whole() -> None:

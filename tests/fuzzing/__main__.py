@@ -99,6 +99,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     def test_one_input(data: bytes) -> None:
         try:
             checker.check_quickly(data)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # noqa: BLE001  # every unexpected error is a finding
             crashes.store(data, error)
 
@@ -118,7 +120,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     for number, sample in enumerate(samples):
         (directory / "samples" / str(number)).write_bytes(sample)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + _ADDRESS_BYTES, resource.RLIM_INFINITY))
+    limit, hard = mapped + _ADDRESS_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     program = f"{sys.executable} -m tests.fuzzing {_PART} {name}"  # -merge=1 starts it for parts of its work
     options = [f"-max_len={_MAX_INPUT_BYTES}", f"-timeout={_HANG_SECONDS}", "-rss_limit_mb=4096"]
     prefix = f"-artifact_prefix={CORPUS / name}/crash-native-"

@@ -18,7 +18,7 @@ from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root import Root
 from ckptcore.commit.target import read_root
-from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, ChecksumError, CorruptCheckpointError
 from ckptcore.model import ArraySpec, Box, Shard
 from ckptcore.planning import ChunkTable
 from ckptcore.protocols import Coordinator
@@ -121,6 +121,35 @@ def test_boxes_side_by_side_are_one_slice(tmp_path: Path) -> None:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header["w"] == {"dtype": "F64", "shape": [2, 6], "data_offsets": [0, 96]}
     assert json.loads(header["__metadata__"]["DCP_SHARDING_INFO"]) == {"w": {"saved_offsets": [2, 0]}}
+
+
+@pytest.mark.parametrize("stem", ["model", "mine"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_slices_are_not_taken_for_arrays(tmp_path: Path, stem: str, size: int) -> None:
+    state = {"cut": np.ones((4, 4)), "w": np.arange(24.0).reshape(4, 6)}
+    _save(tmp_path / "c", state, Blocks(), size=2, layout=SafetensorsLayout(stem=stem))
+    first, second = sorted((tmp_path / "c").glob("shard-*"))
+    for file in (first, second):
+        with pytest.raises(CheckpointNotFoundError, match=f"^{file.name} has slices.*directory.*HuggingFace"):
+            ckptcore.load(file)
+    (tmp_path / "c" / "checkpoint.json").unlink()
+    if size == 1:
+        second.unlink()
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"^{first.name} is part.*json is missing.*slices.*HuggingFace"
+    ) as found:
+        ckptcore.load(tmp_path / "c")
+    assert "name the file" not in str(found.value)
+
+
+def test_slices_of_other_software_are_not_taken_for_arrays(tmp_path: Path) -> None:
+    layout = SafetensorsLayout(stem="mine", standalone=True)
+    _save(tmp_path / "c", {"w": np.arange(24.0).reshape(4, 6)}, Blocks(), size=2, layout=layout)
+    (tmp_path / "c" / "checkpoint.json").unlink()
+    first, second = sorted((tmp_path / "c").glob("shard-*"))
+    second.unlink()
+    with pytest.raises(CheckpointNotFoundError, match=f"^{first.name} has slices"):
+        ckptcore.load(tmp_path / "c")
 
 
 def test_files_that_one_process_holds_whole_stay_whole(tmp_path: Path) -> None:

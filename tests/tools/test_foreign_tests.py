@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
 import pytest
 
 from tools.foreign_results import NOTE, FileResult, LibraryResults, fill_tables, read_results, write_results
-from tools.foreign_tests import run_file
+from tools.foreign_tests import run_file, with_result
 
 RESULTS = read_results()
 
@@ -68,6 +69,20 @@ def test_a_file_without_calls_is_listed_and_has_no_row(tmp_path: Path) -> None:
     assert "prove nothing:\n\n- `test_names.py`, 5 tests\n" in filled
     assert "without accelerators:\n\n- `test_gpus.py`, 1 test\n" in filled
     assert "old" not in filled and filled.startswith("a\n") and filled.endswith("\nb\n")
+
+
+def test_results_of_another_version_are_dropped() -> None:
+    result = FileResult("00", tests=1, alone=1, replaced=1, reaching=1, calls=1)
+    old = {"safetensors": LibraryResults("0.0.1", {"old": result})}
+    first = with_result(old, "safetensors", "new", result)
+    assert set(first["safetensors"].files) == {"new"}
+    assert first["safetensors"].version == importlib.metadata.version("safetensors")
+    assert set(with_result(first, "safetensors", "newer", result)["safetensors"].files) == {"new", "newer"}
+
+
+def test_tables_without_results_are_empty() -> None:
+    page = "a\n<!-- table: torch -->\nold\n<!-- end of the table -->\nb\n"
+    assert fill_tables(page, {}) == "a\n<!-- table: torch -->\n\n<!-- end of the table -->\nb\n"
 
 
 @pytest.mark.system

@@ -194,6 +194,8 @@ class CheckpointMixin(_Accelerator):
                     "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
             return Path(output_dir).expanduser()
+        if self.project_dir is None:
+            raise ValueError(f"{_NAMING} needs project_dir as well: set ProjectConfiguration(project_dir=...)")
         directory = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
         if directory.exists():
             raise ValueError(
@@ -202,8 +204,8 @@ class CheckpointMixin(_Accelerator):
         return directory
 
     def _newest_directory(self) -> Path:
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError(f"load_state needs input_dir, or {_NAMING}")
+        if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
+            raise ValueError(f"load_state needs input_dir, or {_NAMING} and project_dir")
         found = _directories(Path(self.project_dir, "checkpoints"))
         if not found:
             raise ValueError(f"{self.project_dir} has no checkpoint to load")
@@ -214,7 +216,7 @@ class CheckpointMixin(_Accelerator):
         from accelerate.utils import gather_object
 
         config = self.project_configuration
-        if config.automatic_checkpoint_naming:
+        if config.automatic_checkpoint_naming and self.project_dir is not None:  # without it, no save has a number
             numbers = [_number(directory) + 1 for directory in _directories(Path(self.project_dir, "checkpoints"))]
             config.iteration = max(gather_object([config.iteration, *numbers[-1:]]))
 

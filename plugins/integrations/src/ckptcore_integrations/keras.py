@@ -18,7 +18,7 @@ from ckptcore import Checkpointer, CheckpointReader, Context
 from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.policies import LatestN, PreservationPolicy
 from ckptcore.protocols import Layout
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 
 __all__ = ["CkptcoreCheckpoint", "resume"]
 
@@ -132,7 +132,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         if not self.save_on_background:
             self.checkpointer.wait()
         if self.verbose and self.is_primary_host():
-            print(f"\nStep {step}: saved to {redacted(self.directory)}")
+            print(f"\nStep {step}: saved to {redacted_location(self.directory)}")
 
 
 def resume(directory: str, model: Any, *, context: Context | None = None) -> int | None:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 import ckptcore
 from ckptcore import Context, Matching
 from ckptcore.context import JobOptions, SingleProcess
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError
 from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
 from ckptcore_integrations.added_files import is_checkpoint
@@ -39,6 +39,7 @@ from ckptcore_integrations.added_files import is_checkpoint
 __all__ = ["CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
 
 _Path: TypeAlias = str | Path
+_T = TypeVar("_T")
 
 _SHARDED: Final = ("state_dict", "optimizer_states")
 """Entries of a Lightning checkpoint that every rank saves. The leader saves the others."""
@@ -94,9 +95,10 @@ class CkptcoreIO(CheckpointIO):
         _refuse_storage_options(storage_options)
         self._finish()
         state = _with_versions(checkpoint)
-        _recover(path)
+        _recover(path, self._context)
         if _is_of_lightning(path):
-            _replace(path, lambda beside: self._save(ckptcore.save, beside, state), self._context)
+            self._save(ckptcore.save, _beside(path), state)
+            _replace(path, self._context)
         else:
             self._running = self._save(ckptcore.save_async if self._asynchronous else ckptcore.save, path, state)
 
@@ -113,8 +115,8 @@ class CkptcoreIO(CheckpointIO):
         """
         device = _device(map_location)
         self._finish()
-        _recover(path)
-        checkpoint: dict[str, Any] = ckptcore.load(path, framework="torch", context=self._context)
+        location = _to_load(path, self._context)
+        checkpoint: dict[str, Any] = ckptcore.load(location, framework="torch", context=self._context)
         versions = checkpoint.pop(_VERSIONS, None)
         if versions is not None:
             checkpoint["state_dict"]._metadata = versions
@@ -171,23 +173,22 @@ class ShardedCheckpoints(Strategy):
         """
         _refuse_storage_options(storage_options)
         own = {name: value for name, value in checkpoint.items() if self.is_global_zero or name in _SHARDED}
-        if self.is_global_zero:
-            _recover(filepath)
-        path, replaces = self.broadcast((filepath, self.is_global_zero and _is_of_lightning(filepath)))
+        alone = replace(self._checkpoint_context, job=_ALONE)
 
-        def save(location: _Path) -> None:
-            ckptcore.save(
-                location, own, layout=self._checkpoint_layout, overwrite=True, context=self._checkpoint_context
-            )
+        def prepare() -> tuple[_Path, bool]:
+            _recover(filepath, alone)
+            return filepath, _is_of_lightning(filepath)
 
-        if not replaces:
-            save(path)
-        elif self.is_global_zero:
-            _replace(path, save, replace(self._checkpoint_context, job=_ALONE))
-        else:
-            save(_beside(path))
+        path, replaces = self._by_leader(prepare)
+        ckptcore.save(
+            _beside(path) if replaces else path,
+            own,
+            layout=self._checkpoint_layout,
+            overwrite=True,
+            context=self._checkpoint_context,
+        )
         if replaces:
-            self.barrier()
+            self._by_leader(lambda: _replace(path, alone))
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the state of the model, and of the optimizers when fitting. Return the other entries.
@@ -197,9 +198,9 @@ class ShardedCheckpoints(Strategy):
         Raises:
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
         """
-        if self.is_global_zero:
-            _recover(checkpoint_path)
-        path, model, module = self.broadcast(checkpoint_path), self.model, self.lightning_module
+        alone = replace(self._checkpoint_context, job=_ALONE)
+        path = self._by_leader(lambda: _to_load(checkpoint_path, alone))
+        model, module = self.model, self.lightning_module
         assert model is not None and module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
         state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
@@ -224,6 +225,23 @@ class ShardedCheckpoints(Strategy):
         """Delete a checkpoint, if it exists. Only rank 0 deletes."""
         if self.is_global_zero:
             _delete(filepath, replace(self._checkpoint_context, job=_ALONE))
+
+    def _by_leader(self, call: Callable[[], _T]) -> _T:
+        """Call a function on rank 0, and return its result on all ranks. If it raises, all ranks raise."""
+        outcome: tuple[_T | None, str] = None, ""
+        failure: Exception | None = None
+        if self.is_global_zero:
+            try:
+                outcome = call(), ""
+            except Exception as error:  # noqa: BLE001  # the others wait for the outcome
+                failure, outcome = error, (None, f"rank 0 failed: {type(error).__name__}: {error}")
+        result, message = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        if message:
+            raise CheckpointError(message)
+        found: _T = result
+        return found
 
 
 class CkptcoreFSDPStrategy(ShardedCheckpoints, FSDPStrategy):
@@ -289,6 +307,8 @@ def _with_versions(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _delete(path: _Path, context: Context) -> None:
     """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
+    with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
+        ckptcore.delete(_beside(path), context=context)
     if _is_of_lightning(path):
         _remove(path)
         return
@@ -333,16 +353,9 @@ def _beside(path: _Path) -> str:
     return f"{start}.replacing{suffix}"
 
 
-def _replace(path: _Path, save: Callable[[_Path], object], context: Context) -> None:
-    """Save, and then replace what is of Lightning at a path. At each moment, one of the two is complete.
-
-    Args:
-        path: the path or URL.
-        save: save to a location, and wait for the commit.
-        context: options, of a process alone.
-    """
+def _replace(path: _Path, context: Context) -> None:
+    """Replace what is of Lightning by the checkpoint next to it. At each moment, one of the two is complete."""
     beside = _beside(path)
-    save(beside)
     _remove(path)
     if "://" in os.fspath(path):  # object stores cannot rename
         ckptcore.copy(beside, path, context=context)
@@ -351,8 +364,35 @@ def _replace(path: _Path, save: Callable[[_Path], object], context: Context) -> 
         os.rename(beside, path)
 
 
-def _recover(path: _Path) -> None:
-    """Finish a replacement of a process that was killed before its last step. Several processes may do this."""
-    if "://" not in os.fspath(path) and not os.path.lexists(path):
+def _recover(path: _Path, context: Context) -> None:
+    """Finish a replacement of a process that was killed before its last step."""
+    beside = _beside(path)
+    if "://" not in beside:
+        _rename_back(path)
+    elif _is_complete(beside, context) and not _is_of_lightning(path):
+        if not _is_complete(path, context):
+            ckptcore.copy(beside, path, overwrite=True, context=context)
+        ckptcore.delete(beside, context=context)
+
+
+def _to_load(path: _Path, context: Context) -> _Path:
+    """Return where the checkpoint of a path is, also after a replacement that was killed. All processes may do this."""
+    beside = _beside(path)
+    if "://" not in beside:
+        _rename_back(path)
+        return path
+    return beside if not _is_complete(path, context) and _is_complete(beside, context) else path
+
+
+def _rename_back(path: _Path) -> None:
+    if not os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.rename(_beside(path), path)
+
+
+def _is_complete(location: _Path, context: Context) -> bool:
+    try:
+        ckptcore.metadata(location, context=context)
+    except CheckpointError:
+        return False
+    return True

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 
 __all__ = ["Reference", "uploadable_copy"]
 
@@ -48,8 +48,10 @@ class Reference(NamedTuple):
         text = os.fspath(location)
         if not _URL.match(text):
             text = os.path.abspath(text)
-        elif redacted(text) != text:
-            raise ValueError(f"{redacted(text)} has a secret, which the tracker would store: pass it in the Context")
+        elif redacted_location(text) != text:
+            raise ValueError(
+                f"{redacted_location(text)} has a secret, which the tracker would store: pass it in the Context"
+            )
         metadata = ckptcore.metadata(text, context=context)
         if metadata.digest is None or metadata.save_id is None:
             raise CheckpointError(

@@ -32,7 +32,7 @@ import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, Context, Matching
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, UnsupportedLeafError
 from ckptcore.policies import LatestN
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore.results import SaveHandle
 from ckptcore.step_names import StepNames
 
@@ -138,7 +138,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 layout=config.layout,
                 context=self.context,
             )
-        logger.info(f"Checkpoints are loaded from and saved to {redacted(self.folder)}.")
+        logger.info(f"Checkpoints are loaded from and saved to {redacted_location(self.folder)}.")
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class CkptcoreManager(BaseCheckpointManager):
         for skipped in self._reader.skipped_steps:
             logger.warning(f"Step {skipped.step} was skipped: {skipped.reason}")
         self._restore(objects, state)
-        logger.info(f"Loaded step {self._reader.restored_step} of {redacted(self.folder)}.")
+        logger.info(f"Loaded step {self._reader.restored_step} of {redacted_location(self.folder)}.")
         return True
 
     def _load_initial(self) -> bool:
@@ -252,7 +252,7 @@ class CkptcoreManager(BaseCheckpointManager):
         else:
             logger.info("There is no checkpoint: the run starts at step 0.")
             return False
-        logger.info(f"Loaded {redacted(path)}.")
+        logger.info(f"Loaded {redacted_location(path)}.")
         return True
 
     def _objects_to_load(self, *, only_model: bool) -> dict[str, Any]:

@@ -366,9 +366,17 @@ def _problem_of_trainer(path: Path, step: int) -> str | None:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise CorruptCheckpointError unless all members of an archive have valid checksums."""
+    """Raise CorruptCheckpointError unless all members of an archive have valid checksums.
+
+    Reads no more bytes than the file has: members are not compressed, and do not share bytes.
+    """
     try:
         with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise CorruptCheckpointError(f"{path.name} has compressed members, which torch.save does not write")
+            if sum([member.file_size for member in members]) > os.fstat(file.fileno()).st_size:
+                raise CorruptCheckpointError(f"{path.name} has members that are together longer than the file")
             broken = archive.testzip()
     except _ZIP_ERRORS as error:
         raise CorruptCheckpointError(f"{path.name} is not an intact zip archive: {error!r}") from error

@@ -18,7 +18,7 @@ from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import Attribute, Key
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore.results import StoredArray, StoredTree
 
 __all__ = ["CheckpointLoader", "register"]
@@ -82,7 +82,7 @@ class CheckpointLoader(BaseModelLoader):
             tree = opened if self._subtree is None else opened[self._subtree]
             if not isinstance(tree, StoredTree):
                 raise TreeMismatchError(
-                    f"{self._subtree!r} in {redacted(location)} is one leaf: expected a container of weights",
+                    f"{self._subtree!r} in {redacted_location(location)} is one leaf: expected a container of weights",
                     [f"{self._subtree} is a leaf"],
                 )
             loaded = model.load_weights(_tensors(tree, ""))
@@ -92,8 +92,8 @@ class CheckpointLoader(BaseModelLoader):
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(
-                f"{redacted(location)} lacks weights of the model: {', '.join(missing[:5])}{more}. Its names must "
-                "be those of Hugging Face; if the weights are in a part of the tree, set 'subtree' in "
+                f"{redacted_location(location)} lacks weights of the model: {', '.join(missing[:5])}{more}. Its names "
+                "must be those of Hugging Face; if the weights are in a part of the tree, set 'subtree' in "
                 "model_loader_extra_config"
             )
 

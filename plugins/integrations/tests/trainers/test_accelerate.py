@@ -194,6 +194,17 @@ def test_a_number_that_was_set_is_not_lowered_by_a_load(tmp_path: Path) -> None:
     assert run.accelerator.save_state().name == "checkpoint_20"
 
 
+def test_automatic_names_need_no_directory_of_a_project_to_load(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    saved = run.accelerator.save_state()
+    run.accelerator.project_configuration.project_dir = None
+    run.accelerator.load_state(saved)
+    assert run.accelerator.save_iteration == 1
+    for call in (run.accelerator.save_state, run.accelerator.load_state):
+        with pytest.raises(ValueError, match="project_dir"):
+            call()
+
+
 def test_a_directory_of_accelerate_is_loaded(tmp_path: Path) -> None:
     Accelerated = type("Accelerated", (Accelerator,), {"wait_for_checkpoint": lambda self: None})
     run = Run(tmp_path, Accelerated)

@@ -283,6 +283,44 @@ def test_a_run_that_is_killed_while_it_replaces_a_file_resumes(
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", *sorted(f"step={step}.ckpt" for step in (4, 8, 12, 16))]
 
 
+@pytest.mark.parametrize("moment", ["before the copy", "after the copy"])
+def test_a_replacement_at_a_url_that_was_killed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    class Killed(BaseException):
+        """Ends the save without handlers."""
+
+    copy = ckptcore.copy
+
+    def kill(source: Any, target: Any, **options: Any) -> None:
+        if moment == "after the copy":
+            copy(source, target, **options)
+        raise Killed
+
+    io, url = CkptcoreIO(), f"file://{tmp_path}/a.ckpt"
+    TorchCheckpointIO().save_checkpoint({"w": torch.zeros(2)}, url)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(ckptcore, "copy", kill)
+        io.save_checkpoint({"w": torch.ones(2)}, url)
+    for _ in range(2):  # a load changes nothing
+        assert same(io.load_checkpoint(url), {"w": torch.ones(2)})
+    io.save_checkpoint({"w": torch.ones(3)}, url)
+    assert same(io.load_checkpoint(url), {"w": torch.ones(3)})
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("start", ["", "file://"])
+@pytest.mark.parametrize("of_lightning", [False, True])
+def test_a_deleted_checkpoint_does_not_return(tmp_path: Path, start: str, *, of_lightning: bool) -> None:
+    io, location = CkptcoreIO(), f"{start}{tmp_path}/a.ckpt"
+    (TorchCheckpointIO() if of_lightning else io).save_checkpoint({"w": 1}, location)
+    io.save_checkpoint({"w": 2}, f"{start}{tmp_path}/a.replacing.ckpt")  # a process was killed before it replaced
+    io.remove_checkpoint(location)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(CheckpointNotFoundError):
+        io.load_checkpoint(location)
+
+
 def test_a_link_is_replaced_and_removed_without_its_target(tmp_path: Path) -> None:
     io = CkptcoreIO()
     io.save_checkpoint({"w": 1}, tmp_path / "step=8.ckpt")
@@ -442,6 +480,8 @@ def train_sharded(kind: str, directory: Path) -> None:
     if again.local_rank == 0:  # a file of Lightning, which the save replaces
         (directory / "again").mkdir()
         (directory / "again" / "loaded").touch()
+        (directory / "again" / "kept").touch()
+    again.callbacks.append(FailToReplace())
     fit(again, resumed, ckpt_path=str(directory / "step=8.ckpt"))
     assert resumed.seen == module.seen[8:]
 
@@ -452,6 +492,20 @@ class SaveAtStart(lightning.Callback):  # type: ignore[misc]  # without types he
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Save once all state is restored."""
         trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath) / "loaded")
+
+
+class FailToReplace(lightning.Callback):  # type: ignore[misc]  # without types here
+    """Saves to a file of Lightning that rank 0 cannot remove."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Expect an error on all ranks."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckptcore_integrations.lightning._remove", self._refuse)
+            with pytest.raises((PermissionError, CheckpointError), match="not permitted"):
+                trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath) / "kept")
+
+    def _refuse(self, path: Any) -> None:
+        raise PermissionError("not permitted")
 
 
 def load_sharded(kind: str, directory: Path) -> None:

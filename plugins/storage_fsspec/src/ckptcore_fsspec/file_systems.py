@@ -15,7 +15,7 @@ from fsspec.dircache import DirCache  # type: ignore[import-untyped]  # it has n
 
 from ckptcore.errors import CheckpointError, InvalidLocationError, PluginError, UnknownPluginError
 from ckptcore.model.tree import JSON
-from ckptcore.redaction import chainable
+from ckptcore.redaction import chainable, redacted_location
 from ckptcore_fsspec.failures import failure, first_line
 
 __all__ = ["Connection", "FileSystem"]
@@ -77,7 +77,7 @@ class Connection:
         except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
             # The message may contain a part of an unescaped password.
             raise InvalidLocationError(
-                f"cannot parse the path in {url!r} ({type(error).__name__}); write characters "
+                f"cannot parse the path in {redacted_location(url)!r} ({type(error).__name__}); write characters "
                 "such as / and @ in a password as %2F and %40"
             ) from None
         named.pop("path", None)

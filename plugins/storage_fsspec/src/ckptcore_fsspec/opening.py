@@ -9,6 +9,7 @@ import fsspec  # type: ignore[import-untyped]  # it has no types
 
 from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.redaction import redacted_location
 from ckptcore_fsspec.file_systems import Connection
 from ckptcore_fsspec.storage import FsspecStorage, ReadOnlyStorage
 from ckptcore_fsspec.web import WebStorage
@@ -45,7 +46,7 @@ def open_url(url: str, options: StorageOptions) -> StorageBackend:
     protocol = scheme.lower().removeprefix(PREFIX)
     if not separator or "::" in url:
         raise InvalidLocationError(
-            f"cannot open {url!r}: expected a URL such as {PREFIX}memory://directory; chained "
+            f"cannot open {redacted_location(url)!r}: expected a URL such as {PREFIX}memory://directory; chained "
             "URLs with '::' are not supported"
         )
     try:

@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError, StoragePermissionError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageCapabilities
-from ckptcore.redaction import chainable, redacted
+from ckptcore.redaction import chainable, redacted_location
 from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS, converted_errors, failure
 from ckptcore_fsspec.file_systems import Connection, FileSystem
 from ckptcore_fsspec.ranges import fill
@@ -38,7 +38,7 @@ class FsspecStorage(StorageBackend):
 
     def __init__(self, connection: Connection, url: str) -> None:
         self._connection = connection
-        self._url = redacted(url)  # for errors and logs
+        self._url = redacted_location(url)  # for errors and logs
         self._scheme = url.partition("://")[0]
         self._root = connection.path.rstrip("/")
 

@@ -13,6 +13,7 @@ from ckptcore.errors import InvalidLocationError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import RangeReader
+from ckptcore.redaction import redacted_location
 from ckptcore_fsspec.failures import converted_errors
 from ckptcore_fsspec.file_systems import Connection
 from ckptcore_fsspec.ranges import fill
@@ -43,7 +44,7 @@ class WebStorage(ReadOnlyStorage):
         super().__init__(connection, url)
         if {"?", "#"} & set(self._root):
             raise InvalidLocationError(
-                f"cannot open {url!r}: it has a query or a fragment; write %3F and %23 for ? "
+                f"cannot open {redacted_location(url)!r}: it has a query or a fragment; write %3F and %23 for ? "
                 f"and # in names, and pass credentials as Context(storage={{{self._scheme!r}: "
                 "{'headers': {...}}})"
             )

@@ -9,6 +9,7 @@ from ckptcore_obstore.storage import ObjectStoreDirectory
 
 from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageOptions
+from ckptcore.redaction import redacted_location
 from ckptcore_gcs.buckets import GcsBucket
 from ckptcore_gcs.service import GcsService
 from ckptcore_gcs.settings import Settings, settings_of
@@ -34,11 +35,13 @@ class GcsBuckets:
         """
         scheme, separator, path = url.partition("://")
         if not separator or scheme.lower() not in _SCHEMES:
-            raise InvalidLocationError(f"cannot open {url!r}: expected a URL such as gs://bucket/directory")
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: expected a URL such as gs://bucket/directory"
+            )
         name, _, directory = path.partition("/")
         if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
             raise InvalidLocationError(
-                f"cannot open {url!r}: invalid bucket name; expected a URL such as gs://bucket/directory"
+                f"cannot open {redacted_location(url)!r}: invalid bucket name; expected a URL such as gs://bucket/directory"
             )
         settings = settings_of(name, options.config)
         bucket = self._buckets.get(settings, lambda: GcsBucket(GcsService(settings)))

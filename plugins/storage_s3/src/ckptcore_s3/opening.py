@@ -11,6 +11,7 @@ from ckptcore_obstore.storage import ObjectStoreDirectory
 
 from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageOptions
+from ckptcore.redaction import redacted_location
 from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import Settings, settings_of
 
@@ -35,11 +36,13 @@ class S3Buckets:
             ValueError: for invalid options; see `settings_of`.
         """
         if url[: len(_SCHEME)].lower() != _SCHEME:
-            raise InvalidLocationError(f"cannot open {url!r}: expected a URL such as s3://bucket/directory")
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: expected a URL such as s3://bucket/directory"
+            )
         name, _, directory = url[len(_SCHEME) :].partition("/")
         if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
             raise InvalidLocationError(
-                f"cannot open {url!r}: invalid bucket name; expected a URL such as s3://bucket/directory"
+                f"cannot open {redacted_location(url)!r}: invalid bucket name; expected a URL such as s3://bucket/directory"
             )
         settings = settings_of(name, options.config)
         owner = os.getpid(), settings  # A forked child cannot use the connections and locks of its parent.

@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import deprecated
 
 import ckptcore
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore_integrations.orbax_v1.items import Item
 from ckptcore_integrations.orbax_v1.library import (
     STATE_CHECKPOINTABLE_KEY,
@@ -112,7 +112,7 @@ def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_
     path = context.file.path_class(path)
     run_sync(ensure_available(path))
     if not overwrite and not context.file.skip_sync_file_validations and path.exists():
-        raise ValueError(f"Destination {redacted(str(path))} already exists.")
+        raise ValueError(f"Destination {redacted_location(str(path))} already exists.")
     values: dict[str, Any] = {}
     handlers: dict[str, str] = {}
     rules: dict[str, Any] = {}

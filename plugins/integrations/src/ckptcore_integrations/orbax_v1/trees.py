@@ -11,9 +11,15 @@ import numpy as np
 from ckptcore_jax import abstract_arrays
 
 import ckptcore
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, TreeMismatchError, UncommittedCheckpointError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    TreeMismatchError,
+    UncommittedCheckpointError,
+)
 from ckptcore.model import Node, Skeleton
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore_integrations.orbax_v1.library import PYTREE_METADATA_FILE, get_context, typestr, v1
 from ckptcore_integrations.orbax_v1.settings import context_of, matching_of, text_of
 
@@ -47,7 +53,8 @@ class TreeHandler:
         async def read() -> Any:
             if not (directory / PYTREE_METADATA_FILE).exists():
                 raise FileNotFoundError(
-                    f"No structure could be identified: {redacted(str(directory))} has no {PYTREE_METADATA_FILE}"
+                    f"No structure could be identified: {redacted_location(str(directory))} has no "
+                    f"{PYTREE_METADATA_FILE}"
                 )
             return _load_tree(str(directory), abstract_checkpointable, self._context)
 
@@ -110,16 +117,15 @@ def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
     except TreeMismatchError as error:
         raise TreeMismatchError(f"{_MISMATCH}: {error}", error.differences) from error
     except CorruptCheckpointError as error:
-        message = f"{_opening(location)}: {error}"
-        raise type(error)(message, key=error.key, start=error.start, stop=error.stop) from error
+        raise type(error)(_opening(location, error), key=error.key, start=error.start, stop=error.stop) from error
     except (UncommittedCheckpointError, ObjectNotFoundError) as error:  # Orbax raises ValueError for missing files
-        raise CorruptCheckpointError(f"{_opening(location)}: {error}") from error
+        raise CorruptCheckpointError(_opening(location, error)) from error
     return jax.tree_util.tree_map_with_path(request.result, loaded) if request.numbers else loaded
 
 
-def _opening(location: str) -> str:
-    """Return the words of Orbax by which programs recognise errors of files that are missing or damaged."""
-    return f"Error opening {location} with ckptcore's driver"
+def _opening(location: str, error: CheckpointError) -> str:
+    """Return the message with the words of Orbax by which programs recognise files that are missing or damaged."""
+    return f"Error opening {location} with ckptcore in place of a TensorStore driver: {error}"
 
 
 def _lacks_sharding(abstract: Any) -> bool:

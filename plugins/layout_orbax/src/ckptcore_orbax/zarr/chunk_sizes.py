@@ -77,8 +77,9 @@ def expect_justified(stored: ZarrArray, encoded_bytes: int) -> None:
             f"{nbytes} bytes, and one has {encoded_bytes} encoded bytes, which decode to at most {most}; restore the "
             "checkpoint from a copy, or load another one"
         )
+    # This shows only that the address space suffices, such as under `ulimit -v`, and not that there is free memory.
     try:
-        np.empty(2 * nbytes, np.uint8)  # the decoded bytes and the elements; no page is touched
+        np.empty(2 * nbytes, np.uint8)  # decoded bytes and elements; no page is touched
     except (MemoryError, ValueError) as error:
         raise InsufficientMemoryError(
             f"{stored.name!r} cannot be decoded: not enough memory for a read chunk of {list(format.inner)} elements, "

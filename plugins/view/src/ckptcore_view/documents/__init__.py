@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 from ckptcore.model import JSON
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore_view.documents.array import array_document
 from ckptcore_view.documents.checkpoint import checkpoint_document, tree_document
 from ckptcore_view.documents.differences import difference_document, differences_document
@@ -38,9 +38,9 @@ Document: TypeAlias = Mapping[str, JSON]
 
 def _view_document(viewed: Viewed, request: Request) -> Document:
     return {
-        "location": redacted(viewed.location),
+        "location": redacted_location(viewed.location),
         "kind": viewed.kind,
-        "other": redacted(viewed.other) or None,
+        "other": redacted_location(viewed.other) or None,
         "other_has_parts": viewed.other_has_parts,
         "policy": viewed.policy,
     }

@@ -17,7 +17,7 @@ from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.loading.completeness import FileCheck, Problem
 from ckptcore.loading.opening import member_opener, present_members
 from ckptcore.model import JSON, ArrayRecord, format_path
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted, redacted_location
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.numbers import number_to_json
 from ckptcore_view.documents.request import Request
@@ -72,7 +72,7 @@ def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
 
 def _origin(origin: Origin | CheckpointMetadata, location: str) -> dict[str, JSON]:
     return {
-        "location": redacted(location),
+        "location": redacted_location(location),
         "writer": origin.writer,
         "created": origin.created,
         "custom": json.dumps(dict(origin.custom), ensure_ascii=False, indent=2) if origin.custom else None,

@@ -9,7 +9,7 @@ from ckptcore_tools.comparison import ArrayPair, TreeComparison
 from ckptcore_tools.elements import Tolerance
 
 from ckptcore.model import JSON, format_path
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted, redacted_location
 from ckptcore_view.documents.numbers import number_to_json
 from ckptcore_view.documents.request import BadRequestError, Request
 from ckptcore_view.open_tree import OpenTree
@@ -35,8 +35,8 @@ def _differences(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSO
     comparison = TreeComparison(a.side, b.side, Tolerance())
     found = list(request.each(comparison.structure_differences(with_dtypes=True)))
     return {
-        "a": redacted(a.location),
-        "b": redacted(b.location),
+        "a": redacted_location(a.location),
+        "b": redacted_location(b.location),
         "version": a.version,
         "count": len(found),
         "differences": [

@@ -121,9 +121,9 @@ def parse_index(text: str) -> tuple[int | slice | EllipsisType, ...]:
     Raises:
         BadRequestError: it is something else.
     """
-    parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
     if len(text) > _MAX_INDEX_CHARACTERS:
         raise BadRequestError(f"{text[:80]!r}... is longer than an index of an array can be")
+    parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
     try:
         return tuple([_part_of(part) for part in parts]) if parts != [""] else ()
     except ValueError as error:

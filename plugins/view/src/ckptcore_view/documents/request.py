@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore_view.open_tree import OpenTree
 
 __all__ = ["BadRequestError", "CancelledError", "Request"]
@@ -62,7 +62,7 @@ class Request:
         """
         leaf = self.number("leaf")
         if self.text("version") not in ("", opened.version):
-            raise BadRequestError(f"{redacted(opened.location)} was replaced meanwhile: load the page again")
+            raise BadRequestError(f"{redacted_location(opened.location)} was replaced meanwhile: load the page again")
         return leaf
 
     def check_wanted(self) -> None:
@@ -71,7 +71,10 @@ class Request:
             raise CancelledError
 
     def each(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items until the client has left; then raise CancelledError. Documents have no other loops that last."""
+        """Yield items until the client has left; then raise CancelledError.
+
+        Use it for every loop whose length a file or a request states.
+        """
         for item in items:
             self.check_wanted()
             yield item

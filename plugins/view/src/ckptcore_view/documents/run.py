@@ -12,7 +12,7 @@ from ckptcore_tools.run_steps import StepStatus, find_owner, find_pinned, read_s
 
 from ckptcore.io.requests import requests_of
 from ckptcore.model import JSON
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted_location
 from ckptcore.training.steps import StepDirectory
 from ckptcore_view.documents.numbers import number_to_json
 from ckptcore_view.documents.request import BadRequestError, Request
@@ -42,7 +42,7 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     decisions = _decisions(viewed, steps, policy)
     owner = find_owner(steps.store)
     return {
-        "location": redacted(viewed.location),
+        "location": redacted_location(viewed.location),
         "owner": None if owner is None else owner.description,
         "older": len(candidates) - len(chosen),
         "leftovers": list(steps.leftovers),
