@@ -26,6 +26,7 @@ from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InsufficientMemoryError, InvalidLocationError
+from ckptcore.loading import loaded_boxes
 from ckptcore.model import Box, HostArray, Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
@@ -407,3 +408,41 @@ def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) 
     with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
         ckptcore.load(tmp_path)
     assert not ckptcore.verify(tmp_path).ok
+
+
+def test_an_array_of_very_many_chunks(tmp_path: Path) -> None:
+    """A table of 1 GB may have a chunk per row of 512 bytes; only a part of it is stored here."""
+    rows = 2_000_000
+    location = checkpoint(
+        tmp_path / "checkpoint",
+        {
+            "_METADATA": tree_file(stores_fill_value=False),
+            "a/zarr.json": zarr_json([rows, 256], [1, 256]),
+            f"a/c/{rows - 1}/0": np.arange(256, dtype="<u2").tobytes(),
+        },
+    )
+    with ckptcore.open(location) as opened:
+        assert opened["a"][rows - 1, 3:5].tolist() == [3, 4]
+        assert not opened["a"][rows // 2].any()
+    location = checkpoint(
+        tmp_path / "more", {"_METADATA": tree_file(), "a/zarr.json": zarr_json([1 << 25], [1]), "a/c/7": b"\7\0"}
+    )
+    with ckptcore.open(location) as opened:
+        with pytest.raises(CorruptCheckpointError, match="33554432 chunks, of which at most 16777216 are read at a"):
+            opened["a"][:]
+        assert opened["a"][7] == 7  # the text says to load a part
+
+
+def test_boxes_of_more_chunks_than_are_planned_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"a/c/{number}": bytes((number, 0)) for number in range(200)}
+    location = checkpoint(
+        tmp_path / "checkpoint", {"_METADATA": tree_file(), "a/zarr.json": zarr_json([200], [1]), **files}
+    )
+    planned = []
+    for most in (200, 199):
+        monkeypatch.setattr(loaded_boxes, "MAX_PLANNED_CHUNKS", most)
+        with ckptcore.open(location) as opened:
+            boxes = list(opened.iter_boxes())
+        assert np.sort(np.concatenate([found.elements for found in boxes])).tolist() == list(range(200))
+        planned.append(len(boxes))
+    assert planned == [200, 1]
