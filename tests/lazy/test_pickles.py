@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_dcp.layouts import DcpEntries, DcpLayout
 from ckptcore_tools.step_statistics import StepStatisticsObserver
 
 import ckptcore
@@ -162,6 +163,16 @@ class OtherContext(Context):
 def test_subclasses_stay_what_they_are() -> None:
     assert type(pickle.loads(pickle.dumps(OtherContext(durability="none")))) is OtherContext
     assert type(OtherContext(observers=[print]).of_another_process()) is OtherContext
+    layout = DcpEntries(items=frozenset({"a"})).with_own_names("tag")
+    assert type(pickle.loads(pickle.dumps(layout))) is DcpEntries
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+@pytest.mark.parametrize("layout", [ckptcore.SafetensorsLayout, DcpLayout])
+def test_the_tag_of_a_layout_is_no_positional_argument(layout: Any) -> None:
+    assert list(inspect.signature(layout).parameters.values())[-1].kind is inspect.Parameter.KEYWORD_ONLY
+    with pytest.raises(TypeError, match="positional"):
+        layout(*range(len(inspect.signature(layout).parameters)))
 
 
 # --- other objects
