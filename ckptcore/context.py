@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from ckptcore.builtin import SingleProcess
@@ -165,7 +165,16 @@ class Context:
         """Pickle and copy the options, without the threads and memory that belong to this object."""
         if self is default_context():
             return default_context, ()
-        return _of_options, ({option.name: getattr(self, option.name) for option in fields(self)},)
+        return _of_options, (type(self), {option.name: getattr(self, option.name) for option in fields(self)})
+
+    def of_another_process(self) -> Context:
+        """Return the options for a copy that another process uses, without what belongs to this process and its job."""
+        if self is default_context():
+            return self
+        job = replace(self.job, executor=None, collectives=None)
+        if job.coordinator is not None:
+            job = replace(job, coordinator=SingleProcess(), reads="all")
+        return replace(self, job=job, observers=())
 
     def __deepcopy__(self, memo: object) -> Context:
         """Return the Context itself: nothing in it changes, and a coordinator cannot be copied."""
@@ -184,8 +193,8 @@ class Context:
                 raise TypeError(f"Context({name}={getattr(self, name)!r}): expected {group.__name__}(...)")
 
 
-def _of_options(options: Mapping[str, Any]) -> Context:
-    return Context(**options)
+def _of_options(kind: Callable[..., Context], options: Mapping[str, Any]) -> Context:
+    return kind(**options)
 
 
 def _expect(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:

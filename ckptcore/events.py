@@ -316,6 +316,7 @@ _MAX_MICROSECONDS: Final = 1 << 52
 """Maximum time or duration, in the year 2112. All smaller numbers are exact floats and valid for `datetime`."""
 
 _MAX_INTEGER: Final = (1 << 63) - 1
+_SHOWN_CHARACTERS: Final = 80
 
 
 def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
@@ -362,6 +363,44 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
     Raises:
         CorruptCheckpointError: the timeline is invalid, or has more than `MAX_EVENTS` events.
     """
+    event = _row_reader(found, location)
+    columns = [found.get(name) for name in _COLUMNS] if isinstance(found, dict) else []
+    for name, column in zip(_COLUMNS, columns, strict=True):
+        if not isinstance(column, list) or len(column) > MAX_EVENTS:
+            _refuse(name, column, f"a list of at most {MAX_EVENTS}")
+    lengths = {name: len(column) for name, column in zip(_COLUMNS, columns, strict=True) if isinstance(column, list)}
+    if len(set(lengths.values())) != 1 or not lengths["phase"]:
+        _refuse("the length of its columns", max(lengths.values()), "the same for all, and at least 1")
+    rows: Any = zip(*columns, strict=True)
+    return tuple([event(row) for row in rows])
+
+
+def readable_events(found: JSON, *, location: str = "") -> tuple[Event, ...]:
+    """Return the events of a stored timeline that `timeline_from_json` accepts; without the others.
+
+    A checkpoint can be read without its timeline, so an odd one is no reason to refuse the checkpoint. There are no
+    events if what they have in common is odd.
+    """
+    columns: list[Any] = [found.get(name) for name in _COLUMNS] if isinstance(found, dict) else []
+    if {*map(type, columns)} != {list}:
+        return ()
+    try:
+        event = _row_reader(found, location)
+    except CorruptCheckpointError:
+        return ()
+    events: list[Event] = []
+    for row in itertools.islice(zip(*columns, strict=False), MAX_EVENTS):
+        with contextlib.suppress(CorruptCheckpointError):
+            events.append(event(row))
+    return tuple(events)
+
+
+def _row_reader(found: JSON, location: str) -> Callable[[Sequence[Any]], Event]:
+    """Check what the events of a stored timeline have in common. Returns a function that reads a row of its columns.
+
+    Raises:
+        CorruptCheckpointError: it is invalid. The result raises this error for an invalid row.
+    """
     if not isinstance(found, dict):
         _refuse("it", found, "an object")
     operation = found.get("operation")
@@ -370,50 +409,23 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
     step = None if found.get("step") is None else _whole("step", found["step"], -_MAX_INTEGER, _MAX_INTEGER)
     save_id = None if found.get("save_id") is None else _text("save_id", found["save_id"], _SAVE_ID)
     first = _whole("began", found.get("began"), 0, _MAX_MICROSECONDS)
-    columns = [found.get(name) for name in _COLUMNS]
-    for name, column in zip(_COLUMNS, columns, strict=True):
-        if not isinstance(column, list) or len(column) > MAX_EVENTS:
-            _refuse(name, column, f"a list of at most {MAX_EVENTS}")
-    lengths = {name: len(column) for name, column in zip(_COLUMNS, columns, strict=True) if isinstance(column, list)}
-    if len(set(lengths.values())) != 1 or not lengths["phase"]:
-        _refuse("the length of its columns", max(lengths.values()), "the same for all, and at least 1")
-    rows: Any = zip(*columns, strict=True)
-    return tuple(
-        [
-            Event(
-                phase=_text("phase", phase, _NAME),
-                operation=operation,
-                location=location,
-                step=step,
-                rank=_whole("rank", rank, 0, 1 << 31),
-                began=(first + _whole("offset", offset, 0, _MAX_MICROSECONDS - first)) / 1e6,
-                seconds=_whole("duration", duration, 0, _MAX_MICROSECONDS) / 1e6,
-                nbytes=None if nbytes is None else _whole("nbytes", nbytes, 0, _MAX_INTEGER),
-                error=None if error is None else _error(error),
-                save_id=save_id,
-            )
-            for phase, rank, offset, duration, nbytes, error in rows
-        ]
-    )
 
+    def event(row: Sequence[Any]) -> Event:
+        phase, rank, offset, duration, nbytes, error = row
+        return Event(
+            phase=_text("phase", phase, _NAME),
+            operation=operation,
+            location=location,
+            step=step,
+            rank=_whole("rank", rank, 0, 1 << 31),
+            began=(first + _whole("offset", offset, 0, _MAX_MICROSECONDS - first)) / 1e6,
+            seconds=_whole("duration", duration, 0, _MAX_MICROSECONDS) / 1e6,
+            nbytes=None if nbytes is None else _whole("nbytes", nbytes, 0, _MAX_INTEGER),
+            error=None if error is None else _error(error),
+            save_id=save_id,
+        )
 
-def readable_events(found: JSON, *, location: str = "") -> tuple[Event, ...]:
-    """Return the events of a stored timeline that `timeline_from_json` accepts; without the others.
-
-    A checkpoint can be read without its timeline, so an odd one is no reason to refuse the checkpoint.
-    """
-    try:
-        return timeline_from_json(found, location=location)
-    except CorruptCheckpointError:
-        columns: list[Any] = [found.get(name) for name in _COLUMNS] if isinstance(found, dict) else []
-    if not isinstance(found, dict) or {*map(type, columns)} != {list}:
-        return ()
-    events: list[Event] = []
-    for row in itertools.islice(zip(*columns, strict=False), MAX_EVENTS):
-        one = {name: [value] for name, value in zip(_COLUMNS, row, strict=True)}
-        with contextlib.suppress(CorruptCheckpointError):
-            events += timeline_from_json({**found, **one}, location=location)
-    return tuple(events)
+    return event
 
 
 def _microseconds(seconds: float) -> int:
@@ -439,6 +451,7 @@ def _error(found: Any) -> str:
 
 
 def _refuse(name: str, found: Any, expected: str) -> NoReturn:
-    # Show only the size of a container, because it may be large or deeply nested.
-    shown = f"{type(found).__name__} of {len(found)}" if isinstance(found, list | dict) else repr(found)[:80]
+    # Show only the size of a container or a long text: it may be large or deeply nested, and many rows may have one.
+    is_large = isinstance(found, list | dict) or (isinstance(found, str) and len(found) > _SHOWN_CHARACTERS)
+    shown = f"{type(found).__name__} of {len(found)}" if is_large else repr(found)[:_SHOWN_CHARACTERS]
     raise CorruptCheckpointError(f"a timeline cannot be read: {name} is {shown}; expected {expected}")

@@ -81,6 +81,11 @@ class Runtime:
 
         return ParsedRoots()
 
+    @cached_property
+    def composite_save_ids(self) -> dict[bytes, str | None]:
+        """The save ids of the composites whose members were opened last, by the digest of the root."""
+        return {}
+
     def exchange_key(self, location: object, *, job: Coordinator | None = None) -> str:
         """Return a key for the exchanges of an operation.
 

@@ -84,7 +84,7 @@ class SafetensorsLayout(Layout):
     stem: str = "model"
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
     standalone: bool = field(default=False, kw_only=True)
-    _tag: str = field(default="", repr=False)
+    _tag: str = field(default="", repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         stem = self.stem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
-__all__ = ["LoadedBox", "iter_boxes"]
+__all__ = ["MAX_PLANNED_CHUNKS", "LoadedBox", "iter_boxes"]
+
+MAX_PLANNED_CHUNKS: Final = 1 << 20
+"""Limit of the chunks of an array that are sorted by storage order. Of more, chunks may be read twice."""
 
 _BUDGET_BYTES: Final = 128 << 20
 """Default limit of the bytes of boxes in memory, including those that were read ahead."""
@@ -155,7 +159,10 @@ def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPi
     if opened.derived is not None:
         return [StoredPiece(leaf, box, itemsize) for box in opened.derived.pieces(leaf, most_bytes)]
     whole = Box.whole(spec.shape)
-    return pieces_of(leaf, whole, itemsize, ChunkLookup(opened.index.boxes(leaf, whole)))
+    chunks = list(itertools.islice(opened.index.boxes(leaf, whole), MAX_PLANNED_CHUNKS + 1))
+    if len(chunks) > MAX_PLANNED_CHUNKS:
+        return (StoredPiece(leaf, whole, itemsize),)  # divided without its chunks: a few bytes may state millions
+    return pieces_of(leaf, whole, itemsize, ChunkLookup(chunks))
 
 
 def _read_batches(

@@ -43,7 +43,8 @@ class OpenState:
     """A checkpoint that stays open to read parts of its arrays. Thread-safe.
 
     All bytes are of the save that was opened: open objects belong to it, and any other read checks the root again
-    afterwards. Pickles and deep copies have the location and the options, and open the checkpoint at their first use.
+    afterwards. Pickles and deep copies have the location and the options, without observers and the job, and open the
+    checkpoint at their first use.
 
     Attributes:
         is_closed: True after `close`.
@@ -59,12 +60,12 @@ class OpenState:
         self.is_closed = False
         self._now: Checkpoint | None = tree_attempts(location, context, runtime_of(context).parsed_roots).open()
         self._location = _absolute(location, self._now)
-        self._version = _digest(self._now.version)
+        self._version = _Version.of(self._now.version)
         self._held: dict[str, BlockCache | None] = {}
         self._lock = threading.Lock()
 
     def __getstate__(self) -> _Reference:
-        return _Reference(self._location, self.context, self._version, self.is_closed)
+        return _Reference(self._location, self.context.of_another_process(), self._version, self.is_closed)
 
     def __setstate__(self, reference: _Reference) -> None:
         self._location, self.context, self._version, self.is_closed = reference
@@ -88,7 +89,7 @@ class OpenState:
                 raise ValueError("the checkpoint is closed: open it again, or read before the end of its with block")
             if self._now is None:
                 opened = tree_attempts(self._location, self.context, runtime_of(self.context).parsed_roots).open()
-                if _digest(opened.version) != self._version:
+                if not self._version.still_exists(opened.version):
                     raise _replaced(opened)
                 self._now = opened
             return self._now
@@ -185,7 +186,7 @@ class _Reference(NamedTuple):
 
     location: AnyLocation
     context: Context
-    version: str
+    version: _Version
     is_closed: bool
 
 
@@ -196,10 +197,27 @@ def _absolute(location: AnyLocation, opened: Checkpoint) -> AnyLocation:
     return location
 
 
-def _digest(version: LocationVersion) -> str:
-    """Return a digest of the root, which differs between any two saves; without a root, of what a version has."""
-    root = version.root
-    return hashlib.sha256(root if isinstance(root, bytes) else repr(version).encode()).hexdigest()
+class _Version(NamedTuple):
+    """The content of a pickle that identifies what was opened. Without the root, which may be large.
+
+    Attributes:
+        digest: a digest of the root, which differs between any two saves; without a root, of the size of an object.
+        names: see `LocationVersion`.
+    """
+
+    digest: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, version: LocationVersion) -> _Version:
+        root = version.root
+        content = root if isinstance(root, bytes) else repr(version._replace(names=())).encode()
+        return cls(hashlib.sha256(content).hexdigest(), version.names)
+
+    def still_exists(self, now: LocationVersion) -> bool:
+        """Return True if everything in this version still exists: see `LocationVersion.still_exists`."""
+        found = _Version.of(now)
+        return found.digest == self.digest and set(self.names) <= set(found.names)
 
 
 def _replaced(opened: Checkpoint) -> CheckpointNotFoundError:
@@ -237,7 +255,8 @@ def find_plain_extent(opened: Checkpoint, leaf: int) -> PlainExtent | None:
     leaf = opened.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
     index = opened.index
-    chunks = iter(index.boxes(leaf, whole))
+    # The chunk of the first element, which is the only one if it is the whole array: there may be millions.
+    chunks = iter(index.boxes(leaf, Box((0,) * len(whole.stop), (1,) * len(whole.stop))))
     chunk = next(chunks, None)
     if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Collection
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -68,6 +69,9 @@ RootCache: TypeAlias = ParsedRoots[StoredFormat]
 
 ATTEMPTS: Final = 20
 """Limit of attempts to read a checkpoint that is replaced again and again."""
+
+_MAX_COMPOSITES: Final = 64
+"""Limit of the composites whose save ids are kept."""
 
 _NAMES_SHOWN: Final = 20
 
@@ -310,7 +314,7 @@ def _open_with_root(
 ) -> Checkpoint:
     """Open a tree that ckptcore wrote."""
     if root.role == "member":
-        _expect_committed(location, version, root)
+        _expect_committed(location, version, root, context)
 
     data, stored = version.root, None
     if known is not None and isinstance(data, bytes):
@@ -327,7 +331,7 @@ def _open_with_root(
     return opened
 
 
-def _expect_committed(location: Location, version: LocationVersion, member: Root) -> None:
+def _expect_committed(location: Location, version: LocationVersion, member: Root, context: Context) -> None:
     """Check that the composite of a member is committed.
 
     A member that was copied out of its composite is valid: its root was written after all of its other files.
@@ -343,7 +347,7 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
     if isinstance(data, str):
         raise InvalidLocationError(data)
     try:
-        save_id = None if data is None else _composite_save_id(data)
+        save_id = None if data is None else _composite_save_id(data, runtime_of(context).composite_save_ids)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"the directory around {location.display}: {error}", key=error.key) from error
     if hidden or save_id != member.save_id:
@@ -353,11 +357,22 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
         )
 
 
-@functools.lru_cache(maxsize=4)
-def _composite_save_id(data: bytes) -> str | None:
-    """Return the save id of a committed composite; None for another root. Cached: each of many members asks."""
+def _composite_save_id(data: bytes, known: dict[bytes, str | None]) -> str | None:
+    """Return the save id of a committed composite; None for another root. Each of many members asks for it.
+
+    Args:
+        data: the root.
+        known: a cache by digest. It does not hold roots, which may be large and are needed no more.
+    """
+    digest = hashlib.sha256(data).digest()
+    if digest in known:
+        return known[digest]
     summary = summarize_root(data)
-    return summary.save_id if summary.committed and summary.members is not None else None
+    found = summary.save_id if summary.committed and summary.members is not None else None
+    known[digest] = found
+    while len(known) > _MAX_COMPOSITES:
+        known.pop(next(iter(known)), None)
+    return found
 
 
 def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:

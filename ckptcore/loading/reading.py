@@ -356,20 +356,25 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
                 f"{record.spec.nbytes} bytes, but all objects together have {held} bytes: the root is damaged. Load "
                 "another checkpoint"
             )
-    extents = [(leaf, *extent) for leaf in arrays for extent in index.extents(leaf)]
+    extents: list[tuple[int, str, int, int]] = []
+    for leaf in arrays:
+        for key, start, stop in index.extents(leaf):
+            if stop and key not in opened.store.objects:  # at once: a hostile shape may state millions of objects
+                raise _truncated(opened, leaf, key, stop, 0)
+            extents.append((leaf, key, start, stop))
     # Use actual sizes, not those of the root: an object may be truncated, and a hostile root may state any size.
-    keys = dict.fromkeys([key for _, key, _, _ in extents])
-    sizes = {
-        **dict.fromkeys(keys, 0),
-        **opened.store.size_limits([key for key in keys if key in opened.store.objects]),
-    }
+    sizes = opened.store.size_limits(list(dict.fromkeys([key for _, key, _, stop in extents if stop])))
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:
         # Arrays do not share bytes, so the sum of their sizes is limited by the object as well.
         taken[key] = taken.get(key, 0) + stop - start
-        if max(stop, taken[key]) > sizes[key]:
-            raise CorruptCheckpointError(
-                f"{format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which has {sizes[key]} "
-                "bytes: the file is truncated. Restore it, or load another checkpoint",
-                key=key, start=min(sizes[key], stop), stop=stop,
-            )  # fmt: skip
+        if max(stop, taken[key]) > sizes.get(key, 0):
+            raise _truncated(opened, leaf, key, stop, sizes.get(key, 0))
+
+
+def _truncated(opened: Checkpoint, leaf: int, key: str, stop: int, nbytes: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which has {nbytes} bytes: the file "
+        "is truncated. Restore it, or load another checkpoint",
+        key=key, start=min(nbytes, stop), stop=stop,
+    )  # fmt: skip

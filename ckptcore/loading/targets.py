@@ -338,12 +338,12 @@ def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Fl
     found = stored_at(checkpoint, registry)
     flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found)
     for path in per_process_values(flat.shape):
-        _expect_processes(checkpoint, path, job.rank, job.size)
+        _expect_processes(checkpoint, path, job.size)
     return flat
 
 
-def _expect_processes(checkpoint: Checkpoint, path: TreePath, rank: int, size: int) -> None:
-    """Check that the number of processes that saved a `PerProcess` value is that of this job.
+def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None:
+    """Check that the processes that saved a `PerProcess` value are those of this job. All ranks decide equally.
 
     Raises:
         TreeMismatchError: it is another one.
@@ -354,7 +354,7 @@ def _expect_processes(checkpoint: Checkpoint, path: TreePath, rank: int, size: i
             return  # a difference that is found later
         node = node.children[node.keys.index(key)]
     ranks = [key for key in node.keys if isinstance(key, int)] if isinstance(node, Node) else []
-    if ranks and (rank not in ranks or max(ranks) >= size):
+    if ranks and sorted(ranks) != list(range(size)):
         name = format_path(path)
         raise TreeMismatchError(
             f"{name} in {checkpoint.location.display} has a separate value for each of {max(ranks) + 1} processes, but "

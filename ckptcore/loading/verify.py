@@ -33,7 +33,7 @@ from ckptcore.loading.opening import (
     present_members,
 )
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
-from ckptcore.model.arrays import ArraySpec
+from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
@@ -42,8 +42,11 @@ from ckptcore.runtime import runtime_of
 
 __all__ = ["VerifyReport", "verify_checkpoint"]
 
-_BASE_READ_BYTES: Final = 1 << 24
-"""Limit of the bytes of an array in a base that are read at once."""
+_READ_BYTES: Final = 1 << 24
+"""Limit of the bytes that are read at once of an array in a base, or of one that is larger than memory."""
+
+_MAX_READS: Final = 1 << 16
+"""Limit of the parts of an array that is larger than memory."""
 
 _PIECE_BLOCKS: Final = 8
 
@@ -270,6 +273,8 @@ class _Verification:
             assert isinstance(record, ArrayRecord)  # references were checked
             try:
                 _read_in_pieces(checked, leaf, record.spec)
+            except InsufficientMemoryError:
+                raise  # nothing is known about the array
             except CheckpointError as error:
                 self._problems.append(Problem(None, None, None, (format_path(tree.paths[leaf]),), str(error)))
             self._advance(record.spec.nbytes)
@@ -278,6 +283,9 @@ class _Verification:
         """Read every array of a checkpoint of other software, which has no recorded checksums of blocks.
 
         Returns the keys of the objects that contain arrays.
+
+        Raises:
+            InsufficientMemoryError: not even a part of an array can be read. It may be sound or damaged.
         """
         opened = self._opened
         array, _ = default_handlers(runtime_of(self._context).registry)
@@ -285,13 +293,12 @@ class _Verification:
             if isinstance(record, ArrayRecord):
                 try:
                     with naming_arrays(opened):
-                        read_leaves(opened, [number], [array], [None], self._context)
+                        try:
+                            read_leaves(opened, [number], [array], [None], self._context)
+                        except InsufficientMemoryError:
+                            _read_in_pieces(opened, number, record.spec)
                 except CorruptCheckpointError as error:
                     self._add(error)
-                except InsufficientMemoryError as error:  # its shape may be damaged
-                    self._problems.append(
-                        Problem(None, None, None, (format_path(opened.tree.paths[number]),), str(error))
-                    )
                 self._advance(record.spec.nbytes)
         return tuple(sorted({key for _, key, _, _ in extents_of(opened)}))
 
@@ -307,15 +314,29 @@ class _Verification:
 
 
 def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
-    """Read an array of a base, a small part at a time.
+    """Read an array of a base, or one that is larger than memory, a small part at a time.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
     """
     check_sizes(opened, [leaf])
-    assert opened.derived is not None  # an array of a base is derived
-    for box in opened.derived.pieces(leaf, _BASE_READ_BYTES) if spec.size else ():
+    for box in _pieces(opened, leaf, spec) if spec.size else ():
         plan = plan_read(opened.tree, [(leaf, (box,))])
         buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))
         if not list(opened.read(plan, [buffer])):
             raise incomplete_read(opened, leaf)
+
+
+def _pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
+    """Return boxes that together are an array. Each has whole chunks, or few bytes.
+
+    The first element comes first: what is decoded for it may show that no chunk has the size that its metadata states.
+    """
+    if opened.derived is not None:
+        return opened.derived.pieces(leaf, _READ_BYTES)
+    whole = Box.whole(spec.shape)
+    rows = opened.index.chunk_rows(opened.tree.aliases.get(leaf, leaf)) or 1
+    step = max(1, _READ_BYTES * spec.shape[0] // spec.nbytes // rows) * rows if spec.shape else 1
+    # A few bytes may state any shape, so nothing reads for hours what nobody stored.
+    bands = whole.bands(0, step) if spec.shape and spec.shape[0] <= step * _MAX_READS else [whole]
+    return [Box((0,) * len(spec.shape), (1,) * len(spec.shape)), *bands]

@@ -356,7 +356,8 @@ class CheckpointReader(StepReader):
             lasting: object = os.path.abspath(directory)  # the working directory may change
         else:
             lasting = directory
-        self._options = {"directory": lasting, "step_names": step_names, "context": context}
+        self._options = {"directory": lasting, "step_names": step_names}
+        self._context_of_copies = context.of_another_process()
         steps = as_run_directory(directory).open(names, context)
         agree = exchanges_of(steps.main.display, context, runtime_of(context).job())
         # Another job may have saved since the last listing.
@@ -364,8 +365,8 @@ class CheckpointReader(StepReader):
         self.reload()
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointReader], tuple[object, ...]]:
-        """Pickle and copy the directory and the options. The copy lists the directory again."""
-        return _reader_of, (self._options,)
+        """Pickle and copy the directory and the options, without observers and the job. The copy lists it again."""
+        return _reader_of, ({**self._options, "context": self._context_of_copies},)
 
 
 def _reader_of(options: Mapping[str, Any]) -> CheckpointReader:

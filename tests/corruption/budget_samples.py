@@ -278,6 +278,13 @@ def _root_timeline(directory: Path, n: int) -> None:
     _tree_root(directory, _tree([[1]]), _whole(1), {"a": 1}, timeline=timeline)
 
 
+@_sample("root: an odd timeline and a long save id")
+def _root_odd_timeline(directory: Path, n: int) -> None:
+    columns = {name: [None] * n for name in ("phase", "rank", "offset", "duration", "nbytes", "error")}
+    timeline = {"operation": "save", "step": None, "save_id": "x" * 100 * n, "began": 1, **columns}
+    _tree_root(directory, _tree([[1]]), _whole(1), {"a": 1}, timeline=timeline)
+
+
 @_sample("root: bases")
 def _root_bases(directory: Path, n: int) -> None:
     bases = [[f"b{number}", "0123456789abcdef"] for number in range(n)]
@@ -380,21 +387,21 @@ def _safetensors_files(directory: Path, n: int) -> None:
 @_sample("torch: tensors")
 def _torch_tensors(directory: Path, n: int) -> None:
     directory.mkdir()
-    torch.save({f"w{number}": torch.zeros(1) for number in range(n)}, directory / "model.pt")
+    torch.save({f"w{number}": torch.zeros(1) for number in range(n)}, directory / "pytorch_model.bin")
 
 
 @_sample("torch: views of one storage")
 def _torch_views(directory: Path, n: int) -> None:
     directory.mkdir()
     whole = torch.zeros(n)
-    torch.save({f"w{number}": whole[number:] for number in range(n)}, directory / "model.pt")
+    torch.save({f"w{number}": whole[number:] for number in range(n)}, directory / "pytorch_model.bin")
 
 
 @_sample("torch: the format before 1.6")
 def _torch_legacy(directory: Path, n: int) -> None:
     directory.mkdir()
     value = {f"w{number}": torch.zeros(1) for number in range(n)}
-    torch.save(value, directory / "model.pt", _use_new_zipfile_serialization=False)
+    torch.save(value, directory / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
 
 @_sample("torch: depth", most=128)
@@ -403,7 +410,7 @@ def _torch_depth(directory: Path, n: int) -> None:
     value: Any = torch.zeros(1)
     for _ in range(n):
         value = [value]
-    torch.save(value, directory / "model.pt")
+    torch.save(value, directory / "pytorch_model.bin")
 
 
 @_sample("torch: lists that share lists")
@@ -413,13 +420,13 @@ def _torch_shared(directory: Path, n: int) -> None:
     value: Any = [1]
     for _ in range(n):
         value = [value, value]
-    torch.save(value, directory / "model.pt")
+    torch.save(value, directory / "pytorch_model.bin")
 
 
 @_sample("torch: axes", most=64)
 def _torch_axes(directory: Path, n: int) -> None:
     directory.mkdir()
-    torch.save({"w": torch.zeros([1] * n)}, directory / "model.pt")
+    torch.save({"w": torch.zeros([1] * n)}, directory / "pytorch_model.bin")
 
 
 @_sample("torch: members of the zip")
@@ -430,14 +437,14 @@ def _torch_members(directory: Path, n: int) -> None:
     with zipfile.ZipFile(file, "a") as archive:
         for number in range(n):
             archive.writestr(f"archive/other/{number}", b"")
-    (directory / "model.pt").write_bytes(file.getvalue())
+    (directory / "pytorch_model.bin").write_bytes(file.getvalue())
 
 
 @_sample("torch: a sparse storage")
 def _torch_expanded(directory: Path, n: int) -> None:
     """A tensor of many elements that are all the same one."""
     directory.mkdir()
-    torch.save({"w": torch.zeros(1).expand(n << 20)}, directory / "model.pt")
+    torch.save({"w": torch.zeros(1).expand(n << 20)}, directory / "pytorch_model.bin")
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
@@ -616,17 +623,45 @@ def _zarr_shard(directory: Path, n: int) -> None:
     _put(directory, {"_METADATA": _tree_file([["w"]]), "w/zarr.json": document, "w/c/0": bytes(n) + index})
 
 
+def _zarr2(shape: Sequence[int], chunks: Sequence[int]) -> bytes:
+    document = {
+        "zarr_format": 2, "shape": list(shape), "chunks": list(chunks), "dtype": "|u1", "compressor": None,
+        "filters": None, "fill_value": 0, "order": "C",
+    }  # fmt: skip
+    return json.dumps(document).encode()
+
+
 @_sample("zarr 2: arrays")
 def _zarr2_arrays(directory: Path, n: int) -> None:
-    document = {
-        "zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "|u1", "compressor": None, "filters": None,
-        "fill_value": 0, "order": "C",
-    }  # fmt: skip
     names = [f"w{number}" for number in range(n)]
-    files = {f"{name}/.zarray": json.dumps(document).encode() for name in names} | {
-        f"{name}/0": b"\0" for name in names
-    }
+    files = {f"{name}/.zarray": _zarr2([1], [1]) for name in names} | {f"{name}/0": b"\0" for name in names}
     _put(directory, {"_METADATA": _tree_file([[name] for name in names], use_zarr3=False), **files})
+
+
+def _zarr2_array(directory: Path, document: bytes, chunks: Mapping[str, bytes], **members: Any) -> None:
+    tree = _tree_file([["w"]], use_zarr3=False, **members)
+    files = {f"w/{name}": data for name, data in chunks.items()}
+    _put(directory, {"_METADATA": tree, "w/.zarray": document, **files})
+
+
+@_sample("zarr 2: chunks")
+def _zarr2_chunks(directory: Path, n: int) -> None:
+    _zarr2_array(directory, _zarr2([n], [1]), {str(number): b"\0" for number in range(n)})
+
+
+@_sample("zarr 2: chunks that are missing")
+def _zarr2_missing(directory: Path, n: int) -> None:
+    _zarr2_array(directory, _zarr2([n << 3], [1]), {"0": b"\0"}, store_array_data_equal_to_fill_value=False)
+
+
+@_sample("zarr 2: a large chunk")
+def _zarr2_large(directory: Path, n: int) -> None:
+    _zarr2_array(directory, _zarr2([8], [n << 40]), {"0": b"\0"})
+
+
+@_sample("zarr 2: axes", most=32)
+def _zarr2_axes(directory: Path, n: int) -> None:
+    _zarr2_array(directory, _zarr2([1] * n, [1] * n), {".".join(["0"] * n): b"\0"})
 
 
 @_sample("orbax: depth", most=128)

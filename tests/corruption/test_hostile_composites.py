@@ -195,13 +195,14 @@ def test_very_many_processes(forgery: _Forgery) -> None:
 
 
 def test_very_many_processes_of_a_checkpoint_that_is_replaced(forgery: _Forgery) -> None:
-    """Its directories are found by listing, not by counting."""
+    """The files of its members are found by listing, not by counting. What no readable root names is kept."""
     for name in ("model", "data", "files"):
         shutil.rmtree(forgery.location / name)
     forgery.with_members({f"m{number}": ["tree", 1 << 24] for number in range(50)})
     for name in ("m3.rank_7", "m3.rank_007", f"m3.rank_{1 << 24}", "m3", "other"):
         (forgery.location / name).mkdir()
         (forgery.location / name / "a").write_bytes(b"")
+    (forgery.location / "m3.rank_7" / "checkpoint.json").write_bytes(b"{}")
     tracemalloc.start(1)
     try:
         ckptcore.save(forgery.location, {"a": 1}, overwrite="keep-other-files", context=_CONTEXT)
@@ -209,8 +210,8 @@ def test_very_many_processes_of_a_checkpoint_that_is_replaced(forgery: _Forgery)
     finally:
         tracemalloc.stop()
     assert peak < _MEMORY_BYTES
-    names = {path.name for path in forgery.location.iterdir() if path.is_dir()}
-    assert names == {"m3.rank_007", f"m3.rank_{1 << 24}", "m3", "other"}
+    names = {str(path.relative_to(forgery.location)) for path in forgery.location.glob("*/*")}
+    assert names == {"m3.rank_7/a", "m3.rank_007/a", f"m3.rank_{1 << 24}/a", "m3/a", "other/a"}
 
 
 def test_very_many_members(forgery: _Forgery) -> None:

@@ -20,7 +20,8 @@ from click.testing import CliRunner
 
 import ckptcore
 from ckptcore.context import default_context
-from ckptcore.events import readable_events
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.events import readable_events, timeline_from_json
 from ckptcore.policies import BestN, LatestDuration
 
 ODD: Final[list[Any]] = [None, True, -1, 1 << 80, 1e308, "odd \x1b[2J", [], {}, [[]], {"odd": [1]}]
@@ -168,6 +169,39 @@ def test_the_other_events_of_a_timeline_with_an_odd_one_are_shown(run: _Run) -> 
     assert len(ckptcore.metadata(run.step).timeline) == expected
     assert readable_events({**root["timeline"], "operation": "of the future"}) == ()
     assert len(readable_events({**root["timeline"], "phase": root["timeline"]["phase"][:3]})) == 1
+
+
+class _LongText(str):
+    """Text whose representation must not be made, because it may be long and in every row."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        raise AssertionError("the representation of a long text was made")
+
+
+class _Timeline(dict[str, Any]):
+    """A timeline that counts how often it is looked into."""
+
+    looks = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looks += 1
+        return super().get(key, default)
+
+
+def test_the_rows_of_an_odd_timeline_are_read_without_the_rest_of_it(run: _Run) -> None:
+    """A root of 400 kB took 5 seconds, because each row judged the long save id again."""
+    long = _LongText("x" * 1000)
+    odd = {**run.root["timeline"], **{name: [value] * 100 for name, value in (
+        ("phase", long), ("rank", 0), ("offset", 0), ("duration", 0), ("nbytes", long), ("error", long),
+    )}}  # fmt: skip
+    for changed in ({}, {"save_id": long}, {"operation": long}, {"step": long}, {"began": long}):
+        timeline = _Timeline({**odd, **changed})
+        assert readable_events(timeline) == ()
+        assert timeline.looks < 30
+        with pytest.raises(CorruptCheckpointError, match="_LongText of 1000"):
+            timeline_from_json(timeline)
 
 
 def test_nothing_is_deleted_because_of_an_odd_note(run: _Run) -> None:

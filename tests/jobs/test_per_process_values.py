@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,22 @@ def test_another_number_of_processes_requests_a_dict(tmp_path: Path, size: int) 
         like = {"w": np.zeros(4), "seconds": {1: 0.0}}
         matching = ckptcore.Matching(unexpected="ignore")
         assert ckptcore.load(tmp_path / "x", like, matching=matching, context=context)["seconds"] == {1: 1.5}
+
+    run(job, size)
+
+
+@pytest.mark.parametrize("reads", ["all", "alone"])
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+def test_all_processes_of_another_job_decide_equally(tmp_path: Path, size: int, reads: Any) -> None:
+    """The values of three processes: also the processes that find a value of their rank refuse it."""
+    run(lambda rank, context: ckptcore.save(tmp_path / "x", tree_of(rank), context=context), 3)
+
+    def job(rank: int, context: Context) -> None:
+        context = replace(context, job=replace(context.job, reads=reads))
+        for load in (ckptcore.load, ckptcore.load_into):
+            with pytest.raises(TreeMismatchError, match=f"seconds.* for each of 3 processes, but this job has {size}"):
+                load(tmp_path / "x", tree_of(rank), context=context)
+        assert ckptcore.load(tmp_path / "x", context=context)["seconds"] == {0: 0.5, 1: 1.5, 2: 2.5}
 
     run(job, size)
 

@@ -6,15 +6,19 @@ import copy
 import inspect
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_dcp.layouts import DcpEntries, DcpLayout
+from ckptcore_tools.step_statistics import StepStatisticsObserver
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, Context, errors, policies, select
+from ckptcore.context import IOOptions, JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
 from ckptcore.model import Box
 
@@ -113,6 +117,62 @@ def test_a_checkpoint_of_other_software(tmp_path: Path, way: Callable[[Any], Any
     with ckptcore.open(tmp_path / "plain.safetensors") as opened:
         name = next(iter(opened))
         assert np.array_equal(way(opened)[name], opened[name])
+
+
+def test_other_names_beside_a_checkpoint_of_other_software(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+    """Such as the log of the training that goes on."""
+    ckptcore.save(tmp_path / "x", {"w": np.ones(3)}, layout="dcp")
+    (tmp_path / "x" / "checkpoint.json").unlink()
+    with ckptcore.open(tmp_path / "x") as opened:
+        copied, gone = way(opened), way(opened)
+        (tmp_path / "x" / "train.log").write_text("step 1")
+        assert copied["w"][0] == 1
+        next((tmp_path / "x").glob("*.distcp")).rename(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointNotFoundError, match="was replaced or deleted"):
+            gone["w"]
+
+
+def test_observers_and_jobs_are_not_pickled(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+    """A worker reads alone, and can have neither the locks nor the connections of this process."""
+    seen: list[Any] = []
+    lock = threading.Lock()
+
+    class Job(SingleProcess):
+        """A job with something that cannot be pickled."""
+
+        def __init__(self) -> None:
+            self.connection = lock
+
+    observers = [lambda event: seen.append((event, lock)), StepStatisticsObserver()]
+    context = Context(
+        job=JobOptions(coordinator=Job(), reads="broadcast"), observers=observers, io=IOOptions(threads=1)
+    )
+    with Checkpointer(tmp_path / "run", context=context) as checkpointer:
+        checkpointer.save_blocking(1, {"w": np.ones(3)})
+    with ckptcore.open(tmp_path / "run" / "1", context=context) as opened:
+        assert way(opened)["w"][0] == way(opened["w"])[0] == 1
+    reader = way(CheckpointReader(tmp_path / "run", context=context))
+    assert reader.steps == (1,)
+    assert reader.load()["w"].tolist() == [1, 1, 1]
+
+
+class OtherContext(Context):
+    """A context of another class."""
+
+
+def test_subclasses_stay_what_they_are() -> None:
+    assert type(pickle.loads(pickle.dumps(OtherContext(durability="none")))) is OtherContext
+    assert type(OtherContext(observers=[print]).of_another_process()) is OtherContext
+    layout = DcpEntries(items=frozenset({"a"})).with_own_names("tag")
+    assert type(pickle.loads(pickle.dumps(layout))) is DcpEntries
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+@pytest.mark.parametrize("layout", [ckptcore.SafetensorsLayout, DcpLayout])
+def test_the_tag_of_a_layout_is_no_positional_argument(layout: Any) -> None:
+    assert list(inspect.signature(layout).parameters.values())[-1].kind is inspect.Parameter.KEYWORD_ONLY
+    with pytest.raises(TypeError, match="positional"):
+        layout(*range(len(inspect.signature(layout).parameters)))
 
 
 # --- other objects

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_orbax import Zarr3Layout
 from ckptcore_testing.faults import FailAt, FaultPlan
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, UnsupportedVersionError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InsufficientMemoryError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from ckptcore.loading import reading, verify
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model import ArraySpec, HostArray
@@ -85,6 +93,32 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
     content[-(20 << 20)] ^= 1
     (tmp_path / "base" / "model.safetensors").write_bytes(content)
     assert [problem.arrays for problem in ckptcore.verify(tmp_path / "update").problems] == [("big",)]
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "zarr3", "dcp"])
+def test_an_array_larger_than_memory_is_neither_sound_nor_damaged(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in parts; if there is no memory for a part either, nobody knows."""
+    ckptcore.save(tmp_path / "base", {"w": np.arange(10_000.0), "v": 1}, layout=layout)
+    ckptcore.save(tmp_path / "update", {"v": 2}, strategy=ckptcore.Update(tmp_path / "base"))
+    others = {"zarr3": Zarr3Layout(chunk_bytes=8_000), "safetensors": ckptcore.SafetensorsLayout(standalone=True)}
+    ckptcore.save(tmp_path / "other", {"w": np.arange(10_000.0)}, layout=others.get(layout, layout))
+    (tmp_path / "other" / "checkpoint.json").unlink()
+    monkeypatch.setattr(verify, "_READ_BYTES", 8_000)
+    most = 8_000
+
+    def bounded(spec: ArraySpec) -> HostArray:
+        if spec.nbytes > most:
+            raise InsufficientMemoryError(f"not enough memory for {spec}")
+        return np.empty(spec.shape, spec.numpy_dtype)
+
+    monkeypatch.setattr(reading, "allocate", bounded)
+    assert ckptcore.verify(tmp_path / "other").ok
+    most = 100
+    for name in ("other", "update"):
+        with pytest.raises(InsufficientMemoryError):
+            ckptcore.verify(tmp_path / name)
 
 
 def test_a_storage_that_fails_is_not_a_base_that_is_gone(tmp_path: Path) -> None:

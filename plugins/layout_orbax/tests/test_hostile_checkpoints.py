@@ -26,6 +26,7 @@ from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InsufficientMemoryError, InvalidLocationError
+from ckptcore.loading import loaded_boxes
 from ckptcore.model import Box, HostArray, Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
@@ -350,6 +351,23 @@ def test_a_chunk_of_few_bytes_that_claims_much_memory(name: str, extent: int, fi
     assert not ckptcore.verify(location).ok
 
 
+@pytest.mark.parametrize("inline", [0, 1024])
+def test_a_small_value_beside_a_large_one_in_a_data_file(inline: int, tmp_path: Path) -> None:
+    """The values of a database share files, so the size of a file does not justify that of a chunk."""
+    codecs = [*LITTLE, {"name": "gzip", "configuration": {"level": 1}}]
+    large, count = np.random.default_rng(1).integers(0, 1 << 16, 1 << 18, np.uint16).tobytes(), 32 << 20
+    location = checkpoint(tmp_path / "checkpoint", {"_METADATA": tree_file(("a", "b"), use_ocdbt=True)})
+    spec = {"driver": "ocdbt", "base": f"file://{location}", "config": {"max_inline_value_bytes": inline}}
+    with tensorstore.Transaction() as transaction:
+        database = tensorstore.KvStore.open(spec).result().with_transaction(transaction)
+        for name, extent, data in (("a", 1 << 18, gzip.compress(large, 0)), ("b", count, gzip.compress(b""))):
+            database[f"{name}/zarr.json"] = json.dumps(zarr_json([extent], codecs=codecs)).encode()
+            database[f"{name}/c/0"] = data
+    small = len(gzip.compress(b""))
+    with pytest.raises(CorruptCheckpointError, match=f"'b' cannot be decoded.* and one has {small} encoded bytes"):
+        ckptcore.load(location)
+
+
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_a_chunk_that_its_bytes_decode_to_is_read(codec: str, tmp_path: Path) -> None:
     """The densest chunks there are: zeros only."""
@@ -406,4 +424,43 @@ def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) 
     (array / "zarr.json").write_text(json.dumps(document))
     with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
         ckptcore.load(tmp_path)
-    assert not ckptcore.verify(tmp_path).ok
+    with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
+        ckptcore.verify(tmp_path)  # neither sound nor damaged: another machine may have the memory
+
+
+def test_an_array_of_very_many_chunks(tmp_path: Path) -> None:
+    """A table of 1 GB may have a chunk per row of 512 bytes; only a part of it is stored here."""
+    rows = 2_000_000
+    location = checkpoint(
+        tmp_path / "checkpoint",
+        {
+            "_METADATA": tree_file(stores_fill_value=False),
+            "a/zarr.json": zarr_json([rows, 256], [1, 256]),
+            f"a/c/{rows - 1}/0": np.arange(256, dtype="<u2").tobytes(),
+        },
+    )
+    with ckptcore.open(location) as opened:
+        assert opened["a"][rows - 1, 3:5].tolist() == [3, 4]
+        assert not opened["a"][rows // 2].any()
+    location = checkpoint(
+        tmp_path / "more", {"_METADATA": tree_file(), "a/zarr.json": zarr_json([1 << 25], [1]), "a/c/7": b"\7\0"}
+    )
+    with ckptcore.open(location) as opened:
+        with pytest.raises(CorruptCheckpointError, match="33554432 chunks, of which at most 16777216 are read at a"):
+            opened["a"][:]
+        assert opened["a"][7] == 7  # the text says to load a part
+
+
+def test_boxes_of_more_chunks_than_are_planned_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"a/c/{number}": bytes((number, 0)) for number in range(200)}
+    location = checkpoint(
+        tmp_path / "checkpoint", {"_METADATA": tree_file(), "a/zarr.json": zarr_json([200], [1]), **files}
+    )
+    planned = []
+    for most in (200, 199):
+        monkeypatch.setattr(loaded_boxes, "MAX_PLANNED_CHUNKS", most)
+        with ckptcore.open(location) as opened:
+            boxes = list(opened.iter_boxes())
+        assert np.sort(np.concatenate([found.elements for found in boxes])).tolist() == list(range(200))
+        planned.append(len(boxes))
+    assert planned == [200, 1]

@@ -250,7 +250,7 @@ ROOTS: Final[Mapping[str, tuple[Callable[[int], Callable[[Any], None]], int]]] =
     "metrics": (lambda n: _set("metrics")({f"m{number}": 0.5 for number in range(n)}), 500),
     "metadata": (lambda n: _set("tables", "custom")({f"m{number}": "x" for number in range(n)}), 500),
     "writer": (lambda n: _set("writer")({f"m{number}": "x" for number in range(n)}), 500),
-    "events": (lambda n: _set("timeline")(_timeline(n)), 2000),
+    "events": (lambda n: _set("timeline")(_timeline(n)), 500),
     "odd events": (lambda n: _set("timeline")({**_timeline(n), "phase": ["Odd"] * n}), 500),
     "notes": (lambda n: _notes({f"n{number}": number for number in range(n)}), 500),
     "depth of a note": (lambda n: _notes({"sharding": _nested(n)}), 50),
@@ -328,12 +328,13 @@ def test_steps(tmp_path: Path) -> None:
         viewed = Viewed(str(tmp_path / str(steps)), default_context())
         return lambda: document_of(viewed, "run", Request({"last": "999999999999", "policy": "latest_n=1"}))
 
-    assert_linear(make, (10, 20, 40))
+    assert_linear(make, (5, 10, 20))
 
 
+@pytest.mark.slow
 def test_a_report(tmp_path: Path) -> None:
     def make(arrays: int) -> Callable[[], object]:
         ckptcore.save(tmp_path / str(arrays), {f"w{number}": np.ones(1) for number in range(arrays)})
         return lambda: write_report(tmp_path / "report.html", tmp_path / str(arrays))
 
-    assert_linear(make, (25, 50, 100))
+    assert_linear(make, (10, 20, 40))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from ckptcore.errors import PluginError
@@ -58,12 +59,13 @@ class DcpLayout(Layout):
     checkpoint_id: str | None = None
     save_id: str | None = None
     items: frozenset[str] = frozenset()
-    _tag: str = field(default="", repr=False)
+    _tag: str = field(default="", repr=False, kw_only=True)
     _names: EntryCache = field(default_factory=EntryCache, init=False, repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None, str | None, str | None, frozenset[str], str]]:
+    def __reduce__(self) -> tuple[Callable[[], DcpLayout], tuple[()]]:
         """Pickle the options only. The cache of names is not copied."""
-        return DcpLayout, (self.spread_from, self.checkpoint_id, self.save_id, self.items, self._tag)
+        options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return functools.partial(type(self), **options), ()
 
     @property
     def name(self) -> str:

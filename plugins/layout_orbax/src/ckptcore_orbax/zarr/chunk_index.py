@@ -157,8 +157,8 @@ class ZarrIndex(ChunkIndex):
             rows.setdefault(leaf, []).append(row)
         return rows
 
-    def extents(self, leaf: int) -> Sequence[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`. Returns the extents of raw arrays.
+    def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
+        """See `ChunkIndex.extents`. Returns the extents of raw arrays, those in objects one at a time.
 
         Raises:
             CorruptCheckpointError: an array is larger than its extents.
@@ -168,14 +168,17 @@ class ZarrIndex(ChunkIndex):
         if stored is None:
             return ()
         format = stored.format
-        found: list[tuple[str, int, int]] = []
         if state.storage == "objects":
             if state.source == "ckptcore" and format.direct and not format.sharded:
                 whole = Box.whole(format.spec.shape)
                 check_chunk_count(whole, format.chunk, stored.name)
-                for index, _ in iter_chunks(format.chunk, whole):
-                    found.append((f"{self._prefix}{stored.prefix}{format.chunk_key(index)}", 0, format.chunk_bytes))
-            return found
+                prefix = f"{self._prefix}{stored.prefix}"
+                return (
+                    (f"{prefix}{format.chunk_key(index)}", 0, format.chunk_bytes)
+                    for index, _ in iter_chunks(format.chunk, whole)
+                )
+            return ()
+        found: list[tuple[str, int, int]] = []
         columns, room = state.extents, 0
         for row in self._rows.get(leaf, ()):
             start, stop = columns.start[row], columns.stop[row]

@@ -23,8 +23,11 @@ __all__ = [
     "write_chunk_shape",
 ]
 
-MAX_CHUNKS: Final = 1 << 20
-"""Limit for the number of chunks of one array. A hostile shape may state any number."""
+MAX_CHUNKS: Final = 1 << 24
+"""Limit for the number of chunks of one array that are read at a time. A hostile shape may state any number.
+
+An array of 1 GB with a chunk for each row of 64 bytes is valid, so whoever enumerates chunks does so a few at a time.
+"""
 
 
 def check_chunk_count(box: Box, step: Sequence[int], name: str) -> None:
@@ -38,8 +41,8 @@ def check_chunk_count(box: Box, step: Sequence[int], name: str) -> None:
     )
     if cells > MAX_CHUNKS:
         raise CorruptCheckpointError(
-            f"{name!r} would have {cells} chunks; expected at most {MAX_CHUNKS}; its metadata is damaged: "
-            "restore it from a copy, or load another checkpoint"
+            f"{name!r} states {cells} chunks, of which at most {MAX_CHUNKS} are read at a time. Load a part of it. If "
+            "its shape is wrong, its metadata is damaged: restore it from a copy, or load another checkpoint"
         )
 
 

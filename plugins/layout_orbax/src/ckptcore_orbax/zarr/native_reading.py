@@ -155,7 +155,7 @@ def check_native_files(
     """
     if store.address is None or not store.address.url.startswith("file:"):
         return
-    seen = {""}  # inline values have no key
+    sizes: dict[str, int] = {}
     for leaf, targets in wanted.items():
         for target in targets:
             stored = state.arrays[leaf]
@@ -163,13 +163,17 @@ def check_native_files(
             indices = (index for index, _ in iter_chunks(stored.format.chunk, target.box))
             while batch := list(itertools.islice(indices, _CHECKED_CHUNKS)):
                 for location in locate_chunks(state, leaf, batch, store, databases).values():
-                    if location is None or location.key in seen:
+                    if location is None:
                         continue
-                    seen.add(location.key)
-                    try:
-                        nbytes = store.size(location.key)
-                    except ObjectNotFoundError as error:
-                        raise CorruptCheckpointError(f"a chunk is missing: {error}", key=location.key) from error
+                    if location.inline is None and location.key not in sizes:
+                        try:
+                            sizes[location.key] = store.size(location.key)
+                        except ObjectNotFoundError as error:
+                            raise CorruptCheckpointError(f"a chunk is missing: {error}", key=location.key) from error
+                    if location.inline is not None:
+                        nbytes = len(location.inline)
+                    else:  # arrays of a database share files
+                        nbytes = sizes[location.key] if location.nbytes is None else location.nbytes
                     expect_justified(stored, nbytes)
 
 
