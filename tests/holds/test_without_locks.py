@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.conditional_put import new_claim
 from ckptcore.commit.leases import Clock
 from ckptcore.commit.location import Location
 from ckptcore.commit.method import PlannedSession, find_partial
 from ckptcore.commit.root import PartialSave, new_save_id
 from ckptcore.commit.support import StorageSupport
-from ckptcore.errors import SaveLostError, StorageError
-from ckptcore.protocols import StorageBackend, Transaction
+from ckptcore.errors import SaveLostError, StorageError, StorageFullError
+from ckptcore.protocols import PutCondition, StorageBackend, Transaction
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import no_flock
 
@@ -73,6 +74,35 @@ def test_the_files_of_a_killed_save_are_removed_when_its_lease_has_expired(
         clock.sleep(30)
     begin(alive).abort()
     assert hidden(alive) == [] and leases(alive.parent) == []
+
+
+def test_files_that_fill_the_disk_are_removed_without_a_lease(
+    process: Callable[[Clock], Location], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room for a lease, nor for the mark that another one is broken. A valid one is respected."""
+    dead, alive = clock.process(), process(clock)
+    running, killed = begin(process(clock)), begin(process(dead))
+    killed.store.put("w", b"1")
+    dead.is_frozen = True
+    put = LocalStorage.put
+
+    def put_if_room(self: LocalStorage, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        if len(hidden(alive)) > 1:
+            raise StorageFullError("no room")
+        return put(self, key, data, condition=condition)
+
+    for _ in range(3):
+        with monkeypatch.context() as full:
+            full.setattr(LocalStorage, "put", put_if_room)
+            with pytest.raises(StorageFullError):
+                begin(alive)
+        assert len(hidden(alive)) == 2
+        clock.sleep(30)
+    monkeypatch.setattr(LocalStorage, "put", put_if_room)
+    begin(alive).abort()
+    assert len(hidden(alive)) == 1
+    running.commit(ROOT, {})
+    assert leases(alive.parent) == []
 
 
 def test_a_slow_save_keeps_its_files(process: Callable[[Clock], Location], clock: FakeClock) -> None:
