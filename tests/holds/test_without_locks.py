@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,15 @@ from ckptcore.commit.conditional_put import new_claim
 from ckptcore.commit.leases import Clock
 from ckptcore.commit.location import Location
 from ckptcore.commit.method import PlannedSession, find_partial
-from ckptcore.commit.root import PartialSave, new_save_id
+from ckptcore.commit.root import Base, PartialSave, new_save_id
 from ckptcore.commit.support import StorageSupport
-from ckptcore.errors import SaveLostError, StorageError, StorageFullError
+from ckptcore.commit.target import name_of_replaced
+from ckptcore.context import Context
+from ckptcore.errors import AtomicityError, SaveLostError, StorageError, StorageFullError
+from ckptcore.loading.bases import base_location
 from ckptcore.protocols import PutCondition, StorageBackend, Transaction
+from ckptcore.step_names import StepNames
+from ckptcore.training.steps import StepDirectory
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import no_flock
 
@@ -206,3 +212,46 @@ def test_only_what_was_found_is_remembered(tmp_path: Path, caplog: pytest.LogCap
     found = support.leases(store)
     assert found is not None and support.leases(store) is found
     assert len(caplog.records) == 1, "said once"
+
+
+def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> None:
+    hung, other, support = no_flock(tmp_path / "hung"), no_flock(tmp_path / "other"), StorageSupport()
+    asked, answer = threading.Event(), threading.Event()
+
+    def has_locks() -> bool:
+        asked.set()
+        return answer.wait()
+
+    hung.has_locks = has_locks  # type: ignore[attr-defined]  # the storage of this test
+    thread = threading.Thread(target=support.leases, args=(hung,), daemon=True)
+    thread.start()
+    assert asked.wait(60)
+    assert support.leases(other) is not None
+    answer.set()
+    thread.join()
+
+
+def test_the_lists_of_a_run_ask_once_for_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: LocalStorage, key: str) -> None:
+        (tmp_path / key).mkdir(parents=True, exist_ok=True)
+        raise AtomicityError("the file system has no locks")
+
+    monkeypatch.setattr(LocalStorage, "has_locks", lambda self: False)
+    monkeypatch.setattr(LocalStorage, "lock_directory", refuse)
+    steps = StepDirectory(tmp_path, StepNames(), Context())
+    for name in ("1", "2"):
+        hidden = tmp_path / name_of_replaced(name)
+        hidden.mkdir()
+        (hidden / "checkpoint.json").write_bytes(ROOT)
+        assert name in steps.list_names().values()
+    assert steps.commits().locks().owner() is None
+    assert len(caplog.records) == 1
+
+
+def test_a_base_has_what_is_known_about_its_storage(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+    location = process(clock)
+    base = base_location(location, Base("b", new_save_id()), Context())
+    assert base.support is location.support
+    assert (base.name, base.identity) == ("b", location.identity.removesuffix("a") + "b")
