@@ -222,8 +222,8 @@ def _deny(path: str, denied: Callable[[int], int]) -> bool:
 def hide_from_others(old: str, new: str) -> None:
     """Give a directory the attributes of an old one, to write in it.
 
-    Until the commit nobody else may write in it, nor enter it if they cannot read everything in the old one. The owner
-    may write in it, even if the old directory can only be read.
+    Until the commit, other users may not write in it, and have no access if they cannot read everything in the old one.
+    The owner may write in it, even if the old directory can only be read.
 
     Raises:
         OSError
