@@ -14,7 +14,13 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
-from ckptcore.builtin.local_attributes import Attributes, hide_from_others, keep_attributes_below, read_attributes
+from ckptcore.builtin.local_attributes import (
+    Attributes,
+    hide_from_others,
+    keep_attributes_below,
+    let_owner_delete,
+    read_attributes,
+)
 from ckptcore.builtin.local_calls import (
     ABSENT,
     NO_LINKS,
@@ -484,6 +490,9 @@ class LocalStorage(StorageBackend):
 
                 shutil.rmtree(path)
         except OSError as error:
+            if error.errno == errno.EACCES and _makes_deletable(path):
+                self.delete_directory(key)
+                return
             if error.errno not in ABSENT:
                 raise local_error(error, "delete the directory", path) from error
             if os.path.lexists(path):
@@ -492,6 +501,13 @@ class LocalStorage(StorageBackend):
             return
         if self._durable:
             self._directories.sync_names(os.path.dirname(path))
+
+
+def _makes_deletable(directory: str) -> bool:
+    try:
+        return let_owner_delete(directory)
+    except OSError as error:
+        raise local_error(error, "delete the directory", directory) from error
 
 
 def _sync_attributes(path: str) -> None:

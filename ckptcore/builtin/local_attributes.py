@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from ckptcore.builtin.local_calls import ABSENT
 
-__all__ = ["Attributes", "hide_from_others", "keep_attributes_below", "read_attributes"]
+__all__ = ["Attributes", "hide_from_others", "keep_attributes_below", "let_owner_delete", "read_attributes"]
 
 _REFUSED: Final = frozenset({
     errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENODATA, errno.EROFS,
@@ -19,9 +20,11 @@ _REFUSED: Final = frozenset({
 })  # fmt: skip
 """Errors of a file system that does not have an attribute, or of a process that may not set it."""
 
-_ACCESS_CONTROL: Final = ("system.posix_acl_access", "system.posix_acl_default")
+_ACL: Final = "system.posix_acl_access"
+_ACCESS_CONTROL: Final = (_ACL, "system.posix_acl_default")
 
 _SHARED: Final = stat.S_IRWXG | stat.S_IRWXO
+_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Attributes(NamedTuple):
@@ -29,21 +32,21 @@ class Attributes(NamedTuple):
 
     Attributes:
         status: owner, group and mode.
-        extended: the extended attributes, ACL included; None if the file system has none.
+        extended: the extended attributes, ACL included. None: one that cannot be read.
     """
 
     status: os.stat_result
-    extended: dict[str, bytes] | None
+    extended: dict[str, bytes | None]
 
-    @property
-    def mode(self) -> int:
-        """The permissions, with setuid, setgid and the sticky bit."""
-        return stat.S_IMODE(self.status.st_mode)
-
-    def give(self, path: str) -> bool:
+    def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
         """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
 
         Nothing that this process cannot set, such as a group that it is not a member of, gives anyone more access.
+
+        Args:
+            path: the file or directory.
+            denied: permissions that are left out.
+            granted: permissions that are added.
 
         Returns:
             True if an attribute was changed.
@@ -51,48 +54,54 @@ class Attributes(NamedTuple):
         Raises:
             OSError
         """
-        found = read_attributes(path)
-        if found is None or stat.S_ISLNK(found.status.st_mode) or _kind(found.status) != _kind(self.status):
-            return False
-        changed = self._give_owner(path, found.status)
-        now = os.lstat(path)
-        mode = self.mode
-        if now.st_gid != self.status.st_gid:  # another group gets what all users get
-            mode = (mode & ~(stat.S_IRWXG | stat.S_ISGID)) | (mode & ((mode & stat.S_IRWXO) << 3))
-        if now.st_uid != self.status.st_uid:
-            mode &= ~stat.S_ISUID
-        changed |= self._give_extended(path, found.extended or {})
-        if stat.S_IMODE(os.lstat(path).st_mode) != mode:
-            with _unless_refused():
-                os.chmod(path, mode)
-                changed = True
-        return changed
+        with _opened(path) as (target, found):
+            if found is None or _kind(found) != _kind(self.status):
+                return False
+            changed = self._give_owner(target, found)
+            now = os.stat(target)
+            same_group = now.st_gid == self.status.st_gid
+            changed |= self._give_extended(target, with_acl=same_group)
+            mode = stat.S_IMODE(self.status.st_mode) & ~denied
+            if not same_group:
+                mode &= ~stat.S_ISGID
+            if not same_group or not self._has_its_acl(target):
+                mode = _group_like_others(mode)  # with an ACL, the permissions of the group are those of its mask
+            if now.st_uid != self.status.st_uid:
+                mode &= ~stat.S_ISUID
+            return _set_mode(target, mode | granted) or changed
 
-    def _give_owner(self, path: str, found: os.stat_result) -> bool:
+    def _give_owner(self, target: int | str, found: os.stat_result) -> bool:
         group = self.status.st_gid
         for owner in (self.status.st_uid, -1):  # only root may give files away
             if owner in (found.st_uid, -1) and found.st_gid == group:
                 return False
             with _unless_refused():
-                os.chown(path, owner, group, follow_symlinks=False)
+                os.chown(target, owner, group)
                 return True
         return False
 
-    def _give_extended(self, path: str, found: dict[str, bytes]) -> bool:
-        if self.extended is None:
-            return False
+    def _give_extended(self, target: int | str, *, with_acl: bool) -> bool:
+        wanted = {name: value for name, value in self.extended.items() if with_acl or name not in _ACCESS_CONTROL}
+        found = _read_extended(target)
         changed = False
-        for name, value in self.extended.items():
-            if found.get(name) != value:
+        for name, value in wanted.items():
+            if value is not None and found.get(name) != value:
                 with _unless_refused():
-                    os.setxattr(path, name, value, follow_symlinks=False)
+                    os.setxattr(target, name, value)
                     changed = True
         for name in _ACCESS_CONTROL:  # inherited from the parent directory
-            if name in found and name not in self.extended:
+            if name in found and name not in wanted:
                 with _unless_refused():
-                    os.removexattr(path, name, follow_symlinks=False)
+                    os.removexattr(target, name)
                     changed = True
         return changed
+
+    def _has_its_acl(self, target: int | str) -> bool:
+        """Return True if a file has the ACL of these attributes, or if these have none."""
+        if _ACL not in self.extended:
+            return True
+        found = _read_extended(target).get(_ACL)
+        return found is not None and found == self.extended[_ACL]
 
 
 @contextmanager
@@ -105,6 +114,49 @@ def _unless_refused() -> Iterator[None]:
             raise
 
 
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[int | str, os.stat_result | None]]:
+    """Open a file or directory to change its attributes: another process may put a link in its place at any time.
+
+    Yields:
+        What to pass to the calls of `os` instead of the path; and its status, None for a link or a missing file.
+    """
+    by_name = _has_descriptor_paths()
+    # Without O_PATH, a file that this process may not read cannot be opened.
+    flags = os.O_PATH if by_name else os.O_RDONLY | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (*ABSENT, errno.ELOOP):
+            raise
+        yield path, None
+        return
+    try:
+        status = os.fstat(descriptor)
+        yield f"/proc/self/fd/{descriptor}" if by_name else descriptor, None if _is_link(status) else status
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _has_descriptor_paths() -> bool:
+    return hasattr(os, "O_PATH") and os.path.isdir("/proc/self/fd")
+
+
+def _set_mode(target: int | str, mode: int) -> bool:
+    """Set the permissions of an open file, unless the file system has fixed ones. Return True if they were changed."""
+    if stat.S_IMODE(os.stat(target).st_mode) != mode:
+        with _unless_refused():
+            os.chmod(target, mode)
+            return True
+    return False
+
+
+def _group_like_others(mode: int) -> int:
+    """Return permissions that give the group no more than all users."""
+    return mode & (~stat.S_IRWXG | ((mode & stat.S_IRWXO) << 3))
+
+
 def read_attributes(path: str) -> Attributes | None:
     """Return the attributes of a file or directory; None if it does not exist. Does not follow links.
 
@@ -112,23 +164,31 @@ def read_attributes(path: str) -> Attributes | None:
         OSError
     """
     try:
-        status = os.lstat(path)
+        return Attributes(os.lstat(path), _read_extended(path, follow_symlinks=False))
     except OSError as error:
         if error.errno in ABSENT:
             return None
         raise
-    extended: dict[str, bytes] | None = None
+
+
+def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[str, bytes | None]:
+    found: dict[str, bytes | None] = {}
     if hasattr(os, "listxattr"):  # Linux
         with _unless_refused():
-            # Labels of other security modules than SELinux sign or describe the content.
-            names = os.listxattr(path, follow_symlinks=False)
-            kept = [name for name in names if not name.startswith("security.") or name == "security.selinux"]
-            extended = {name: os.getxattr(path, name, follow_symlinks=False) for name in kept}
-    return Attributes(status, extended)
+            found = dict.fromkeys(os.listxattr(target, follow_symlinks=follow_symlinks))
+    for name in list(found):
+        if name.startswith("security.") and name != "security.selinux":
+            del found[name]  # labels of other security modules sign or describe the content
+            continue
+        with _unless_refused():
+            found[name] = os.getxattr(target, name, follow_symlinks=follow_symlinks)
+    return found
 
 
 def keep_attributes_below(old: str, new: str) -> Iterator[str]:
     """Give a directory, and everything in it, the attributes of what has the same name in an old directory.
+
+    What has no counterpart there gives no more access than the most private file or directory in the old one.
 
     Yields:
         The paths that were changed.
@@ -136,48 +196,84 @@ def keep_attributes_below(old: str, new: str) -> Iterator[str]:
     Raises:
         OSError
     """
+    attributes = read_attributes(old)
+    if attributes is None:
+        return
+    denied = functools.cache(functools.partial(_denied, old))
     for directory, names, files in os.walk(new, topdown=False):  # the permissions of a directory last
         counterpart = old + directory[len(new) :]
-        if not os.path.isdir(counterpart):
-            continue
         for name in (*files, *names):
-            attributes = read_attributes(f"{counterpart}/{name}")
-            if attributes is not None and attributes.give(f"{directory}/{name}"):
-                yield f"{directory}/{name}"
-    attributes = read_attributes(old)
-    if attributes is not None and attributes.give(new):
+            path = f"{directory}/{name}"
+            replaced = read_attributes(f"{counterpart}/{name}")
+            if _deny(path, denied) if replaced is None else replaced.give(path):
+                yield path
+    if attributes.give(new):
         yield new
 
 
+def _deny(path: str, denied: Callable[[int], int]) -> bool:
+    with _opened(path) as (target, found):
+        if found is None:
+            return False
+        mode = stat.S_IMODE(found.st_mode)
+        return bool(mode & _SHARED) and _set_mode(target, mode & ~denied(found.st_gid))
+
+
 def hide_from_others(old: str, new: str) -> None:
-    """Give a directory the attributes of an old one, but no access to users who cannot read everything in the old one.
+    """Give a directory the attributes of an old one, to write in it.
+
+    Until the commit, other users may not write in it, and have no access if they cannot read everything in the old one.
+    The owner may write in it, even if the old directory can only be read.
 
     Raises:
         OSError
     """
     attributes = read_attributes(old)
-    if attributes is None:
-        return
-    attributes.give(new)
-    denied = _denied(old)
-    mode = stat.S_IMODE(os.lstat(new).st_mode)
-    if mode & denied:
-        os.chmod(new, mode & ~denied)
+    if attributes is not None:
+        denied = _denied(old, attributes.status.st_gid)
+        attributes.give(new, denied=denied | _WRITE, granted=stat.S_IRWXU)
 
 
-def _denied(directory: str) -> int:
-    """Return the permissions of the group and of all users, if these cannot read everything in a directory."""
+def _denied(directory: str, group: int) -> int:
+    """Return the permissions of a group and of all users, if these cannot read everything in a directory."""
     denied = 0
     for path, names, files in os.walk(directory):
         for name in (*names, *files):
-            with suppress(FileNotFoundError):
-                mode = os.lstat(f"{path}/{name}").st_mode
-                if not stat.S_ISLNK(mode):
-                    denied |= 0 if mode & stat.S_IRGRP else stat.S_IRWXG
-                    denied |= 0 if mode & stat.S_IROTH else stat.S_IRWXO
+            try:
+                status = os.lstat(f"{path}/{name}")
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise
+                continue
+            if not _is_link(status):
+                mode = status.st_mode if status.st_gid == group else _group_like_others(status.st_mode)
+                denied |= 0 if mode & stat.S_IRGRP else stat.S_IRWXG
+                denied |= 0 if mode & stat.S_IROTH else stat.S_IRWXO
         if denied == _SHARED:
             break
     return denied
+
+
+def let_owner_delete(directory: str) -> bool:
+    """Permit the owner of directories to delete what is in them. Return True if that changed one of them.
+
+    Raises:
+        OSError
+    """
+    changed = _let_owner_write(directory)
+    for path, names, _ in os.walk(directory):  # lists a directory after it was given the permission
+        for name in names:
+            changed |= _let_owner_write(f"{path}/{name}")
+    return changed
+
+
+def _let_owner_write(directory: str) -> bool:
+    with _opened(directory) as (target, found):
+        return found is not None and _set_mode(target, stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
+
+
+def _is_link(status: os.stat_result) -> bool:
+    return stat.S_ISLNK(status.st_mode)
 
 
 def _kind(status: os.stat_result) -> int:

@@ -412,7 +412,7 @@ def try_to_lock(directory: str) -> FileLock | None:
 def can_lock(directory: str) -> bool:
     """Return True if the file system of a directory has locks of directories. Looks at the nearest existing directory.
 
-    Takes a shared lock for a moment, and changes nothing.
+    Takes the lock for a moment, and changes nothing.
 
     Raises:
         OSError: it cannot be opened, or its lock fails for another reason.
@@ -426,7 +426,8 @@ def can_lock(directory: str) -> bool:
                 raise
             directory = os.path.dirname(directory)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # Exclusive, as in `FileLock`: NFS has no such locks of directories, which cannot be open for writing.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     except BlockingIOError:
         return True

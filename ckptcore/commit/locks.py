@@ -548,6 +548,16 @@ class LeasedLocks(Locks):
             stack.pop_all()
             return lock
 
+    def unannounced_directory(self, name: str) -> Lock | None:
+        """Return a lock to delete a hidden directory on a disk too full for a lease. None if another process locked it.
+
+        Nothing else can make room. A process that takes a lease at the same time fails too, or loses its files and
+        notices at its commit.
+        """
+        if name in self._locked("saving", name):
+            return None
+        return Lock(f"the directory {name}", check=lambda: None, release=lambda: None)
+
     def _await_directory(self, name: str) -> bool:
         """Wait until the leases of a hidden directory have expired. Return False if one was renewed."""
         for key, locked in self._keys("saving").items():
@@ -581,10 +591,17 @@ class LeasedLocks(Locks):
         seen = read_lease(self._store, key)
         if seen is None:
             return False
-        if not seen.is_released and not (self._seen.is_expired(seen) and break_lease(self._store, seen)):
+        if not seen.is_released and not (self._seen.is_expired(seen) and self._break(seen)):
             return True
         self._store.delete([key])
         return False
+
+    def _break(self, seen: SeenLease) -> bool:
+        try:
+            return break_lease(self._store, seen)
+        except StorageFullError:  # no room for the mark: its holder notices the deletion as well
+            now = read_lease(self._store, seen.key)
+            return now is not None and now.tag == seen.tag
 
     def _own(self, if_in_use: IfInUse) -> Lock:
         subject = f"the directory {self._display}"

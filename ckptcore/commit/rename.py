@@ -620,7 +620,13 @@ class RenameMethod(CommitMethod):
         An old checkpoint that a killed process was replacing is renamed back instead, if there is nothing in its place.
         It is only deleted once there is another checkpoint.
         """
-        held = self._lock(name)
+        try:
+            held = self._lock(name)
+        except StorageFullError:
+            if (leases := self._support.leases(self._directory)) is None:
+                raise
+            lock = leases.unannounced_directory(name)
+            held = None if lock is None else _HiddenLock(lock, lock.check)
         if held is None:
             return False
         with held.lock:

@@ -59,10 +59,14 @@ class StorageSupport:
         with self._lock:
             if key in self._leases:
                 return self._leases[key]
-            try:
-                found = self._find_leases(directory)
-            except StorageError:
-                return None  # the operation that needs a lock fails with the reason
+        try:
+            has_locks = cast(AtomicDirectories, directory).has_locks()  # without the lock: a mount may not answer
+        except StorageError:
+            return None  # the operation that needs a lock fails with the reason
+        with self._lock:
+            if key in self._leases:  # another thread was faster
+                return self._leases[key]
+            found = None if has_locks else self._new_leases(directory)
             if len(self._leases) >= _MAX_REMEMBERED:
                 self._leases.clear()
             if key is not None:
@@ -70,9 +74,7 @@ class StorageSupport:
             self.lacks_locks = self.lacks_locks or found is not None
             return found
 
-    def _find_leases(self, directory: StorageBackend) -> LeasedLocks | None:
-        if cast(AtomicDirectories, directory).has_locks():
-            return None
+    def _new_leases(self, directory: StorageBackend) -> LeasedLocks:
         from ckptcore.commit.locks import LeasedLocks  # only file systems without locks need it here
 
         address = directory.address

@@ -37,7 +37,8 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
     found = location.address
     if base.is_sibling:
-        return Location(display, location.parent, base.path, f"{found.scheme}:{found.parent}/{base.path}")
+        identity = f"{found.scheme}:{found.parent}/{base.path}"
+        return dataclasses.replace(location, display=display, name=base.path, identity=identity, of_host=False)
     if context.io.bases != "anywhere":
         raise InvalidLocationError(
             f"{location.display} refers to a base at {display}, but only bases in the same directory are read. If you "

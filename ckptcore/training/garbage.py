@@ -14,7 +14,7 @@ from threading import RLock
 from typing import Final
 
 from ckptcore.commit.delete import bases_in, find_bases, referring_to
-from ckptcore.commit.location import AnyLocation, Location, commit_method, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.locks import Lock
 from ckptcore.commit.root import Base, new_save_id
 from ckptcore.context import Context
@@ -232,7 +232,7 @@ class StepDeleter:
         self._steps = steps
         self._looks_complete = looks_complete
         self._store = store
-        self._commits = commit_method(store, runtime_of(context).storages.support)
+        self._commits = steps.commits(store)
         self._owned = owned
         self._context = context
         self._locks = self._commits.locks(steps.display)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckptcore.commit.location import AnyLocation, LocationLike, SubPath, commit_method
+from ckptcore.commit.location import AnyLocation, LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
 from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.context import Context
@@ -20,7 +20,6 @@ from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
-from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import check_custom
 from ckptcore.step_names import StepNames
 from ckptcore.training.garbage import DeletionQueue, PendingDeletion, StepDeleter, policy_infos
@@ -101,8 +100,7 @@ class OwnedDirectory:
         self.steps = steps
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
-        commits = commit_method(self.store, runtime_of(context).storages.support)
-        self.lock: Lock = commits.locks(steps.display).own(if_in_use)
+        self.lock: Lock = steps.commits(self.store).locks(steps.display).own(if_in_use)
         self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_complete=looks_complete)
 
     def infos(self) -> Sequence[StepInfo]:

@@ -18,6 +18,7 @@ from ckptcore.commit.location import (
     open_directory,
 )
 from ckptcore.commit.locks import Lock, Locks
+from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.root import ROOT_KEY, RootSummary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -108,6 +109,14 @@ class StepDirectory:
         """The storage, opened at the directory, for reading."""
         return self._store
 
+    def commits(self, store: StorageBackend | None = None) -> CommitMethod:
+        """Return the commit method of the directory.
+
+        Args:
+            store: the storage, opened at the directory; None: the one for reading.
+        """
+        return commit_method(self._store if store is None else store, runtime_of(self._context).storages.support)
+
     def open_to_write(self) -> StorageBackend:
         """Return the storage for writing, opened at the directory, with the options of the Context."""
         return open_directory(self.directory, runtime_of(self._context).storages, to_write=True)
@@ -128,7 +137,7 @@ class StepDirectory:
         replaced = {name for entry in entries if (name := replaced_by(entry)) is not None}
         for name in sorted(replaced.difference(entries)):
             try:
-                if commit_method(self._store).restore(name):
+                if self.commits().restore(name):
                     entries.append(name)
             except StorageError as error:
                 logger.warning("%s in %s, which a killed save hid, cannot be restored: %s", name, self.display, error)
@@ -151,7 +160,7 @@ class StepDirectory:
         Raises:
             InvalidLocationError: it is a checkpoint.
         """
-        if commit_method(self._store).is_committed("") is not None:
+        if self.commits().is_committed("") is not None:
             raise self._no_directory()
 
     def _no_directory(self) -> InvalidLocationError:
@@ -290,9 +299,8 @@ class StepDirectory:
             StorageError: the pin cannot be written to the directory.
         """
         if self._locks is None:
-            storages = runtime_of(self._context).storages
-            store = open_directory(self.directory, storages)
-            self._locks = commit_method(store, storages.support).locks(self.display)
+            store = open_directory(self.directory, runtime_of(self._context).storages)
+            self._locks = self.commits(store).locks(self.display)
         if not self.is_committed(step):
             raise CheckpointNotFoundError(self.missing(step))  # before anything is written to the directory
         pin = self._locks.pin(self.name(step))
@@ -327,7 +335,7 @@ class StepDirectory:
     def _check(self, step: int, name: str) -> bool:
         """Check in the storage if a step is committed, and cache the result."""
         try:
-            ours = commit_method(self._store).is_committed(name)
+            ours = self.commits().is_committed(name)
         except InvalidLocationError as error:
             self._ignore_link(name, error)
             return False

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.conditional_put import new_claim
 from ckptcore.commit.leases import Clock
 from ckptcore.commit.location import Location
 from ckptcore.commit.method import PlannedSession, find_partial
-from ckptcore.commit.root import PartialSave, new_save_id
+from ckptcore.commit.root import Base, PartialSave, new_save_id
 from ckptcore.commit.support import StorageSupport
-from ckptcore.errors import SaveLostError, StorageError
-from ckptcore.protocols import StorageBackend, Transaction
+from ckptcore.commit.target import name_of_replaced
+from ckptcore.context import Context
+from ckptcore.errors import AtomicityError, SaveLostError, StorageError, StorageFullError
+from ckptcore.loading.bases import base_location
+from ckptcore.protocols import PutCondition, StorageBackend, Transaction
+from ckptcore.step_names import StepNames
+from ckptcore.training.steps import StepDirectory
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import no_flock
 
@@ -73,6 +80,35 @@ def test_the_files_of_a_killed_save_are_removed_when_its_lease_has_expired(
         clock.sleep(30)
     begin(alive).abort()
     assert hidden(alive) == [] and leases(alive.parent) == []
+
+
+def test_files_that_fill_the_disk_are_removed_without_a_lease(
+    process: Callable[[Clock], Location], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room for a lease, nor for the mark that another one is broken. A valid one is respected."""
+    dead, alive = clock.process(), process(clock)
+    running, killed = begin(process(clock)), begin(process(dead))
+    killed.store.put("w", b"1")
+    dead.is_frozen = True
+    put = LocalStorage.put
+
+    def put_if_room(self: LocalStorage, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        if len(hidden(alive)) > 1:
+            raise StorageFullError("no room")
+        return put(self, key, data, condition=condition)
+
+    for _ in range(3):
+        with monkeypatch.context() as full:
+            full.setattr(LocalStorage, "put", put_if_room)
+            with pytest.raises(StorageFullError):
+                begin(alive)
+        assert len(hidden(alive)) == 2
+        clock.sleep(30)
+    monkeypatch.setattr(LocalStorage, "put", put_if_room)
+    begin(alive).abort()
+    assert len(hidden(alive)) == 1
+    running.commit(ROOT, {})
+    assert leases(alive.parent) == []
 
 
 def test_a_slow_save_keeps_its_files(process: Callable[[Clock], Location], clock: FakeClock) -> None:
@@ -176,3 +212,46 @@ def test_only_what_was_found_is_remembered(tmp_path: Path, caplog: pytest.LogCap
     found = support.leases(store)
     assert found is not None and support.leases(store) is found
     assert len(caplog.records) == 1, "said once"
+
+
+def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> None:
+    hung, other, support = no_flock(tmp_path / "hung"), no_flock(tmp_path / "other"), StorageSupport()
+    asked, answer = threading.Event(), threading.Event()
+
+    def has_locks() -> bool:
+        asked.set()
+        return answer.wait()
+
+    hung.has_locks = has_locks  # type: ignore[attr-defined]  # the storage of this test
+    thread = threading.Thread(target=support.leases, args=(hung,), daemon=True)
+    thread.start()
+    assert asked.wait(60)
+    assert support.leases(other) is not None
+    answer.set()
+    thread.join()
+
+
+def test_the_lists_of_a_run_ask_once_for_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: LocalStorage, key: str) -> None:
+        (tmp_path / key).mkdir(parents=True, exist_ok=True)
+        raise AtomicityError("the file system has no locks")
+
+    monkeypatch.setattr(LocalStorage, "has_locks", lambda self: False)
+    monkeypatch.setattr(LocalStorage, "lock_directory", refuse)
+    steps = StepDirectory(tmp_path, StepNames(), Context())
+    for name in ("1", "2"):
+        hidden = tmp_path / name_of_replaced(name)
+        hidden.mkdir()
+        (hidden / "checkpoint.json").write_bytes(ROOT)
+        assert name in steps.list_names().values()
+    assert steps.commits().locks().owner() is None
+    assert len(caplog.records) == 1
+
+
+def test_a_base_has_what_is_known_about_its_storage(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+    location = process(clock)
+    base = base_location(location, Base("b", new_save_id()), Context())
+    assert base.support is location.support
+    assert (base.name, base.identity) == ("b", location.identity.removesuffix("a") + "b")

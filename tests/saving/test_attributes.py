@@ -6,6 +6,9 @@ import errno
 import os
 import stat
 import struct
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,6 +18,7 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
+from ckptcore.builtin.local_attributes import hide_from_others, keep_attributes_below, read_attributes
 from ckptcore.errors import AtomicityError
 from ckptcore.plain_safetensors import encode_header, replace_file
 from ckptcore.protocols import StorageOptions
@@ -205,3 +209,183 @@ def test_a_file_system_without_extended_attributes_is_no_error(tmp_path: Path, m
     ckptcore.save(tmp_path / "1", _STATE, overwrite=True)
     monkeypatch.undo()
     assert _attributes(tmp_path / "1").mode == "0o710"
+
+
+def _directories(tmp_path: Path, **files: int) -> tuple[Path, Path]:
+    """Create an old directory with files of these modes, and a new one."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    for name, mode in files.items():
+        (old / name).write_bytes(b"")
+        (old / name).chmod(mode)
+    return old, new
+
+
+@pytest.mark.parametrize(("private", "mode"), [(0o600, "0o600"), (0o640, "0o640"), (0o604, "0o604"), (0o644, "0o644")])
+def test_a_file_with_a_new_name_is_as_private_as_the_most_private_old_file(
+    tmp_path: Path, private: int, mode: str
+) -> None:
+    old, new = _directories(tmp_path, first=0o644, model=private)
+    (new / "first").write_bytes(b"")
+    (new / "below").mkdir()
+    for name in ("model-1", "below/model-2"):
+        (new / name).write_bytes(b"")
+        (new / name).chmod(0o644)
+    list(keep_attributes_below(str(old), str(new)))
+    assert _attributes(new / "model-1").mode == _attributes(new / "below/model-2").mode == mode
+    assert _attributes(new / "first").mode == "0o644"
+    assert new.stat().st_mode == old.stat().st_mode
+
+
+def test_a_checkpoint_with_other_names_of_files_stays_private(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "1", {"n": 0})
+    for path in (tmp_path / "1").iterdir():
+        path.chmod(0o600)
+    ckptcore.save(tmp_path / "source", _STATE)
+    ckptcore.copy(tmp_path / "source", tmp_path / "1", layout="zarr3", overwrite=True)
+    files = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
+    assert len(files) > 2
+    assert {path.stat().st_mode & 0o077 for path in files} == {0}
+
+
+def test_the_group_of_a_new_file_gets_no_more_than_all_users_had(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give a file a group that a process is not a member of")
+    old, new = _directories(tmp_path, model=0o640)
+    os.chown(old / "model", -1, _PRIVATE_GROUP)
+    (new / "other").write_bytes(b"")
+    list(keep_attributes_below(str(old), str(new)))
+    assert _attributes(new / "other").mode == "0o600"
+
+
+def test_the_members_of_the_group_may_not_write_while_a_save_writes(tmp_path: Path) -> None:
+    old, new = _directories(tmp_path, model=0o666)
+    old.chmod(0o2777)
+    hide_from_others(str(old), str(new))
+    assert _attributes(new).mode == "0o2755"
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_attributes_are_never_given_to_the_target_of_a_link(
+    tmp_path: Path, by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the link takes the place of the file at the last moment."""
+    monkeypatch.setattr("ckptcore.builtin.local_attributes._has_descriptor_paths", lambda: by_name)
+    old, new = _directories(tmp_path, model=0o666, other=0o666)
+    (tmp_path / "victim").write_bytes(b"")
+    (tmp_path / "victim").chmod(0o600)
+    (new / "other").symlink_to(tmp_path / "victim")
+    model = new / "model"
+    model.write_bytes(b"")
+    chmod = os.chmod
+
+    def exchanged(path: int | str, mode: int) -> None:
+        if not model.is_symlink():
+            model.rename(new / "moved")
+            model.symlink_to(tmp_path / "victim")
+        chmod(path, mode)
+
+    monkeypatch.setattr(os, "chmod", exchanged)
+    list(keep_attributes_below(str(old), str(new)))
+    assert model.is_symlink(), "the mode was set"
+    assert _attributes(tmp_path / "victim").mode == "0o600"
+
+
+@pytest.mark.parametrize("refused", ["getxattr", "setxattr"])
+def test_a_mask_without_its_access_control_list_gives_no_access(
+    tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = _directories(tmp_path)
+    if "system.posix_acl_access" not in _mark(old, 0, acl=True).extended:
+        pytest.skip("this file system has no access control lists")
+    original = getattr(os, refused)
+
+    def refuse(path: str, name: str, *arguments: object, **options: object) -> object:
+        if name == "system.posix_acl_access":
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return original(path, name, *arguments, **options)
+
+    assert stat.S_IMODE(old.stat().st_mode) == 0o750, "r-x is the mask"
+    monkeypatch.setattr(os, refused, refuse)
+    hide_from_others(str(old), str(new))
+    list(keep_attributes_below(str(old), str(new)))
+    monkeypatch.undo()
+    assert _attributes(new).mode == "0o700"
+    assert _attributes(new).extended == {"user.note": b"mine"}, "all others are kept"
+
+
+def test_no_access_control_list_is_set_for_another_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if os.getuid():
+        pytest.skip("only root can give the directory a group that a process is not a member of")
+    old, new = _directories(tmp_path)
+    if "system.posix_acl_access" not in _mark(old, 0, acl=True).extended:
+        pytest.skip("this file system has no access control lists")
+    monkeypatch.setattr(os, "chown", refuse)
+    list(keep_attributes_below(str(old), str(new)))
+    assert _attributes(new) == _Attributes("0o700", new.stat().st_gid, {"user.note": b"mine"})
+
+
+def test_a_file_system_with_fixed_modes_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    ckptcore.save(tmp_path / "1", {"n": 0})
+    (tmp_path / "1").chmod(0o700)
+    (tmp_path / "1" / "checkpoint.json").chmod(0o600)
+    monkeypatch.setattr(os, "chmod", refuse)
+    ckptcore.save(tmp_path / "1", _STATE, overwrite=True)
+    assert ckptcore.load(tmp_path / "1")["n"] == 1
+
+
+@pytest.mark.parametrize("call", ["listxattr", "getxattr"])
+def test_an_old_file_that_disappears_has_no_attributes(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(*arguments: object, **options: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    old, new = _directories(tmp_path, model=0o600)
+    for path in (old, old / "model"):
+        if not _mark(path, 0o700).extended:
+            pytest.skip("this file system has no extended attributes")
+    monkeypatch.setattr(os, call, remove)
+    assert read_attributes(str(old / "model")) is None
+    hide_from_others(str(old), str(new))
+    monkeypatch.undo()
+    assert _attributes(new).mode == "0o755", "there is nothing to hide"
+
+
+_READ_ONLY: Final = """
+import os, sys
+import ckptcore
+
+def replace(location, mode):
+    ckptcore.save(location, {"n": 0}, overwrite=True)
+    for number in (1, 2):
+        os.chmod(location, mode)
+        ckptcore.save(location, {"n": number}, overwrite=True)
+    assert ckptcore.load(location)["n"] == 2
+    ckptcore.delete(location)
+
+os.makedirs(sys.argv[2])
+replace(sys.argv[2] + "/1", 0o755)  # imports everything, because another user may not read the modules
+os.setgid(65534)
+os.setuid(65534)
+replace(sys.argv[1] + "/1", 0o555)
+assert os.listdir(sys.argv[1]) == []
+"""
+
+
+@pytest.mark.system
+def test_the_owner_of_a_directory_that_can_only_be_read_may_replace_and_delete_it(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as place:  # another user may not enter those of pytest
+        os.chown(place, 65534, 65534)
+        command = [sys.executable, "-W", "error", "-c", _READ_ONLY, place, str(tmp_path / "warm")]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -55,7 +56,8 @@ int renameat2(int from, const char *old, int to, const char *new, unsigned int f
 
 int flock(int descriptor, int operation)
 {
-    if (is_directory(descriptor)) FAIL(FLOCK_DIRECTORY); else FAIL(FLOCK_FILE);
+    /* NFS has shared locks of directories, but an exclusive one takes a file that is open for writing. */
+    if (!is_directory(descriptor)) FAIL(FLOCK_FILE); else if (operation & LOCK_EX) FAIL(FLOCK_DIRECTORY);
     return ((int (*)(int, int))dlsym(RTLD_NEXT, "flock"))(descriptor, operation);
 }
 

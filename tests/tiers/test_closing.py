@@ -61,6 +61,18 @@ def test_close_ends_though_the_release_of_the_far_tier_is_not_answered(
         assert "is not released" in caplog.text
 
 
+def test_a_directory_that_answers_is_released_after_the_deadline(
+    near: str, far: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not answer may have used up the time."""
+    monkeypatch.setattr(deadlines, "_STOP_SECONDS", 0.0)
+    monkeypatch.setattr(deadlines, "_RELEASE_SECONDS", 60.0)
+    with Checkpointer(tiers := TieredDirectory(NearTier(near, close_seconds=0), far)) as run:
+        save_steps(run, [1])
+        tiers.wait_for_uploads(60)
+    assert "is not released" not in caplog.text
+
+
 def test_close_ends_though_a_deletion_is_not_answered(near: str, far: str, silence: tuple[Watch, Silence]) -> None:
     watch, silent = silence
     tiers = TieredDirectory(NearTier(near, close_seconds=0.1), through(far))

@@ -10,6 +10,9 @@ __all__ = ["Deadline"]
 _STOP_SECONDS: Final = 5.0
 """Time in seconds after the deadline to stop threads and to release the directories."""
 
+_RELEASE_SECONDS: Final = 1.0
+"""Least time in seconds to release one directory: another one that does not answer may have used up the rest."""
+
 
 class Deadline:
     """The end of a time, which begins when this object is created. Thread-safe."""
@@ -25,3 +28,8 @@ class Deadline:
     def left_to_stop(self) -> float | None:
         """Return the seconds that are left to stop and to release; None for no limit."""
         return None if self._end is None else max(0.0, self._end + _STOP_SECONDS - time.monotonic())
+
+    def left_to_release(self) -> float | None:
+        """Return the seconds to wait for the release of one directory; None for no limit."""
+        left = self.left_to_stop()
+        return None if left is None else max(_RELEASE_SECONDS, left)

@@ -280,8 +280,8 @@ class TieredRun:
             self.uploads.stop(until)
             self._deletions.close(until.left_to_stop())
         finally:
-            for owned in reversed(self._owned):
-                owned.close(until.left_to_stop())
+            for owned in self._owned:  # the near one first: the far one may not answer
+                owned.close(until.left_to_release())
 
     def _begin_to_close(self) -> Deadline:
         if self._until is None:

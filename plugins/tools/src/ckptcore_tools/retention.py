@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptcore.commit.delete import find_bases, referring_to
-from ckptcore.commit.location import commit_method
 from ckptcore.context import Context
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.runtime import runtime_of
@@ -81,7 +80,7 @@ def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float,
     broken = frozenset([step for step, status in statuses.items() if status.state != "committed"])
     infos = {info.step: info for info in policy_infos(steps, broken)}
     expired = set(what_to_delete(policy, list(infos.values()), now))
-    pinned = find_pinned(steps.store, steps.display) or frozenset()
+    pinned = find_pinned(steps) or frozenset()
     users = _users_of_bases(steps, expired, context)
     reasons = explain(policy, list(infos.values()), now)
     decisions: list[StepDecision] = []
@@ -89,7 +88,7 @@ def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float,
     for step, status in statuses.items():
         if step not in infos:
             # Only object stores have a claim as root. File systems commit by rename.
-            if status.state == "uncommitted" and commit_method(steps.store).claims_by_root:
+            if status.state == "uncommitted" and steps.commits().claims_by_root:
                 leftovers.append(status.name)
             else:
                 decisions.append(StepDecision(status, delete=False, reasons=(_KEPT_BECAUSE[status.state],)))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.commit.location import commit_method
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -25,7 +24,6 @@ from ckptcore.events import readable_events
 from ckptcore.loading.completeness import FileCheck
 from ckptcore.loading.opening import ATTEMPTS
 from ckptcore.model import JSON
-from ckptcore.protocols import StorageBackend
 from ckptcore.results import Problem
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
@@ -113,10 +111,10 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
     return steps
 
 
-def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
+def find_pinned(steps: StepDirectory) -> frozenset[str] | None:
     """Return the names of the steps that readers have pinned. None if the storage does not allow to read them."""
     try:
-        return commit_method(store).locks(display).pinned()
+        return steps.commits().locks(steps.display).pinned()
     except StorageError:
         # Reading the pins also removes the pins of processes that have exited, which needs write permission.
         return None
@@ -197,10 +195,10 @@ def _durations(timeline: JSON) -> tuple[float | None, float | None]:
     return seconds, blocked
 
 
-def find_owner(store: StorageBackend) -> RunOwner | None:
+def find_owner(steps: StepDirectory) -> RunOwner | None:
     """Return the job that owns a directory of steps. None if there is none."""
     try:
-        owner = commit_method(store).locks().owner()
+        owner = steps.commits().locks().owner()
     except StorageError as error:
         return RunOwner(None, None, None, None, f"unknown: {error}")
     if owner is None:

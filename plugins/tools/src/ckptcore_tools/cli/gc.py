@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 import click
 
-from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
 from ckptcore.policies import PreservationPolicy
@@ -88,9 +87,9 @@ def command(
         if not plan.steps_to_delete and not plan.leftovers:
             print_line(_summary(plan, "nothing to delete"))
             return ExitCode.OK
-        if not take_over and commit_method(steps.store).locks().owner() is not None:
+        if not take_over and steps.commits().locks().owner() is not None:
             # If the directory is in use, fail before asking for confirmation.
-            commit_method(steps.open_to_write()).locks(directory).own().close()
+            steps.commits(steps.open_to_write()).locks(directory).own().close()
         print_line(_summary(plan, "to delete"))
         if not _is_confirmed():
             print_line("nothing was deleted")
@@ -141,7 +140,7 @@ def _delete_steps(
         StorageError, SaveLostError: if a deletion fails. Some steps may be deleted.
     """
     store = steps.open_to_write()
-    with commit_method(store).locks(steps.display).own(if_in_use) as owned:
+    with steps.commits(store).locks(steps.display).own(if_in_use) as owned:
         since = steps.changes()
         steps.replace(steps.list_names(), since)
         plan = plan_deletions(steps, policy, time.time(), context)

@@ -104,7 +104,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
     steps = find_steps(directory, step_names(named), context)
     candidates = steps.candidates()
     chosen = candidates if last is None else candidates[-last:]
-    pinned = find_pinned(steps.store, directory)
+    pinned = find_pinned(steps)
     statuses = [
         replace(status, pinned=None if pinned is None else status.name in pinned)
         for status in read_steps(steps, chosen, context)
@@ -120,7 +120,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
             replace(status, error=status.error or checks[status.step].error) if status.step in checks else status
             for status in statuses
         ]
-    owner, older = find_owner(steps.store), len(candidates) - len(chosen)
+    owner, older = find_owner(steps), len(candidates) - len(chosen)
     if as_json:
         print_document(
             "steps",

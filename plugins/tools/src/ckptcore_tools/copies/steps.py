@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptcore.commit.location import LocationLike, SubPath, commit_method
+from ckptcore.commit.location import LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import Overwrite
@@ -74,7 +74,7 @@ def copy_run(
     to_steps.replace(to_steps.list_names())
     chosen = _choose_steps(from_steps, steps)
     store = to_steps.open_to_write()
-    with commit_method(store).locks(to_steps.display).own(if_in_use) as lock:
+    with to_steps.commits(store).locks(to_steps.display).own(if_in_use) as lock:
         _copy_metadata(from_steps.store, store, overwrite)
         counted = _StepsProgress(progress, len(chosen))
         copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, counted, context)

@@ -37,10 +37,10 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     candidates = steps.candidates()
     last = request.number("last") if "last" in request.parameters else _STEPS
     chosen = candidates[len(candidates) - last :] if last < len(candidates) else candidates
-    pinned = find_pinned(steps.store, viewed.location) or frozenset()
+    pinned = find_pinned(steps) or frozenset()
     policy = request.text("policy").strip()
     decisions = _decisions(viewed, steps, policy)
-    owner = find_owner(steps.store)
+    owner = find_owner(steps)
     return {
         "location": redacted_location(viewed.location),
         "owner": None if owner is None else owner.description,
