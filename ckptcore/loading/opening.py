@@ -145,8 +145,8 @@ class ConsistentRead(Generic[OpenedT]):
 
 
 def _restores(location: Location, error: CheckpointError) -> bool:
-    """Restore the old checkpoint that a killed process was replacing, if that is why there is none."""
-    if not isinstance(error, CheckpointNotFoundError):
+    """Restore the checkpoint that a killed process was replacing, or had saved, if that is why there is no root."""
+    if not isinstance(error, CheckpointNotFoundError | CorruptCheckpointError):
         return False
     try:
         return location.commits.restore(location.name)

@@ -386,7 +386,7 @@ def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path)
     outcomes = set()
     for operation in plan.operations:
         save = _Suspended(tmp_path / str(operation.number), number)
-        committed = []
+        committed: list[bool] = []
 
         def commit(save: _Suspended = save, committed: list[bool] = committed) -> None:
             committed.append(save.replace_root())
