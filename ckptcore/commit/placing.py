@@ -19,9 +19,8 @@ import xxhash
 
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import is_save_of, own_files, root_bytes
+from ckptcore.commit.target import fixed_names, is_save_of, own_files, root_bytes
 from ckptcore.errors import (
-    CheckpointExistsError,
     ConditionFailedError,
     InvalidLocationError,
     ObjectNotFoundError,
@@ -31,12 +30,11 @@ from ckptcore.events import logger_named
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
-__all__ = ["PlacedObjects", "fixed_names"]
+__all__ = ["PlacedObjects"]
 
 logger = logger_named("ckptcore.commit")
 
 _JOURNAL: Final = "checkpoint.journal.json"
-_SHOWN: Final = 5
 
 
 class _Journal(NamedTuple):
@@ -211,16 +209,6 @@ class PlacedObjects:
     def _stamps(self, directory: str, keys: Sequence[str]) -> dict[str, str]:
         found = self._directories.stamps([f"{directory}/{key}" for key in keys])
         return {key.removeprefix(f"{directory}/"): stamp for key, stamp in found.items()}
-
-
-def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
-    """Return the error for files that a save cannot replace while other files stay."""
-    return CheckpointExistsError(
-        f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
-        "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
-        "replaces all of them. Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the "
-        "whole directory, or save elsewhere. Nothing was changed"
-    )
 
 
 def _decode(data: bytes) -> _Journal | None:
