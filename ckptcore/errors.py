@@ -55,7 +55,7 @@ Messages name the path or array, and say what failed, why, and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from ckptcore.redaction import redacted
 
@@ -237,7 +237,7 @@ class InsufficientMemoryError(CheckpointError, MemoryError):
     bytes can state any shape.
     """
 
-    def __new__(cls, *arguments: object) -> InsufficientMemoryError:
+    def __new__(cls, *arguments: object) -> Self:
         """Create the error. Python refuses MemoryError.__new__, because the first base is another exception."""
         return Exception.__new__(cls, *arguments)
 

@@ -275,8 +275,8 @@ class LocalStorage(StorageBackend):
         directories: set[str] = set()
         for path, stamp in [(self._checked_path(key), stamp) for key, stamp in stamps.items()]:
             try:
-                with lock_object(path) as current:
-                    if stamp is not None and (current is None or _stamp(os.fstat(current)) != stamp):
+                with lock_object(path):
+                    if stamp is not None and _stamp_of(path) != stamp:
                         continue
                     os.unlink(path)
             except OSError as error:
@@ -412,8 +412,8 @@ class LocalStorage(StorageBackend):
             if stamp is None:
                 _place_new(old, new, destination)
             else:
-                with lock_object(new) as current:
-                    if current is None or _stamp(os.fstat(current)) != stamp:
+                with lock_object(new):
+                    if _stamp_of(new) != stamp:
                         raise ConditionFailedError(f"cannot replace {new}: another process replaced or removed it")
                     os.rename(old, new)
         except OSError as error:
@@ -429,12 +429,11 @@ class LocalStorage(StorageBackend):
         for key in keys:
             path = self._checked_path(key)
             try:
-                status = os.lstat(path)
+                stamp = _stamp_of(path)
             except OSError as error:
-                if error.errno in ABSENT:
-                    continue
                 raise local_error(error, "read the status of", path) from error
-            found[key] = _stamp(status)
+            if stamp is not None:
+                found[key] = stamp
         return found
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
@@ -525,7 +524,14 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY_PREFIX)
 
 
-def _stamp(status: os.stat_result) -> str:
+def _stamp_of(path: str) -> str | None:
+    """Return the inode, size and time of change of a file, or of the link itself; None if there is none."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
     return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 

@@ -19,9 +19,8 @@ import xxhash
 
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import own_files, root_bytes
+from ckptcore.commit.target import fixed_names, is_save_of, own_files, root_bytes
 from ckptcore.errors import (
-    CheckpointExistsError,
     ConditionFailedError,
     InvalidLocationError,
     ObjectNotFoundError,
@@ -31,12 +30,11 @@ from ckptcore.events import logger_named
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
-__all__ = ["PlacedObjects", "fixed_names"]
+__all__ = ["PlacedObjects"]
 
 logger = logger_named("ckptcore.commit")
 
 _JOURNAL: Final = "checkpoint.journal.json"
-_SHOWN: Final = 5
 
 
 class _Journal(NamedTuple):
@@ -71,6 +69,7 @@ class PlacedObjects:
             name: the name of the checkpoint.
             hidden: the name of the hidden directory of the save, which this process has locked.
         """
+        self._parent = parent
         self._directories = directories
         self._name = name
         self._hidden = hidden
@@ -91,14 +90,19 @@ class PlacedObjects:
             SaveLostError: another save replaced the root, or the directory was removed. Nothing was committed.
             StorageError: nothing was committed.
         """
-        before = self._stamps(self._name, [ROOT_KEY, index] if index else [ROOT_KEY])
-        keys = [key for key in self._new.list() if key not in (ROOT_KEY, index)]
+        # Only the save whose root has this stamp can still replace the index, so it is completed before the index is
+        # stamped. Otherwise its index could come later, and stay with the names of objects that this save deletes.
+        before = self._stamps(self._name, [ROOT_KEY])
+        self._complete_others()
+        before.update(self._stamps(self._name, [index] if index else []))
+        keys = [key for key in self._new.list() if key not in (ROOT_KEY, _JOURNAL, index)]
         existing = sorted(self._stamps(self._name, keys))
         if existing:
             raise fixed_names(display, existing)
         replaced = {ROOT_KEY: ROOT_KEY, **{key.replace(f".{save_id}", ""): key for key in keys}}
         owned = own_files(self._old)
-        for key in sorted(owned & replaced.keys()):
+        # Also those of other software: what only its owner could read stays private.
+        for key in sorted(self._stamps(self._name, sorted(replaced.keys() - {ROOT_KEY, index}))):
             self._directories.keep_attributes(f"{self._name}/{key}", f"{self._hidden}/{replaced[key]}")
         removed = (owned | replaced.keys()) - {ROOT_KEY, index}
         journal = _Journal(
@@ -122,29 +126,62 @@ class PlacedObjects:
                 f"Other files were kept: {error}"
             ) from error
 
-    def settle(self) -> None:
-        """Complete the commit if the root is in its place. Otherwise remove the objects that were moved.
+    def complete(self) -> None:
+        """Complete the commit of this process, which has replaced the root.
+
+        Another save may have completed it, and may have replaced the root again.
 
         Raises:
             StorageError
         """
+        journal = self._journal()
+        if journal is not None:
+            self._complete(journal)
+
+    def settle(self) -> None:
+        """Complete the commit if the root is in its place. Otherwise remove the objects that were moved.
+
+        The process of the save may still run, if it has lost its lock. Then it can no longer commit.
+
+        Raises:
+            StorageError
+        """
+        journal = self._journal()
+        if journal is None:
+            return
+        # Either the commit has moved the root away before, or it fails.
+        self._new.delete([ROOT_KEY])
+        if self._is_committed(journal):
+            self._complete(journal)
+        elif self._journal() is not None:  # otherwise another save has completed it, and then replaced the root
+            self._delete(journal.added)
+
+    def _complete_others(self) -> None:
+        """Complete the commit of the save that wrote the current root, if its process has not."""
+        for entry in self._parent.list_names():
+            hidden = entry.removesuffix("/")
+            if hidden in (entry, self._hidden) or not is_save_of(self._name, hidden):
+                continue
+            other = PlacedObjects(self._parent, self._directories, self._name, hidden)
+            journal = other._journal()
+            if journal is not None and other._is_committed(journal):
+                other._complete(journal)
+                # Before the root is replaced again, because the commit would look like one that never happened.
+                other._new.delete([_JOURNAL])
+
+    def _journal(self) -> _Journal | None:
         try:
             journal = _decode(self._new.get(_JOURNAL))
         except ObjectNotFoundError:
-            return
-        if journal is None or journal.hidden != self._hidden:
-            return
-        if self._is_committed(journal):
-            self._complete(journal)
-        else:
-            self._delete(journal.added)
+            return None
+        return None if journal is None or journal.hidden != self._hidden else journal
 
     def _is_committed(self, journal: _Journal) -> bool:
         root = root_bytes(self._old)
         return root is not None and _digest(root) == journal.root
 
     def _complete(self, journal: _Journal) -> None:
-        """Replace the index, unless other software has, and delete the old objects."""
+        """Replace the index, unless other software has, and delete the old objects, if no index names them."""
         if journal.index_key:
             try:
                 self._directories.replace(
@@ -153,7 +190,13 @@ class PlacedObjects:
             except ObjectNotFoundError:
                 pass  # it was replaced before
             except ConditionFailedError as error:
-                logger.warning("other software has replaced an index meanwhile, which stays: %s", error)
+                if self._stamps(self._hidden, [journal.index_key]):  # otherwise another process has just replaced it
+                    logger.warning(
+                        "other software has replaced or removed an index meanwhile. It stays, with the objects of the "
+                        "old checkpoint, which it may name: %s",
+                        error,
+                    )
+                    return
         self._delete(journal.removed)
 
     def _delete(self, stamps: Mapping[str, str]) -> None:
@@ -166,16 +209,6 @@ class PlacedObjects:
     def _stamps(self, directory: str, keys: Sequence[str]) -> dict[str, str]:
         found = self._directories.stamps([f"{directory}/{key}" for key in keys])
         return {key.removeprefix(f"{directory}/"): stamp for key, stamp in found.items()}
-
-
-def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
-    """Return the error for files that a save cannot replace while other files stay."""
-    return CheckpointExistsError(
-        f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
-        "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
-        "replaces all of them. Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the "
-        "whole directory, or save elsewhere. Nothing was changed"
-    )
 
 
 def _decode(data: bytes) -> _Journal | None:

@@ -37,12 +37,12 @@ from ckptcore.commit.target import (
     read_root,
     refuse_to_replace,
     remove_unneeded,
-    replaced_by,
     root_bytes,
     saved_to,
 )
 from ckptcore.errors import (
     AtomicityError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -69,6 +69,11 @@ logger = logger_named("ckptcore.commit")
 
 T = TypeVar("T")
 
+_REPLACES: Final = "checkpoint.replaces"
+"""Empty file of a new checkpoint that waits for the deletion of the old one, which could not be renamed."""
+
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
+
 _PUBLISH_TRIES: Final = 100
 """Maximum number of attempts to commit while other processes delete the old checkpoint."""
 
@@ -92,7 +97,7 @@ class RenameTransaction:
     def __init__(
         self,
         location: Location,
-        directories: AtomicDirectories,
+        method: RenameMethod,
         hidden: str,
         lock: _HiddenLock | None,
         overwrite: Overwrite = False,
@@ -103,7 +108,7 @@ class RenameTransaction:
 
         Args:
             location: the location of the checkpoint.
-            directories: the storage, opened at the parent directory.
+            method: the commit method of the parent directory.
             hidden: the name of the hidden directory, which exists.
             lock: its lock; None: another process has locked it.
             overwrite: whether the commit replaces a checkpoint.
@@ -114,7 +119,8 @@ class RenameTransaction:
             SaveLostError: another process has locked the directory.
         """
         self._location = location
-        self._directories = directories
+        self._method = method
+        self._directories = method.directories
         self._hidden = hidden
         self._overwrite = overwrite
         self._is_foreign = is_foreign
@@ -178,14 +184,24 @@ class RenameTransaction:
             ) from error
         try:
             if self._overwrite == "keep-other-files":
-                self.settle()
+                self._objects.complete()
             self.leave()
             if replaced is not None:
                 self._directories.delete_directory(replaced)
-        except OSError as error:
-            # The new checkpoint is committed. The next save tries again to remove the old one.
+        except (OSError, CheckpointError) as error:
             self.leave()
-            logger.warning("%s is saved, but the old checkpoint cannot be removed: %s", self._location.display, error)
+            self._warn_of_remains(error)
+
+    def _warn_of_remains(self, error: Exception) -> None:
+        """Log an error after the commit: the save has succeeded, and the next one removes what is left."""
+        logger.warning(
+            "%s is saved, but %s: %s. The next save there tries again",
+            self._location.display,
+            "its index for other software may be missing, and files of the old checkpoint may be left"
+            if self._overwrite == "keep-other-files"
+            else "the old checkpoint cannot be removed",
+            error,
+        )
 
     def _publish(self, root: bytes | None) -> str | None:
         """Rename the hidden directory, or exchange it with the old checkpoint, or move the objects into its directory.
@@ -194,14 +210,16 @@ class RenameTransaction:
         another process deletes the old checkpoint between them.
 
         Returns:
-            The hidden directory to delete: of the old checkpoint after the exchange; None after the rename.
+            The hidden directory to delete: of the old checkpoint after the exchange; None if there is none.
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
             if self._check is not None:
                 self._check()  # another process may have removed files of the hidden directory after a lost lease
             try:
-                self._directories.keep_attributes(name, self._hidden)
+                # Files that move into the directory get their attributes then. Until then, others must not read them.
+                if self._overwrite != "keep-other-files" or not self._location.store.list_names():
+                    self._directories.keep_attributes(name, self._hidden)
                 self._directories.rename(self._hidden, name)
                 return None
             except ConditionFailedError as error:
@@ -226,13 +244,13 @@ class RenameTransaction:
                     ) from error
         raise AssertionError("the last attempt returns or raises")
 
-    def _replace(self, root: bytes | None) -> str:
-        """Replace the old checkpoint by the new one. Return the hidden directory to delete.
+    def _replace(self, root: bytes | None) -> str | None:
+        """Replace the old checkpoint by the new one. Return the hidden directory to delete, if any.
 
         If the file system cannot exchange directories, ``overwrite="non-atomic"`` allows two renames instead.
 
         Raises:
-            ObjectNotFoundError: the old one was deleted.
+            ConditionFailedError, ObjectNotFoundError: the old one was deleted, or another process replaces it.
         """
         name = self._location.name
         if self._overwrite == "keep-other-files":
@@ -244,29 +262,71 @@ class RenameTransaction:
         except AtomicityError as error:
             if self._overwrite != "non-atomic":
                 raise self._no_exchange() from error
-        aside = name_of_replaced(name)
-        self._directories.delete_directory(aside)  # of a killed save; the checkpoint that is there now is newer
-        with self._kept_aside(name):
-            if not _move_aside(self._location.parent, name, aside):
-                self._directories.rename(self._hidden, name)
-                return aside
+        return self._replace_by_renames(name, name_of_replaced(name))
+
+    def _replace_by_renames(self, name: str, aside: str) -> str | None:
+        """Rename the old checkpoint to `aside`, and the new one into its place. Return the directory to delete.
+
+        What is named `aside` is only changed by a process that has locked it. So this process locks an empty directory
+        there, which a rename can replace, and the old checkpoint: its lock follows it.
+        """
+        parent = self._location.parent
+        with ExitStack() as stack:
+            held = self._method.lock_hidden(aside)
+            if held is None:
+                raise ConditionFailedError(f"cannot replace {name}: another process is replacing it")
+            stack.enter_context(held.lock)
+            if subdirectory(parent, aside).list_names():  # of a killed save; the checkpoint that is there now is newer
+                self._method.discard(name, aside)
+                raise ConditionFailedError(f"cannot replace {name}: an older checkpoint was named {aside}")
+            stack.enter_context(self._lock_of_kernel(name))
+            if not self._location.store.list_names():  # then another save can replace the locked directory
+                raise ObjectNotFoundError(f"cannot replace {name}: it was deleted")
+            if held.check is not None:
+                held.check()
+            try:
+                self._directories.rename(name, aside)
+            except StorageError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                self._replace_by_deletion(name, aside)
+                return None
             try:
                 self._directories.rename(self._hidden, name)
             except BaseException:
-                with suppress(ConditionFailedError):  # another save has committed meanwhile
+                with suppress(ConditionFailedError, ObjectNotFoundError):  # another save has committed meanwhile
                     self._directories.rename(aside, name)
                 raise
-        return aside
+            unneeded = name_of_save(name, new_save_id())
+            try:
+                self._directories.rename(aside, unneeded)
+            except StorageError as error:
+                self._warn_of_remains(error)
+                return None
+        return unneeded
 
-    def _kept_aside(self, name: str) -> AbstractContextManager[object]:
-        """Keep other processes from restoring the old checkpoint while it is renamed: the lock follows the directory.
+    def _replace_by_deletion(self, name: str, aside: str) -> None:
+        """Replace a directory that cannot be renamed, such as one of a lower layer of overlayfs.
 
-        On a file system without locks one of them may restore it. Then the commit tries again.
+        The new checkpoint gets the name from which it is restored before the old one is deleted.
         """
+        self.store.put(_REPLACES, b"")
         try:
-            return self._directories.lock_directory(name) or nullcontext()
+            self._directories.rename(self._hidden, aside)
+        except BaseException:
+            self.store.delete([_REPLACES])
+            raise
+        self._method.complete_deletion(name, aside)
+
+    def _lock_of_kernel(self, name: str) -> AbstractContextManager[object]:
+        """Lock the old checkpoint. A file system without locks has the lease of the name instead."""
+        try:
+            locked = self._directories.lock_directory(name)
         except AtomicityError:
             return nullcontext()
+        if locked is None:
+            raise ConditionFailedError(f"cannot replace {name}: the process that saved it has not ended its commit")
+        return locked
 
     def _place(self, root: bytes | None) -> None:
         """Move the objects into the directory of the old checkpoint, whose other files stay."""
@@ -284,9 +344,7 @@ class RenameTransaction:
 
     @property
     def _objects(self) -> PlacedObjects:
-        from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
-
-        return PlacedObjects(self._location.parent, self._directories, self._location.name, self._hidden)
+        return self._method.placed_objects(self._location.name, self._hidden)
 
     def replace(self, table: bytes) -> None:
         """See `Transaction`. The lock excludes other sessions."""
@@ -338,24 +396,6 @@ def _make_directory(directories: AtomicDirectories, name: str) -> None:
                 pass
 
 
-def _move_aside(directory: StorageBackend, name: str, aside: str) -> bool:
-    """Rename a directory. If that is impossible, delete it, and return False.
-
-    A directory of a lower layer of overlayfs cannot be renamed. Its root is deleted first: if the process is killed,
-    the rest is no checkpoint.
-    """
-    directories = cast(AtomicDirectories, directory)
-    try:
-        directories.rename(name, aside)
-    except StorageError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        subdirectory(directory, name).delete([ROOT_KEY])
-        directories.delete_directory(name)
-        return False
-    return True
-
-
 def _has_other_root(location: Location, root: bytes | None) -> bool:
     """Return True if a location certainly has another root (if `root` is None: if it has no files)."""
     try:
@@ -381,7 +421,7 @@ class RenameMethod(CommitMethod):
         """
         self._directory = directory
         self._support = support
-        self._directories = cast(AtomicDirectories, directory)
+        self.directories = cast(AtomicDirectories, directory)
 
     def begin(
         self,
@@ -398,12 +438,12 @@ class RenameMethod(CommitMethod):
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         self._sweep_except(location, hidden if resume else None)
-        lock = self._lock(hidden, waits=resume)
-        transaction = RenameTransaction(location, self._directories, hidden, lock, overwrite, is_foreign, claim)
+        lock = self.lock_hidden(hidden, waits=resume)
+        transaction = RenameTransaction(location, self, hidden, lock, overwrite, is_foreign, claim)
         try:
             if resume:
                 transaction.settle()
-            self._directories.hide_from_others(location.name, hidden)
+            self.directories.hide_from_others(location.name, hidden)
             if replaces and overwrite is True:
                 transaction.probe_exchange()
         except BaseException:
@@ -419,6 +459,7 @@ class RenameMethod(CommitMethod):
         self.restore(location.name)
         transaction = self._resume(location)
         try:
+            self.directories.hide_from_others(location.name, name_of_partial(location.name))
             expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
             if find_partial(location) != planned.before:
                 raise sessions_changed(location)
@@ -450,7 +491,7 @@ class RenameMethod(CommitMethod):
         transaction.abort()  # the lock has created the directory again
         raise no_sessions(location)
 
-    def _lock(self, name: str, *, waits: bool = False) -> _HiddenLock | None:
+    def lock_hidden(self, name: str, *, waits: bool = False) -> _HiddenLock | None:
         """Lock a hidden directory; None if another process has locked it. Create it if it does not exist.
 
         Args:
@@ -460,7 +501,7 @@ class RenameMethod(CommitMethod):
         leases = self._support.leases(self._directory) if self._support.lacks_locks else None
         if leases is None:
             try:
-                locked = self._directories.lock_directory(name)
+                locked = self.directories.lock_directory(name)
             except AtomicityError:
                 leases = self._support.leases(self._directory)
                 if leases is None:
@@ -471,7 +512,7 @@ class RenameMethod(CommitMethod):
         if leased is None:
             return None
         try:
-            _make_directory(self._directories, name)  # after the lease, so that no sweep finds it without one
+            _make_directory(self.directories, name)  # after the lease, so that no sweep finds it without one
         except BaseException:
             leased.close()
             raise
@@ -481,7 +522,7 @@ class RenameMethod(CommitMethod):
         """Take over the hidden directory of a partial save."""
         hidden = name_of_partial(location.name)
         try:
-            return RenameTransaction(location, self._directories, hidden, self._lock(hidden, waits=True))
+            return RenameTransaction(location, self, hidden, self.lock_hidden(hidden, waits=True))
         except SaveLostError as error:
             raise session_running(location) from error
 
@@ -513,9 +554,9 @@ class RenameMethod(CommitMethod):
     def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
-        self._directories.delete_directory(name_of_replaced(location.name))  # older; it must not come back
+        self._discard_replaced(location.name)
         try:
-            self._remove_directory(location, location.name, save_id)
+            self.discard(location.name, location.name, save_id)
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"there is nothing at {location.display} to delete: another process deleted it at the same time"
@@ -526,7 +567,7 @@ class RenameMethod(CommitMethod):
         transaction = self._resume(location)
         try:
             transaction.store.size(PARTIAL_KEY)
-            self._remove_directory(location, name_of_partial(location.name), save_id)
+            self.discard(location.name, name_of_partial(location.name), save_id)
         except ObjectNotFoundError:
             transaction.leave_if_empty()
             return False
@@ -534,19 +575,53 @@ class RenameMethod(CommitMethod):
             transaction.leave()
         return True
 
-    def _remove_directory(self, location: Location, name: str, save_id: str) -> None:
-        """Rename a directory to a hidden name, and delete it. The next save to the location deletes remaining files."""
-        hidden = name_of_save(location.name, save_id)
-        if _move_aside(self._directory, name, hidden):
-            self._directories.delete_directory(hidden)
+    def _discard_replaced(self, name: str) -> None:
+        """Delete the checkpoint that a killed save was replacing: it is older, and must not come back."""
+        aside = name_of_replaced(name)
+        held = self.lock_hidden(aside) if subdirectory(self._directory, aside).list_names() else None
+        if held is not None:  # otherwise there is none, or the process that has locked it removes it
+            with held.lock:
+                self.discard(name, aside)
+
+    def discard(self, name: str, directory: str, save_id: str = "") -> None:
+        """Rename a directory to a name from which nothing is restored or committed, and delete it.
+
+        The next save deletes what is left. A directory of a lower layer of overlayfs cannot be renamed. Its root is
+        deleted first: if the process is killed, the rest is no checkpoint.
+
+        Args:
+            name: the name of the checkpoint.
+            directory: the name of the directory.
+            save_id: a unique number; empty: a new one.
+
+        Raises:
+            ObjectNotFoundError: it does not exist.
+        """
+        hidden = name_of_save(name, save_id or new_save_id())
+        try:
+            self.directories.rename(directory, hidden)
+        except StorageError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            subdirectory(self._directory, directory).delete([PARTIAL_KEY, ROOT_KEY])
+            hidden = directory
+        self.directories.delete_directory(hidden)
+
+    def complete_deletion(self, name: str, aside: str) -> None:
+        """Delete an old checkpoint that cannot be renamed, and rename the new one from `aside` into its place."""
+        subdirectory(self._directory, name).delete([ROOT_KEY])
+        self.directories.delete_directory(name)
+        subdirectory(self._directory, aside).delete([_REPLACES])
+        self.directories.rename(aside, name)
 
     def restore(self, name: str) -> bool:
         """See `CommitMethod`."""
         aside = name_of_replaced(name)
-        if not subdirectory(self._directory, aside).list_names() or subdirectory(self._directory, name).list_names():
+        if not subdirectory(self._directory, aside).list_names() or self.is_committed(name):
             return False
+        before = subdirectory(self._directory, name).list_names()
         self._delete_unlocked(aside)
-        return bool(subdirectory(self._directory, name).list_names())
+        return subdirectory(self._directory, name).list_names() not in (before, [])
 
     def sweep(self, location: Location) -> None:
         """See `CommitMethod`."""
@@ -567,7 +642,7 @@ class RenameMethod(CommitMethod):
     def is_changing(self, location: Location) -> bool:
         """See `CommitMethod`. Removes the directories of killed saves."""
         names = [entry.removesuffix("/") for entry in location.parent.list_names() if entry.endswith("/")]
-        locked = [name for name in names if is_save_of(location.name, name) and not self._delete_unlocked(name)]
+        locked = [name for name in names if is_save_of(location.name, name) and not self._sweep(name)]
         return bool(locked)
 
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> Lock | None:
@@ -578,12 +653,12 @@ class RenameMethod(CommitMethod):
         while held is None:  # a save that sweeps may have locked the directory that was just created
             hidden = name_of_save(location.name, new_save_id())
             try:
-                held = self._lock(hidden)
+                held = self.lock_hidden(hidden)
             except StorageFullError:
                 return None if locks.pinned(pin) else locks.unannounced_deletion(pin)
         with ExitStack() as stack:
             stack.enter_context(held.lock)
-            stack.callback(self._directories.delete_directory, hidden)
+            stack.callback(self.directories.delete_directory, hidden)
             if locks.pinned(pin):
                 return None
             check = held.check or (lambda: None)
@@ -608,11 +683,25 @@ class RenameMethod(CommitMethod):
             if name in (entry, kept):
                 continue
             if name == partial:
-                if self.read_table(location) is not None:
+                if self.read_table(location) is None:
+                    self._sweep(partial)  # it is empty: the first session was killed
+                if self.read_table(location) is not None:  # also if a session has begun meanwhile
                     raise partial_exists(location)
-                self._delete_unlocked(partial)  # it is empty: the first session was killed
             elif is_save_of(location.name, name):
-                self._delete_unlocked(name)
+                self._sweep(name)
+
+    def _sweep(self, name: str) -> bool:
+        """Delete a hidden directory, unless a process has locked it. Return whether no process is known to have.
+
+        The directory of another user stays if this one may not change it.
+        """
+        try:
+            return self._delete_unlocked(name)
+        except StorageError as error:
+            if error.errno not in _DENIED:
+                raise
+            logger.warning("%s, the directory of a save by another user, stays: %s", name, error)
+            return True
 
     def _delete_unlocked(self, name: str) -> bool:
         """Delete a hidden directory, unless a process has locked it. Return whether no process has.
@@ -621,7 +710,7 @@ class RenameMethod(CommitMethod):
         It is only deleted once there is another checkpoint.
         """
         try:
-            held = self._lock(name)
+            held = self.lock_hidden(name)
         except StorageFullError:
             if (leases := self._support.leases(self._directory)) is None:
                 raise
@@ -629,32 +718,43 @@ class RenameMethod(CommitMethod):
             held = None if lock is None else _HiddenLock(lock, lock.check)
         if held is None:
             return False
+        checkpoint = saved_to(name)
+        assert checkpoint is not None, "hidden directories have this form"
         with held.lock:
-            replaced = replaced_by(name)
-            if replaced is not None and subdirectory(self._directory, name).list_names():
-                if not subdirectory(self._directory, replaced).list_names():
-                    logger.info("restoring %s, which a killed save was replacing", replaced)
-                    self._directories.rename(name, replaced)
+            if name == name_of_replaced(checkpoint):
+                if self._restore_locked(checkpoint, name):
                     return True
-                if not self.is_committed(replaced):
-                    return True
-            if (checkpoint := saved_to(name)) is not None:
-                from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
-
-                PlacedObjects(self._directory, self._directories, checkpoint, name).settle()
+            elif name == name_of_partial(checkpoint):
+                with suppress(ObjectNotFoundError):
+                    subdirectory(self._directory, name).size(PARTIAL_KEY)
+                    return True  # a session has begun and ended before this process had the lock
+            else:
+                self.placed_objects(checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
-            if self._support.leases(self._directory) is not None:
-                # Its process may be suspended, and lose only its lease: it must not commit a part of the directory.
-                name = self._move_away(name)
-            self._directories.delete_directory(name)
+            # Without locks its process may be suspended, and lose only its lease: it must not commit a part of the
+            # directory. And a part of an old checkpoint must not be restored.
+            if self._support.leases(self._directory) is None and name != name_of_replaced(checkpoint):
+                self.directories.delete_directory(name)
+            else:
+                with suppress(ObjectNotFoundError):  # its process committed at the last moment
+                    self.discard(checkpoint, name)
         return True
 
-    def _move_away(self, name: str) -> str:
-        checkpoint = saved_to(name)
-        assert checkpoint is not None
-        aside = name_of_save(checkpoint, new_save_id())
-        try:
-            self._directories.rename(name, aside)
-        except ObjectNotFoundError:
-            return name  # its process committed at the last moment
-        return aside
+    def _restore_locked(self, name: str, aside: str) -> bool:
+        """Rename an old checkpoint back, or a new one into the place of a deleted one. Return whether it stays."""
+        found = subdirectory(self._directory, aside).list_names()
+        if not found or self.is_committed(name):
+            return False
+        with suppress(ConditionFailedError, ObjectNotFoundError):  # a save has committed meanwhile
+            if _REPLACES in found:
+                self.complete_deletion(name, aside)
+            elif not subdirectory(self._directory, name).list_names():
+                logger.info("restoring %s, which a killed save was replacing", name)
+                self.directories.rename(aside, name)
+        return True
+
+    def placed_objects(self, name: str, hidden: str) -> PlacedObjects:
+        """Return the objects of a save that move into the directory of the checkpoint."""
+        from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
+
+        return PlacedObjects(self._directory, self.directories, name, hidden)

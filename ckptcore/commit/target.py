@@ -33,6 +33,7 @@ __all__ = [
     "Overwrite",
     "expect_no_nested",
     "find_existing",
+    "fixed_names",
     "has_members",
     "is_claimed_by",
     "is_hidden_name",
@@ -163,6 +164,16 @@ def partial_exists(location: Location) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{location.display} has a partial save that is not finalized: finalize it with "
         "ckptcore.partial(...).finalize, or delete it with ckptcore.delete, before saving there"
+    )
+
+
+def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
+    """Return the error for files that a save cannot replace while other files stay."""
+    return CheckpointExistsError(
+        f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
+        "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
+        "replaces all of them. Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the "
+        "whole directory, or save elsewhere. Nothing was changed"
     )
 
 

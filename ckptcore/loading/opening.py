@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Collection
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -149,8 +148,8 @@ class ConsistentRead(Generic[OpenedT]):
 
 
 def _restores(location: Location, error: CheckpointError) -> bool:
-    """Restore the old checkpoint that a killed process was replacing, if that is why there is none."""
-    if not isinstance(error, CheckpointNotFoundError):
+    """Restore the checkpoint that a killed process was replacing, or had saved, if that is why there is no root."""
+    if not isinstance(error, CheckpointNotFoundError | CorruptCheckpointError):
         return False
     try:
         return location.commits.restore(location.name)
@@ -364,6 +363,8 @@ def _composite_save_id(data: bytes, known: dict[bytes, str | None]) -> str | Non
         data: the root.
         known: a cache by digest. It does not hold roots, which may be large and are needed no more.
     """
+    import hashlib  # only members of composites need it
+
     digest = hashlib.sha256(data).digest()
     if digest in known:
         return known[digest]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +22,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptcore
+from ckptcore.builtin.local import open_local
+from ckptcore.commit.location import resolve_location
+from ckptcore.commit.placing import PlacedObjects
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, SaveLostError, StorageError
+from ckptcore.protocols import StorageOptions
+from ckptcore.runtime import runtime_of
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 pytestmark = [
@@ -328,3 +336,165 @@ def test_a_killed_copy_next_to_other_files_is_resumed(tmp_path: Path) -> None:
         assert place.version() == _dcp_version(place.directory) == _NEXT, crash
         place.assert_others(crash)
         assert [path.name for path in place.directory.parent.iterdir()] == ["step"], crash
+
+
+_OWN: Final = _CASES["dcp over dcp beside others"]
+
+
+def _number(operations: Sequence[Operation], name: str, last: str) -> int:
+    """The operation of this name whose last key this is."""
+    (number,) = [at.number for at in operations if at.name == name and at.keys[-1] == last]
+    return number
+
+
+class _Suspended:
+    """A save that stands still before an operation of its commit. Its lock is lost, until the test takes it."""
+
+    def __init__(self, above: Path, operation: int) -> None:
+        self.place = _Place(above, _OWN)
+        with pytest.raises(SimulatedCrash):
+            self.place.save(FaultPlan(CrashAt(operation)))
+        (self.hidden,) = [path.name for path in above.iterdir() if path.name.startswith(".step.")]
+        self.storage = open_local(str(above), StorageOptions(durable=False))
+        self.stamps = self.storage.stamps(["step/checkpoint.json"])
+
+    def replace_root(self) -> bool:
+        """Go on with the rename of the root. Return False if it fails."""
+        root = "step/checkpoint.json"
+        try:
+            self.storage.replace(f"{self.hidden}/checkpoint.json", root, self.stamps[root])
+        except StorageError:
+            return False
+        return True
+
+    def complete(self) -> None:
+        """Go on after the rename of the root."""
+        PlacedObjects(self.storage, self.storage, "step", self.hidden).complete()
+
+
+def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path) -> None:
+    """An expired lease, or a lock that other hosts do not see: a sweep removes the save while it commits."""
+
+    def sweep(save: _Suspended, plan: FaultPlan) -> None:
+        context = faulty_context(save.place.location, plan)
+        location = resolve_location(through(save.place.location), runtime_of(context).storages)
+        location.commits.sweep(location)
+
+    number = _number(_operations(tmp_path, _OWN), "replace", "step/checkpoint.json")
+    plan = FaultPlan()
+    sweep(_Suspended(tmp_path / "swept", number), plan)
+    outcomes = set()
+    for operation in plan.operations:
+        save = _Suspended(tmp_path / str(operation.number), number)
+        committed: list[bool] = []
+
+        def commit(save: _Suspended = save, committed: list[bool] = committed) -> None:
+            committed.append(save.replace_root())
+            if committed[0]:
+                save.complete()
+
+        sweep(save, InterruptedPlan(operation.number, commit))
+        expected = _NEW if committed[0] else _OLD
+        assert save.place.version() == _dcp_version(save.place.directory) == expected, operation
+        save.place.assert_clean(operation)
+        outcomes.add(expected)
+    assert outcomes == {_OLD, _NEW}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_save_between_the_root_and_the_index_of_another_one(killed: bool, tmp_path: Path) -> None:
+    """The other save goes on at any operation of this one, which then goes on, or is killed."""
+    number = _number(_operations(tmp_path, _OWN), "replace", "step/.metadata")
+
+    def run(above: Path, plan: Callable[[Callable[[], None]], FaultPlan]) -> FaultPlan:
+        other = _Suspended(above, number)
+        place, used = other.place, plan(other.complete)
+        lock = other.storage.lock_directory(other.hidden)
+        assert lock is not None
+        with lock, suppress(SimulatedCrash):
+            place.save(used, _NEXT)
+        if killed:
+            other.complete()
+        assert place.version() in ((_NEW, _NEXT) if killed else (_NEXT,)), above.name
+        assert _dcp_version(place.directory) in ((_OLD, _NEW, _NEXT) if killed else (_NEXT,)), above.name
+        place.save(FaultPlan(), 4)
+        assert place.version() == _dcp_version(place.directory) == 4, above.name
+        place.assert_clean(above.name)
+        return used
+
+    for operation in run(tmp_path / "all", lambda complete: FaultPlan()).operations:
+        at = operation.number
+        if killed and operation.changes:
+            run(tmp_path / str(at), lambda complete, at=at: FaultPlan(CrashAt(at)))  # type: ignore[misc]
+        elif not killed:
+            run(tmp_path / str(at), lambda complete, at=at: InterruptedPlan(at, complete))  # type: ignore[misc]
+
+
+def test_an_index_that_other_software_replaces_keeps_the_objects_it_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = _Place(tmp_path, _OWN)
+    number = _number(_operations(tmp_path / "first", _OWN), "replace", "step/.metadata")
+
+    def touch() -> None:  # as a backup that is restored: a new file with the same content
+        shutil.copy(place.directory / ".metadata", tmp_path / "copy")
+        os.replace(tmp_path / "copy", place.directory / ".metadata")
+
+    with caplog.at_level(logging.WARNING, logger="ckptcore"):
+        place.save(InterruptedPlan(number, touch))
+    assert "other software has replaced or removed an index" in caplog.text
+    assert place.version() == _NEW and _dcp_version(place.directory) == _OLD
+    place.save(FaultPlan(), _NEXT)
+    assert place.version() == _dcp_version(place.directory) == _NEXT
+
+
+def test_links_of_other_software_are_replaced(tmp_path: Path) -> None:
+    """A snapshot of Hugging Face has links to files elsewhere."""
+    (tmp_path / "blobs").mkdir()
+    place = _Place(tmp_path / "snapshots", _CASES["two files over one"])
+    place.save(FaultPlan(), _OLD)
+    (place.directory / "checkpoint.json").unlink()
+    for path in place.directory.glob("model*.*"):
+        path.rename(tmp_path / "blobs" / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    blobs = {path.name: path.read_bytes() for path in (tmp_path / "blobs").iterdir()}
+    for version in (_NEW, _NEXT):
+        place.save(FaultPlan(), version)
+        assert place.version() == _safetensors_version(place.directory) == version
+    assert not (place.directory / "model.safetensors.index.json").is_symlink()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "blobs").iterdir()} == blobs
+
+
+def test_private_files_of_other_software_stay_private(tmp_path: Path) -> None:
+    case = _CASES["dcp over torch"]
+    number = next(at.number for at in _operations(tmp_path, case) if at.name == "stamps")
+    place = _Place(tmp_path / "place", case)
+    place.directory.chmod(0o755)
+    for path in [*place.directory.glob("*.distcp"), place.directory / ".metadata"]:
+        path.chmod(0o600)
+    modes = []
+
+    def look() -> None:
+        (hidden,) = tmp_path.glob("place/.step.*")
+        modes.append(stat.S_IMODE(hidden.stat().st_mode))
+
+    place.save(InterruptedPlan(number, look))
+    assert modes == [0o700]
+    assert place.version() == _dcp_version(place.directory) == _NEW
+    written = [*place.directory.glob("*.distcp"), place.directory / ".metadata"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600] * 2
+
+
+def test_an_error_after_the_commit_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    operations = _operations(tmp_path / "first", _OWN)
+    committed = _number(operations, "replace", "step/checkpoint.json")
+    for operation in operations[committed + 1 :]:
+        place = _Place(tmp_path / str(operation.number), _OWN)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="ckptcore"):
+            place.save(FaultPlan(FailAt(operation.number, StorageError("the test lets it fail"))))
+        assert "is saved, but its index for other software may be missing" in caplog.text, operation
+        assert place.version() == _NEW and _dcp_version(place.directory) in (_OLD, _NEW), operation
+        place.save(FaultPlan(), _NEXT)
+        assert place.version() == _dcp_version(place.directory) == _NEXT, operation
+        place.assert_clean(operation)

@@ -349,6 +349,25 @@ def test_copies_keep_other_files_too(options: dict[str, Any], tmp_path: Path) ->
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "x"]
 
 
+@pytest.mark.parametrize("layout", ["dcp", ckptcore.SafetensorsLayout(max_file_bytes=10)], ids=["dcp", "two files"])
+def test_a_copy_replaces_a_copy_with_own_names(layout: Any, tmp_path: Path) -> None:
+    for name in ("source", "x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text(name)
+    for number in (1, 2, 3):
+        state = {"a": np.full(3, number), "b": np.full(3, number)}
+        ckptcore.save(tmp_path / "source", state, layout=layout, overwrite="keep-other-files")
+        (tmp_path / "source/notes.txt").unlink(missing_ok=True)  # a copy copies every file
+        ckptcore.copy(tmp_path / "source", tmp_path / "x", overwrite="keep-other-files")
+        assert np.array_equal(ckptcore.load(tmp_path / "x")["b"], state["b"]) and ckptcore.verify(tmp_path / "x").ok
+        files = {path.name for path in (tmp_path / "source").iterdir()}
+        assert {path.name for path in (tmp_path / "x").iterdir()} == {*files, "notes.txt"}
+        (tmp_path / "source/notes.txt").write_text("source")
+    assert (tmp_path / "x/notes.txt").read_text() == "x"
+    (index,) = files & {".metadata", "model.safetensors.index.json"}
+    assert (tmp_path / "x" / index).read_bytes() == (tmp_path / "source" / index).read_bytes()
+
+
 def test_processes_save_beside_other_files(tmp_path: Path) -> None:
     state = [np.arange(8).reshape(4, 2), np.arange(4)]
 

@@ -11,7 +11,6 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
-from ckptcore.commit.placing import fixed_names
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
@@ -22,7 +21,7 @@ from ckptcore.commit.root_json import (
     read_head,
     summarize_root,
 )
-from ckptcore.commit.target import Overwrite, is_claimed_by, read_root, root_bytes, root_version
+from ckptcore.commit.target import Overwrite, fixed_names, is_claimed_by, read_root, root_bytes, root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -164,9 +163,17 @@ def _refuse_names_of_others(manifest: Manifest, destination: Location) -> None:
     """
     names = {*[record.key for record in (*manifest.objects, *manifest.markers)]}
     names.update([f"{member.directory}/{ROOT_KEY}" for member in manifest.members])
+    if manifest.root is not None:
+        names.discard(_index_of(manifest.root))  # the commit replaces it
     taken = sorted(names.intersection(destination.store.list()))
     if taken and destination.commits.replaces_atomically:
         raise fixed_names(destination.display, taken)
+
+
+def _index_of(root: StoredRoot) -> str:
+    """Return the key of the index that other software reads; empty if there is none."""
+    decoded = decode_root(root.data, lambda key, size: root.parts[key])
+    return decoded.index if isinstance(decoded, Root) else ""
 
 
 class _CopyAttempt:
@@ -252,7 +259,10 @@ class _CopyAttempt:
             if overwrite == "keep-other-files":
                 _refuse_names_of_others(self._manifest, self._destination)
         except BaseException:
-            claim.abort()
+            if claim.store.list_names():
+                claim.leave()  # the next copy to a free destination resumes
+            else:
+                claim.abort()
             raise
         try:
             if self._commit(claim):
