@@ -169,8 +169,9 @@ def _expect_linear(name: str, reader: str, least: int, directory: Path, *, grows
             )
             assert cost.peak <= _GROWTH * costs[-1].peak + _NOISE_BYTES, f"{number // 2}: {costs[-1]}, {number}: {cost}"
         costs.append(cost)
-    if grows:
-        assert costs[-1].calls > costs[0].calls or costs[-1].peak > costs[0].peak + _LEAST_GROWTH, costs
+    if grows:  # the first may also have filled caches
+        least_calls, least_bytes = min([cost.calls for cost in costs]), min([cost.peak for cost in costs])
+        assert costs[-1].calls > least_calls or costs[-1].peak > least_bytes + _LEAST_GROWTH, costs
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_SLOW.get(name, ())) for name in SAMPLES])
