@@ -337,6 +337,6 @@ def _pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
     whole = Box.whole(spec.shape)
     rows = opened.index.chunk_rows(opened.tree.aliases.get(leaf, leaf)) or 1
     step = max(1, _READ_BYTES * spec.shape[0] // spec.nbytes // rows) * rows if spec.shape else 1
-    # A few bytes may state any shape, so nothing reads for hours what nobody stored.
+    # A few bytes may state any shape, so a limit is needed for elements that are not stored.
     bands = whole.bands(0, step) if spec.shape and spec.shape[0] <= step * _MAX_READS else [whole]
     return [Box((0,) * len(spec.shape), (1,) * len(spec.shape)), *bands]
