@@ -115,9 +115,9 @@ def _root_arrays(directory: Path, n: int) -> None:
 @_sample("root: arrays of other dtypes and shapes")
 def _root_kinds(directory: Path, n: int) -> None:
     tree = _tree(
-        [[1] * (number % 4) for number in range(n)], dtypes=[f"datetime64[{number + 1}s]" for number in range(n)]
+        [[1] * (number % 4) for number in range(n)], dtypes=[f"datetime64[{number + 1}s]" for number in range(32)]
     )
-    tree["dtype"] = list(range(n))
+    tree["dtype"] = [number % 32 for number in range(n)]
     _tree_root(directory, tree, _whole(n, 8), {"a": 8 * n})
 
 
