@@ -289,7 +289,7 @@ def _root_bases(directory: Path, n: int) -> None:
 
 
 def _composite(directory: Path, members: Mapping[str, Any], present: Sequence[str]) -> None:
-    tables = {"custom": {}}
+    tables: dict[str, Any] = {"custom": {}}
     _seal(directory, {**_head(), **_COMMON, "members": members, "tables": tables, "parts": {}})
     for name in present:
         (directory / name).mkdir()
@@ -457,7 +457,7 @@ def _dcp(
     for file in files:
         (directory / file).write_bytes(item.getvalue())
     properties = dcp.TensorProperties(dtype=torch.uint8)
-    tensors = {
+    tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {
         name: dcp.TensorStorageMetadata(
             properties,
             torch.Size(shape),
