@@ -115,9 +115,9 @@ def _root_arrays(directory: Path, n: int) -> None:
 @_sample("root: arrays of other dtypes and shapes")
 def _root_kinds(directory: Path, n: int) -> None:
     tree = _tree(
-        [[1] * (number % 4) for number in range(n)], dtypes=[f"datetime64[{number + 1}s]" for number in range(n)]
+        [[1] * (number % 4) for number in range(n)], dtypes=[f"datetime64[{number + 1}s]" for number in range(32)]
     )
-    tree["dtype"] = list(range(n))
+    tree["dtype"] = [number % 32 for number in range(n)]
     _tree_root(directory, tree, _whole(n, 8), {"a": 8 * n})
 
 
@@ -296,7 +296,7 @@ def _root_bases(directory: Path, n: int) -> None:
 
 
 def _composite(directory: Path, members: Mapping[str, Any], present: Sequence[str]) -> None:
-    tables: dict[str, dict[str, Any]] = {"custom": {}}
+    tables: dict[str, Any] = {"custom": {}}
     _seal(directory, {**_head(), **_COMMON, "members": members, "tables": tables, "parts": {}})
     for name in present:
         (directory / name).mkdir()
@@ -464,7 +464,7 @@ def _dcp(
     for file in files:
         (directory / file).write_bytes(item.getvalue())
     properties = dcp.TensorProperties(dtype=torch.uint8)
-    tensors = {
+    tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {
         name: dcp.TensorStorageMetadata(
             properties,
             torch.Size(shape),

@@ -20,6 +20,7 @@ import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, Context, errors, policies, select
 from ckptcore.context import IOOptions, JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
+from ckptcore.events import Event
 from ckptcore.model import Box
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -143,7 +144,7 @@ def test_observers_and_jobs_are_not_pickled(tmp_path: Path, way: Callable[[Any],
         def __init__(self) -> None:
             self.connection = lock
 
-    observers = [lambda event: seen.append((event, lock)), StepStatisticsObserver()]
+    observers: list[Callable[[Event], None]] = [lambda event: seen.append((event, lock)), StepStatisticsObserver()]
     context = Context(
         job=JobOptions(coordinator=Job(), reads="broadcast"), observers=observers, io=IOOptions(threads=1)
     )
