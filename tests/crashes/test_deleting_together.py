@@ -61,7 +61,7 @@ def test_a_lock_that_cannot_be_released_is_no_error_of_the_save(
 
     def fail(self: FileLock) -> None:
         close(self)
-        if self._path.endswith(".ckptcore"):  # the hidden directory of a save
+        if self._path.startswith(str(tmp_path)) and self._path.endswith(".ckptcore"):  # the hidden directory of a save
             raise StorageError("the test fails to unlock")
 
     ckptcore.save(tmp_path / "base", _STATE)
