@@ -63,7 +63,7 @@ def test_a_stranger_passes_the_tests_of_its_kind(installed: Path, toy: str) -> N
 
 def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
     """A cut through the matrix; the whole of it is the slow test below."""
-    outcomes = run_tests(installed, str(MATRIX), "--slow", "-k", f"({CUT}) and not ({LONG})")
+    outcomes = run_tests(installed, str(MATRIX), "--slow", "--full", "-k", f"({CUT}) and not ({LONG})")
     passed = [name for name, outcome in outcomes.items() if outcome == "passed"]
     for pair in (
         "toyframe-numpy-scroll-file",
