@@ -22,7 +22,7 @@ CUT = (
     "(toyframe and numpy) or toyframe-toyframe or torch-toyframe-scroll or toyframe-jax-safetensors "
     "or test_every_plugin or test_there_is"
 )
-LONG = "test_every_combination_of_samples_works or gs or s3 or fsspec"
+LONG = "test_any_combination_of_samples_works or gs or s3 or fsspec"
 
 
 @pytest.fixture(scope="session")
