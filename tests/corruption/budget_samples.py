@@ -671,6 +671,14 @@ def _orbax_depth(directory: Path, n: int) -> None:
     _put(directory, {"_METADATA": _tree_file([name]), f"{array}/zarr.json": _zarr3([1], [1]), f"{array}/c/0": b"\0"})
 
 
+def _put_sharded(directory: Path, sharding: Mapping[str, Any]) -> None:
+    name = base64.urlsafe_b64encode(b"w").decode()
+    _put(directory, {
+        "_METADATA": _tree_file([["w"]]), "_sharding": json.dumps({name: json.dumps(sharding)}).encode(),
+        "w/zarr.json": _zarr3([1], [1]), "w/c/0": b"\0",
+    })  # fmt: skip
+
+
 @_sample("orbax: axes of a sharding")
 def _orbax_sharding(directory: Path, n: int) -> None:
     axes = [f"x{number}" for number in range(n)]
@@ -678,11 +686,7 @@ def _orbax_sharding(directory: Path, n: int) -> None:
         "sharding_type": "NamedSharding", "shape": [1] * n, "axis_names": axes, "partition_spec": [axes],
         "device_mesh": {"mesh": [{"id": 0}]},
     }  # fmt: skip
-    name = base64.urlsafe_b64encode(b"w").decode()
-    _put(directory, {
-        "_METADATA": _tree_file([["w"]]), "_sharding": json.dumps({name: json.dumps(sharding)}).encode(),
-        "w/zarr.json": _zarr3([1], [1]), "w/c/0": b"\0",
-    })  # fmt: skip
+    _put_sharded(directory, sharding)
 
 
 @_sample("orbax: large axes of a sharding")
@@ -691,11 +695,7 @@ def _orbax_mesh(directory: Path, n: int) -> None:
         "sharding_type": "NamedSharding", "shape": [(1 << 62) - 1] * n, "axis_names": [f"x{axis}" for axis in range(n)],
         "partition_spec": [],
     }  # fmt: skip
-    name = base64.urlsafe_b64encode(b"w").decode()
-    _put(directory, {
-        "_METADATA": _tree_file([["w"]]), "_sharding": json.dumps({name: json.dumps(sharding)}).encode(),
-        "w/zarr.json": _zarr3([1], [1]), "w/c/0": b"\0",
-    })  # fmt: skip
+    _put_sharded(directory, sharding)
 
 
 @_sample("orbax: a msgpack file")

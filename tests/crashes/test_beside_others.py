@@ -348,7 +348,7 @@ def _number(operations: Sequence[Operation], name: str, last: str) -> int:
 
 
 class _Suspended:
-    """A save that stands still before an operation of its commit. Its lock is lost, until the test takes it."""
+    """A save that waits before an operation of its commit. Its lock does not count until the test takes it."""
 
     def __init__(self, above: Path, operation: int) -> None:
         self.place = _Place(above, _OWN)

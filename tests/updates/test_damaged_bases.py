@@ -99,7 +99,7 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
 def test_an_array_larger_than_memory_is_neither_sound_nor_damaged(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read in parts; if there is no memory for a part either, nobody knows."""
+    """It is read in parts. Without memory for a part, the answer is an error, not damage."""
     ckptcore.save(tmp_path / "base", {"w": np.arange(10_000.0), "v": 1}, layout=layout)
     ckptcore.save(tmp_path / "update", {"v": 2}, strategy=ckptcore.Update(tmp_path / "base"))
     others = {"zarr3": Zarr3Layout(chunk_bytes=8_000), "safetensors": ckptcore.SafetensorsLayout(standalone=True)}
