@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
 from ckptcore.commit.method import (
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
     from ckptcore.commit.placing import PlacedObjects
+    from ckptcore.commit.setting_aside import AsideCheckpoint
     from ckptcore.commit.support import StorageSupport
 
 __all__ = ["RenameMethod", "RenameTransaction"]
@@ -68,9 +69,6 @@ __all__ = ["RenameMethod", "RenameTransaction"]
 logger = logger_named("ckptcore.commit")
 
 T = TypeVar("T")
-
-_REPLACES: Final = "checkpoint.replaces"
-"""Empty file of a new checkpoint that waits for the deletion of the old one, which could not be renamed."""
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 
@@ -189,19 +187,16 @@ class RenameTransaction:
             if replaced is not None:
                 self._directories.delete_directory(replaced)
         except (OSError, CheckpointError) as error:
+            # The new checkpoint is committed. The next save tries again.
             self.leave()
-            self._warn_of_remains(error)
-
-    def _warn_of_remains(self, error: Exception) -> None:
-        """Log an error after the commit: the save has succeeded, and the next one removes what is left."""
-        logger.warning(
-            "%s is saved, but %s: %s. The next save there tries again",
-            self._location.display,
-            "its index for other software may be missing, and files of the old checkpoint may be left"
-            if self._overwrite == "keep-other-files"
-            else "the old checkpoint cannot be removed",
-            error,
-        )
+            logger.warning(
+                "%s is saved, but %s: %s. The next save there tries again",
+                self._location.display,
+                "its index for other software may be missing, and files of the old checkpoint may be left"
+                if self._overwrite == "keep-other-files"
+                else "the old checkpoint cannot be removed",
+                error,
+            )
 
     def _publish(self, root: bytes | None) -> str | None:
         """Rename the hidden directory, or exchange it with the old checkpoint, or move the objects into its directory.
@@ -262,71 +257,7 @@ class RenameTransaction:
         except AtomicityError as error:
             if self._overwrite != "non-atomic":
                 raise self._no_exchange() from error
-        return self._replace_by_renames(name, name_of_replaced(name))
-
-    def _replace_by_renames(self, name: str, aside: str) -> str | None:
-        """Rename the old checkpoint to `aside`, and the new one into its place. Return the directory to delete.
-
-        What is named `aside` is only changed by a process that has locked it. So this process locks an empty directory
-        there, which a rename can replace, and the old checkpoint: its lock follows it.
-        """
-        parent = self._location.parent
-        with ExitStack() as stack:
-            held = self._method.lock_hidden(aside)
-            if held is None:
-                raise ConditionFailedError(f"cannot replace {name}: another process is replacing it")
-            stack.enter_context(held.lock)
-            if subdirectory(parent, aside).list_names():  # of a killed save; the checkpoint that is there now is newer
-                self._method.discard(name, aside)
-                raise ConditionFailedError(f"cannot replace {name}: an older checkpoint was named {aside}")
-            stack.enter_context(self._lock_of_kernel(name))
-            if not self._location.store.list_names():  # then another save can replace the locked directory
-                raise ObjectNotFoundError(f"cannot replace {name}: it was deleted")
-            if held.check is not None:
-                held.check()
-            try:
-                self._directories.rename(name, aside)
-            except StorageError as error:
-                if error.errno != errno.EXDEV:
-                    raise
-                self._replace_by_deletion(name, aside)
-                return None
-            try:
-                self._directories.rename(self._hidden, name)
-            except BaseException:
-                with suppress(ConditionFailedError, ObjectNotFoundError):  # another save has committed meanwhile
-                    self._directories.rename(aside, name)
-                raise
-            unneeded = name_of_save(name, new_save_id())
-            try:
-                self._directories.rename(aside, unneeded)
-            except StorageError as error:
-                self._warn_of_remains(error)
-                return None
-        return unneeded
-
-    def _replace_by_deletion(self, name: str, aside: str) -> None:
-        """Replace a directory that cannot be renamed, such as one of a lower layer of overlayfs.
-
-        The new checkpoint gets the name from which it is restored before the old one is deleted.
-        """
-        self.store.put(_REPLACES, b"")
-        try:
-            self._directories.rename(self._hidden, aside)
-        except BaseException:
-            self.store.delete([_REPLACES])
-            raise
-        self._method.complete_deletion(name, aside)
-
-    def _lock_of_kernel(self, name: str) -> AbstractContextManager[object]:
-        """Lock the old checkpoint. A file system without locks has the lease of the name instead."""
-        try:
-            locked = self._directories.lock_directory(name)
-        except AtomicityError:
-            return nullcontext()
-        if locked is None:
-            raise ConditionFailedError(f"cannot replace {name}: the process that saved it has not ended its commit")
-        return locked
+        return self._method.aside(name).replace(self.store, self._hidden)
 
     def _place(self, root: bytes | None) -> None:
         """Move the objects into the directory of the old checkpoint, whose other files stay."""
@@ -554,7 +485,8 @@ class RenameMethod(CommitMethod):
     def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
-        self._discard_replaced(location.name)
+        if subdirectory(self._directory, name_of_replaced(location.name)).list_names():
+            self.aside(location.name).discard()
         try:
             self.discard(location.name, location.name, save_id)
         except ObjectNotFoundError as error:
@@ -574,14 +506,6 @@ class RenameMethod(CommitMethod):
         finally:
             transaction.leave()
         return True
-
-    def _discard_replaced(self, name: str) -> None:
-        """Delete the checkpoint that a killed save was replacing: it is older, and must not come back."""
-        aside = name_of_replaced(name)
-        held = self.lock_hidden(aside) if subdirectory(self._directory, aside).list_names() else None
-        if held is not None:  # otherwise there is none, or the process that has locked it removes it
-            with held.lock:
-                self.discard(name, aside)
 
     def discard(self, name: str, directory: str, save_id: str = "") -> None:
         """Rename a directory to a name from which nothing is restored or committed, and delete it.
@@ -606,13 +530,6 @@ class RenameMethod(CommitMethod):
             subdirectory(self._directory, directory).delete([PARTIAL_KEY, ROOT_KEY])
             hidden = directory
         self.directories.delete_directory(hidden)
-
-    def complete_deletion(self, name: str, aside: str) -> None:
-        """Delete an old checkpoint that cannot be renamed, and rename the new one from `aside` into its place."""
-        subdirectory(self._directory, name).delete([ROOT_KEY])
-        self.directories.delete_directory(name)
-        subdirectory(self._directory, aside).delete([_REPLACES])
-        self.directories.rename(aside, name)
 
     def restore(self, name: str) -> bool:
         """See `CommitMethod`."""
@@ -722,7 +639,7 @@ class RenameMethod(CommitMethod):
         assert checkpoint is not None, "hidden directories have this form"
         with held.lock:
             if name == name_of_replaced(checkpoint):
-                if self._restore_locked(checkpoint, name):
+                if self.aside(checkpoint).restore():
                     return True
             elif name == name_of_partial(checkpoint):
                 with suppress(ObjectNotFoundError):
@@ -740,21 +657,14 @@ class RenameMethod(CommitMethod):
                     self.discard(checkpoint, name)
         return True
 
-    def _restore_locked(self, name: str, aside: str) -> bool:
-        """Rename an old checkpoint back, or a new one into the place of a deleted one. Return whether it stays."""
-        found = subdirectory(self._directory, aside).list_names()
-        if not found or self.is_committed(name):
-            return False
-        with suppress(ConditionFailedError, ObjectNotFoundError):  # a save has committed meanwhile
-            if _REPLACES in found:
-                self.complete_deletion(name, aside)
-            elif not subdirectory(self._directory, name).list_names():
-                logger.info("restoring %s, which a killed save was replacing", name)
-                self.directories.rename(aside, name)
-        return True
-
     def placed_objects(self, name: str, hidden: str) -> PlacedObjects:
         """Return the objects of a save that move into the directory of the checkpoint."""
         from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
 
         return PlacedObjects(self._directory, self.directories, name, hidden)
+
+    def aside(self, name: str) -> AsideCheckpoint:
+        """Return the checkpoint that a save with two renames sets aside."""
+        from ckptcore.commit.setting_aside import AsideCheckpoint  # plain saves do not need it
+
+        return AsideCheckpoint(self._directory, self, name)
