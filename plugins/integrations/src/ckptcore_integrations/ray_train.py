@@ -6,12 +6,13 @@ checkpoints: it deletes old ones, and gives workers the newest one after a failu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import ray.train
 from pyarrow.fs import FileSystem
-from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMode
 
 import ckptcore
 from ckptcore import Context
@@ -32,7 +33,9 @@ def save_and_report(
 ) -> None:
     """Save a step in the storage of the run, and report it to Ray Train. Every worker calls this.
 
-    The step is reported once it is committed. A step that was committed and not reported is replaced.
+    The step is reported once it is committed. A step that was committed and not reported is replaced. One that was
+    reported stays, because Ray Train deletes it later by its name: a run that goes back to an earlier step saves that
+    again in ``checkpoint_000010_2``.
 
     Args:
         step: number of the step, which names the directory: ``checkpoint_000010``.
@@ -46,7 +49,12 @@ def save_and_report(
         CheckpointError: the save failed; every worker raises it, and nothing is reported.
     """
     storage = ray.train.get_context().get_storage()
-    path = storage.build_checkpoint_path_from_name(f"checkpoint_{step:06d}")
+    reported = {
+        found.checkpoint.path for found in ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
+    }
+    names = (f"checkpoint_{step:06d}" + (f"_{number}" if number > 1 else "") for number in itertools.count(1))
+    paths = map(storage.build_checkpoint_path_from_name, names)
+    path = next(path for path in paths if path not in reported)
     checkpoint = Checkpoint(path, storage.storage_filesystem)
     ckptcore.save_checkpointables(
         checkpoint_location(checkpoint),

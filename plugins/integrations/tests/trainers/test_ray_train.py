@@ -60,9 +60,38 @@ print(json.dumps({"metrics": result.metrics, "location": checkpoint_location(res
 """
 
 
+GOING_BACK = """
+import json, sys
+import numpy as np
+import ray
+import ray.train.torch
+from ckptcore_integrations.ray_train import checkpoint_location, save_and_report
+
+def worker():
+    for count, step in enumerate([1, 2, 3, 1, 2, 3, 4]):
+        save_and_report(step, {"model": {"w": np.full(3, count)}}, {"count": count})
+
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+result = ray.train.torch.TorchTrainer(
+    worker,
+    scaling_config=ray.train.ScalingConfig(num_workers=1),
+    run_config=ray.train.RunConfig(
+        name="run", storage_path=sys.argv[2], checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2)
+    ),
+).fit()
+print(json.dumps([[checkpoint_location(found), metrics["count"]] for found, metrics in result.best_checkpoints]))
+"""
+
+
 def run(directory: Path, fate: str) -> dict[str, Any]:
     """Train, and return the last metrics and the location of the last checkpoint."""
     directory.mkdir()
+    found: dict[str, Any] = run_program(PROGRAM, directory, fate)
+    return found
+
+
+def run_program(program: str, directory: Path, fate: str = "") -> Any:
+    """Run a program in a process, and return what it prints as JSON."""
     page = ROOT / "docs/how-to/with-ray-train.md"
     environment = {
         **os.environ,
@@ -70,13 +99,12 @@ def run(directory: Path, fate: str) -> dict[str, Any]:
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, "-c", PROGRAM, str(page), str(directory), fate]
+    command = [sys.executable, "-c", program, str(page), str(directory), fate]
     done = subprocess.run(
         command, env=environment, cwd=directory, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -92,3 +120,11 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
         "checkpoint_000004",
         "checkpoint_000005",
     ]
+
+
+def test_steps_that_are_reported_again_are_not_deleted(tmp_path: Path) -> None:
+    """Ray Train deletes the directory of an old report, which must not be that of a new one."""
+    kept = run_program(GOING_BACK, tmp_path)
+    assert [count for _, count in kept] == [5, 6]
+    for location, count in kept:
+        assert (ckptcore.load(f"{location}/model")["w"] == count).all()
