@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray.train
-from pyarrow.fs import FileSystem
+from pyarrow.fs import FileSystem, FileType
 from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMode
+from ray.train.collective import broadcast_from_rank_zero
 
 import ckptcore
 from ckptcore import Context
@@ -49,13 +50,10 @@ def save_and_report(
         CheckpointError: the save failed; every worker raises it, and nothing is reported.
     """
     storage = ray.train.get_context().get_storage()
-    reported = {
-        found.checkpoint.path for found in ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
-    }
-    names = (f"checkpoint_{step:06d}" + (f"_{number}" if number > 1 else "") for number in itertools.count(1))
-    paths = map(storage.build_checkpoint_path_from_name, names)
-    path = next(path for path in paths if path not in reported)
-    checkpoint = Checkpoint(path, storage.storage_filesystem)
+    path = storage.build_checkpoint_path_from_name(f"checkpoint_{step:06d}")
+    if ray.train.get_context().get_world_rank() == 0 and _exists(storage.storage_filesystem, path):
+        path = _not_reported(path)
+    checkpoint = Checkpoint(broadcast_from_rank_zero(path), storage.storage_filesystem)
     ckptcore.save_checkpointables(
         checkpoint_location(checkpoint),
         checkpointables,
@@ -65,6 +63,18 @@ def save_and_report(
         context=context,
     )
     ray.train.report(dict(metrics), checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+def _exists(filesystem: FileSystem, path: str) -> bool:
+    return bool(filesystem.get_file_info(path).type != FileType.NotFound)
+
+
+def _not_reported(path: str) -> str:
+    """Return a path that no reported checkpoint has. Wait until Ray Train has processed earlier reports."""
+    known = ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
+    reported = {found.checkpoint.path for found in known}
+    others = (f"{path}_{number}" for number in itertools.count(2))
+    return next(other for other in itertools.chain([path], others) if other not in reported)
 
 
 def resume(into: Mapping[str, Any], *, context: Context | None = None) -> int | None:
