@@ -340,7 +340,8 @@ class LocationVersion(NamedTuple):
     Attributes:
         root: the bytes of the root, which differ between any two saves; None without a root; a str if the root cannot
             be read: the reason.
-        composite_root: the root of the composite that the checkpoint is a member of; None if it is not a member.
+        composite_root: the root of the composite that the checkpoint is a member of, or its digest, see `digested`;
+            None if it is not a member.
         names: the names in a directory without a root, except hidden directories of saves.
         nbytes: the size of an object in bytes; None for a directory.
     """
@@ -355,13 +356,21 @@ class LocationVersion(NamedTuple):
         """True if the location is one object (file), not a directory."""
         return self.nbytes is not None
 
+    def digested(self) -> LocationVersion:
+        """Return the version with a digest of the composite's root, which may be large, and has many members."""
+        if not isinstance(self.composite_root, bytes):
+            return self
+        import hashlib  # only members of composites need it
+
+        return self._replace(composite_root=hashlib.sha256(self.composite_root).hexdigest())
+
     def is_current(self, location: Location) -> bool:
         """Return True if the location has not changed. Then a read error means damage, not a concurrent change.
 
         Raises:
             StorageError
         """
-        return read_version(location) == self
+        return self._read_again(location) == self
 
     def still_exists(self, location: Location) -> bool:
         """Return True if everything in this version still exists, so that all data that was read is from one save.
@@ -371,7 +380,7 @@ class LocationVersion(NamedTuple):
         Raises:
             StorageError
         """
-        now = read_version(location)
+        now = self._read_again(location)
         return now._replace(names=()) == self._replace(names=()) and set(self.names) <= set(now.names)
 
     def has_current_root(self, location: Location) -> bool:
@@ -385,9 +394,17 @@ class LocationVersion(NamedTuple):
         """
         return root_version(location.store) == self.root
 
+    def _read_again(self, location: Location) -> LocationVersion:
+        now = read_version(location)
+        return now.digested() if isinstance(self.composite_root, str) else now
 
-def read_version(location: Location) -> LocationVersion:
+
+def read_version(location: Location, composite_root: bytes | str | None = None) -> LocationVersion:
     """Read the version of a location: the root first, and names only without a root.
+
+    Args:
+        location: the location.
+        composite_root: for a member, the root of its composite as the caller read it; None: read it.
 
     Raises:
         StorageError
@@ -398,7 +415,9 @@ def read_version(location: Location) -> LocationVersion:
     if root is not None:
         head = read_head(root)
         is_member = head is not None and head.role == "member"
-        return LocationVersion(root, composite_root=root_version(location.parent) if is_member else None)
+        if not is_member:
+            return LocationVersion(root)
+        return LocationVersion(root, composite_root=composite_root or root_version(location.parent))
     try:
         nbytes = location.parent.size(location.name)
     except ObjectNotFoundError:

@@ -44,6 +44,7 @@ __all__ = [
     "is_deleted",
     "member_opener",
     "open_checkpoint",
+    "open_directory",
     "open_either",
     "open_files",
     "open_member",
@@ -78,9 +79,16 @@ _NAMES_SHOWN: Final = 20
 class ConsistentRead(Generic[OpenedT]):
     """Attempts to read a checkpoint. Each attempt opens it again, and succeeds if it was not replaced meanwhile."""
 
-    def __init__(self, location: AnyLocation, context: Context, opener: Opener[OpenedT]) -> None:
-        """Open nothing yet."""
+    def __init__(
+        self,
+        location: AnyLocation,
+        context: Context,
+        opener: Opener[OpenedT],
+        composite_root: bytes | str | None = None,
+    ) -> None:
+        """Open nothing yet. See `read_version` for the root of the composite."""
         self._location = location
+        self._composite_root = composite_root
         self._context = context
         self._opener = opener
         self._attempts_left = ATTEMPTS
@@ -98,7 +106,7 @@ class ConsistentRead(Generic[OpenedT]):
             self._attempts_left -= 1
             # Open the storage again for each attempt: it may keep objects open by name.
             resolved = resolve_location(self._location, runtime_of(context).storages)
-            version = read_version(resolved)
+            version = read_version(resolved, self._composite_root)
             self._opened = None
             try:
                 opened = self._opener(resolved, version, context)
@@ -314,7 +322,7 @@ def _open_with_root(
     """Open a tree that ckptcore wrote."""
     if root.role == "member":
         _expect_committed(location, version, root, context)
-
+        version = version.digested()
     data, stored = version.root, None
     if known is not None and isinstance(data, bytes):
         stored = known.keep(data, root, functools.partial(stored_format, root, context))
@@ -435,6 +443,20 @@ def _is_file(location: Location, name: str) -> bool:
     return True
 
 
+def open_directory(
+    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
+) -> Checkpoint:
+    """Open the checkpoint in a directory of a composite. The caller checks that it belongs to the composite.
+
+    Raises:
+        Errors of `open_checkpoint`.
+    """
+    if composite.root is None:
+        return _open_foreign_member(composite, name, directory, location, context)
+    # The root of the composite is not read again for each of its members.
+    return ConsistentRead(SubPath(location, directory), context, open_tree, composite.version.root).open()
+
+
 def open_member(
     composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
 ) -> Checkpoint:
@@ -445,9 +467,9 @@ def open_member(
             states.
         Errors of `open_checkpoint`. If other software wrote the checkpoint, they have a hint to load the other members.
     """
+    opened = open_directory(composite, name, directory, location, context)
     if composite.root is None:
-        return _open_foreign_member(composite, name, directory, location, context)
-    opened = open_checkpoint(SubPath(location, directory), context)
+        return opened
     if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
             f"{opened.location.display} was replaced by a checkpoint of another save: load it by its own location, or "

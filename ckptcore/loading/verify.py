@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptcore.commit.location import AnyLocation, SubPath
+from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
@@ -26,9 +26,8 @@ from ckptcore.loading.completeness import Problem, missing_states
 from ckptcore.loading.opening import (
     ConsistentRead,
     is_deleted,
-    open_checkpoint,
+    open_directory,
     open_either,
-    open_member,
     open_tree,
     present_members,
 )
@@ -99,15 +98,6 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
     return result
 
 
-def _open_directory(
-    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
-) -> Checkpoint:
-    """Open the checkpoint in a directory of a composite. The caller checks that it belongs to the composite."""
-    if composite.root is None:
-        return open_member(composite, name, directory, location, context)
-    return open_checkpoint(SubPath(location, directory), context)
-
-
 def _verify_composite(
     composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ByteProgress
 ) -> VerifyReport:
@@ -123,7 +113,7 @@ def _verify_composite(
         problems.extend(missing_states(name, member, existing))
         for directory in existing:
             try:
-                opened.append((directory, _open_directory(composite, name, directory, location, context)))
+                opened.append((directory, open_directory(composite, name, directory, location, context)))
             except CorruptCheckpointError as error:
                 problems.append(_in_directory(directory, _problem(error)))
             except CheckpointError as error:

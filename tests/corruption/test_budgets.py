@@ -36,7 +36,7 @@ _LEAST_GROWTH: Final = 512
 """Bytes by which memory grows at least if calls do not."""
 
 _NOISE_CALLS: Final = 500
-_NOISE_BYTES: Final = 64 << 10
+_NOISE_BYTES: Final = 128 << 10
 """Differences that do not depend on the number: caches, threads."""
 
 
@@ -78,7 +78,7 @@ READERS: Final[Mapping[str, Callable[[Path], object]]] = {
         application, ["inspect", str(location), "--json"], catch_exceptions=False
     ),
     "diff": lambda location: ckptcore.diff(location, location, context=_context()),
-    "copy": lambda location: ckptcore.copy(location, location.parent / "copy", context=_context()),
+    "copy": lambda location: ckptcore.copy(location, location.parent / secrets.token_hex(8), context=_context()),
     "convert to safetensors": _copy("safetensors"),
     "convert to zarr3": _copy("zarr3"),
     "convert to dcp": _copy("dcp"),
@@ -187,4 +187,6 @@ def test_work_and_memory_are_linear(name: str, tmp_path: Path) -> None:
 def test_work_and_memory_of_all_readers_are_linear(name: str, reader: str, tmp_path: Path) -> None:
     if "depth" in name and reader in _BY_PATH:
         pytest.skip("the output has the whole path of each container")
+    if "views" in name and reader.startswith("convert"):
+        pytest.skip("the output has each view in full")
     _expect_linear(name, reader, 64, tmp_path)

@@ -2,7 +2,7 @@
 
 Nothing is assumed of the order in which a file system writes what it was not told to sync: of the changes to the names
 in a directory, and of the bytes written to a file, any may have reached the disk and any other not. A rename within a
-directory happens whole or not at all.
+directory happens whole or not at all. Of one between directories, either name may be lost, or both may exist.
 """
 
 from __future__ import annotations
@@ -209,8 +209,12 @@ class Disk:
 
     def _rename(self, call: Call) -> None:
         (directory, old), (other, new) = map(self._place, call.paths)
-        assert directory is other, "the model knows only renames within a directory"
         moved = directory.seen[old]
+        if directory is not other:
+            assert "RENAME_EXCHANGE" not in call.flags, "the model knows only exchanges within a directory"
+            other.change({new: moved})
+            directory.change({old: None})
+            return
         if "RENAME_EXCHANGE" in call.flags:
             directory.change({old: directory.seen[new], new: moved})
         else:
