@@ -154,7 +154,7 @@ def test_random_damage_is_detected(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_many_cases_of_random_damage_are_detected(name: str, full: bool, tmp_path: Path) -> None:
-    _damage_often(make_original(name, tmp_path), 2500 if full else 800)
+    _damage_often(make_original(name, tmp_path), 2500 if full else 400)
 
 
 @pytest.mark.parametrize("name", _SMALL)

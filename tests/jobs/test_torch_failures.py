@@ -61,5 +61,7 @@ def test_the_rank_fails_that_serves_the_store(action: Any, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [cell for cell in TABLE if cell not in SAMPLE], ids=name_of)
-def test_one_rank_fails_anywhere(cell: Cell, tmp_path: Path) -> None:
+def test_one_rank_fails_anywhere(cell: Cell, full: bool, tmp_path: Path) -> None:
+    if not full and TABLE.index(cell) % 5:  # 5 has no factor in common with the numbers of actions and victims
+        pytest.skip("one cell in five; all with --full")
     fail(failing_torch, cell, SIZE, tmp_path / "place", leader_serves=False)

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import LayoutTests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout, StorageBackend
 from tests.servers.samples import SERVERS, open_storage
 
+_ANY_BOXES: Any = LayoutTests.test_any_boxes_of_any_tree_can_be_loaded
+
 
 class _OnServers(LayoutTests):
-    """With fewer tampered states and damages; each layout meets all of them on a local file system."""
+    """With fewer examples, tampered states and damages; each layout meets all of them on a local file system."""
 
     tampered_states = 30
-    most_damages = 8
+    most_damages = 3
+    test_any_boxes_of_any_tree_can_be_loaded = settings(
+        parent=settings.get_profile("ci"), suppress_health_check=list(HealthCheck)
+    )(given(data=st.data())(_ANY_BOXES.hypothesis.inner_test))
 
     @pytest.fixture(params=list(SERVERS))
     def storage(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageBackend]:
