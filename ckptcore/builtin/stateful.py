@@ -93,6 +93,8 @@ _MISSING: Final = _Missing()
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that a checkpoint stores with their type."""
 
+_INTEGER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")
+
 _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
 """Dtypes of frameworks with elements smaller than a byte: their arrays are stored as bytes, without the dtype."""
 
@@ -174,13 +176,30 @@ def _mapping(own: object, stored: dict[Any, Any], array: Callable[[AbstractArray
         if not isinstance(own, (_Missing, *_PLAIN, list)) and not _is_array(own):
             return own
         own = {}
-    children = {key: state_to_load(own.get(key, _MISSING), child, array=array) for key, child in stored.items()}
+    keys = _keys_like(own, stored)
+    children = {key: state_to_load(own.get(key, _MISSING), stored[text], array=array) for key, text in keys.items()}
     if type(own) is dict or not isinstance(own, type(stored)):
         return OrderedDict(children) if isinstance(stored, OrderedDict) else children
     result = copy.copy(own)  # keeps attributes of the instance
     result.clear()
     result.update(children)
     return result
+
+
+def _keys_like(own: dict[Any, Any], stored: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the stored key of each key to request: some formats have only text keys, objects may have integers."""
+    of_text = {str(key): key for key in own if not isinstance(key, str)}
+    if not of_text:
+        return {key: key for key in stored}
+    all_integers = all(type(key) is int for key in own)
+
+    def requested(key: Any) -> Any:
+        if not isinstance(key, str) or key in own:
+            return key
+        found = int(key) if all_integers and _INTEGER.fullmatch(key) else of_text.get(key, key)
+        return key if found in stored else found
+
+    return {requested(key): key for key in stored}
 
 
 def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[[AbstractArray], object]) -> object:

@@ -53,6 +53,7 @@ def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         to_fill={},  # not `slots`: FSDP created those tensors for this call, some for several parameters
         groups=[{**group, "params": [plain[name] for name in group["params"]]} for group in state["param_groups"]],
         aliases={name: name for name in own_name},
+        fit=lambda name, stored: stored,  # FSDP compares the shapes
         array=_AbstractStates(model),
         restore=restore,
     )

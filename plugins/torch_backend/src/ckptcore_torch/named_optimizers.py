@@ -278,6 +278,7 @@ def _slots_to_load(members: Sequence[NamedState], nested: Mapping[str, Any]) -> 
             found[key] = slots_to_load(member.to_fill.get(key), slots, abstract_tensor)
         else:
             name = member.aliases[key]
+            slots = member.fit(name, slots)
             found[key] = slots_to_load(member.to_fill.get(name), slots, functools.partial(member.array, name))
     return found
 

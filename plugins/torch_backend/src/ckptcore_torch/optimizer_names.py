@@ -12,7 +12,12 @@ from ckptcore.errors import NameCollisionError, UnsupportedLeafError
 from ckptcore.model import AbstractArray
 from ckptcore_torch.abstracts import abstract_state_like
 from ckptcore_torch.names import plain_names
-from ckptcore_torch.optimizers import OptimizerHandler, numbered_parameters, numbers_parameters
+from ckptcore_torch.optimizers import (
+    OptimizerHandler,
+    numbered_parameters,
+    numbers_parameters,
+    with_parameter_shapes,
+)
 
 __all__ = ["NamedState", "named_state"]
 
@@ -30,6 +35,7 @@ class NamedState:
         groups: groups of the state dict, with names as ``params``.
         aliases: for every name of each parameter, its name in `slots`; in the order of the
             parameters.
+        fit: returns the stored state of the parameter with a name, with the shapes that it needs.
         array: creates the abstract tensor for a stored array in the state of the parameter with a
             name.
         restore: loads slots and groups, which must have these names and the same number of groups.
@@ -39,6 +45,7 @@ class NamedState:
     to_fill: Mapping[Any, Any]
     groups: list[dict[str, Any]]
     aliases: Mapping[str, str]
+    fit: Callable[[str, Any], Any]
     array: Callable[[str, AbstractArray], object]
     restore: Callable[[Mapping[Any, Any], list[dict[str, Any]]], None]
 
@@ -91,6 +98,7 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
         to_fill=slots,
         groups=[{**group, "params": [name_of[key] for key in group["params"]]} for group in state["param_groups"]],
         aliases={alias: name for name, parameter in parameters.items() for alias in names_of[parameter]},
+        fit=lambda name, stored: with_parameter_shapes(optimizer, parameters[name], stored),
         array=lambda name, stored: abstract_state_like(parameters[name], stored),
         restore=restore,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -13,6 +14,7 @@ from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
+from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
 from ckptcore_torch.tensors import same_memory
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "options_to_load",
     "parameter_keys",
     "slots_to_load",
+    "with_parameter_shapes",
 ]
 
 
@@ -32,6 +35,9 @@ class OptimizerHandler(CheckpointableHandler):
     be new and without state, and removes its state if none was saved. The state is not cast:
     float32 moments stay float32, even for bfloat16 parameters. If a parameter is a DTensor, its
     state tensors of the same shape are DTensors with the same placements.
+
+    If the checkpoint and the optimizer have ``param_names``, parameters are matched by name,
+    otherwise by position. Options that are not stored keep their values.
 
     The state dict can have another form: an optimizer patched by torch.distributed.checkpoint names
     the parameters, and a container of optimizers has several states. Such a state is saved
@@ -49,7 +55,7 @@ class OptimizerHandler(CheckpointableHandler):
 
         Raises:
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers
-                them, or the reverse.
+                them, or the reverse; if ``param_names`` differ; if parameters are on the meta device.
         """
         state = value.state_dict()
         if not isinstance(stored, Mapping):
@@ -61,23 +67,38 @@ class OptimizerHandler(CheckpointableHandler):
         if not isinstance(stored_groups, list | tuple):
             stored_groups = ()  # not the state of an optimizer: the core reports the differences
         _refuse_names(value, stored_groups)
+        _refuse_meta(value)
         parameters = {number: parameter for parameter, number in numbered_parameters(value, state).items()}
+        if has_parameter_names(stored_groups) and has_parameter_names(state["param_groups"]):
+            groups = in_order_of(state["param_groups"], stored_groups, type(value).__name__)
+            numbers = dict(zip(parameter_keys(groups), parameter_keys(stored_groups), strict=True))
+            parameters = {numbers[number]: parameter for number, parameter in parameters.items()}
+            state["state"] = {numbers.get(number, number): slots for number, slots in state["state"].items()}
+            state["param_groups"] = [
+                {**group, "params": stored_group["params"]}
+                for group, stored_group in zip(groups, stored_groups, strict=True)
+            ]
         stored_state = stored.get("state")
         if isinstance(stored_state, Mapping):
             by_number = {_number_of(key, parameters): slots for key, slots in stored_state.items()}
             state["state"] = {
-                number: slots_to_load(state["state"].get(number), slots, _state_factory(parameters.get(number)))
+                number: slots_to_load(
+                    state["state"].get(number),
+                    with_parameter_shapes(value, parameters.get(number), slots),
+                    _state_factory(parameters.get(number)),
+                )
                 for number, slots in by_number.items()
                 if number in parameters or not isinstance(number, int)  # a state of no parameter has a string key
             }
-        for group, stored_group in zip(state["param_groups"], stored_groups, strict=False):
+        for place, stored_group in enumerate(stored_groups[: len(state["param_groups"])]):
             if isinstance(stored_group, Mapping):
-                group.update(options_to_load(group, stored_group))
+                own = state["param_groups"][place]
+                state["param_groups"][place] = {"params": own["params"], **options_to_load(own, stored_group)}
         return state
 
-    def unflatten(self, like: torch.optim.Optimizer, state: object) -> object:
+    def unflatten(self, like: torch.optim.Optimizer, state: Any) -> object:
         """Return the state dict, for ``like.load_state_dict``."""
-        return state
+        return _in_own_order(like, state) if numbers_parameters(state) else state
 
     def restore(self, target: torch.optim.Optimizer, state: Any) -> None:
         """Load the state dict, in the stored dtypes, and keep the tensors that were filled in place.
@@ -88,6 +109,7 @@ class OptimizerHandler(CheckpointableHandler):
         if not numbers_parameters(state):
             target.load_state_dict(state)
             return
+        state = _in_own_order(target, state)
         filled = [
             (parameter, name, held)
             for parameter, slots in target.state.items()
@@ -102,7 +124,11 @@ class OptimizerHandler(CheckpointableHandler):
             if isinstance(held, torch.Tensor)
         ]
         numbers = numbered_parameters(target, state)
+        own_options = [dict(group) for group in target.param_groups]
         target.load_state_dict(state)
+        for group, own in zip(target.param_groups, own_options, strict=True):
+            for name, option in own.items():
+                group.setdefault(name, option)
         for parameter, slots in target.state.items():
             loaded = state["state"].get(numbers.get(parameter, parameter))
             if isinstance(slots, dict) and isinstance(loaded, dict):
@@ -171,6 +197,64 @@ def numbers_parameters(state: Any) -> bool:
         return False
     groups = state.get("param_groups")
     return isinstance(groups, list) and all(isinstance(key, int) for key in parameter_keys(groups))
+
+
+def _in_own_order(optimizer: torch.optim.Optimizer, state: Any) -> Any:
+    """Return a loaded state dict with groups and parameters in the order of the optimizer, with its names."""
+    own = optimizer.state_dict()["param_groups"]
+    if not has_parameter_names(state["param_groups"]) or not has_parameter_names(own):
+        return state
+    groups = in_order_of(state["param_groups"], own, type(optimizer).__name__)
+    named = [{**group, "param_names": its["param_names"]} for group, its in zip(groups, own, strict=True)]
+    return {**state, "param_groups": named}
+
+
+def _refuse_meta(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if a load of the model will replace parameters of the optimizer: it would train the old ones."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.is_meta:
+                difference = f"a parameter of the {type(optimizer).__name__} is on the meta device"
+                raise TreeMismatchError(
+                    f"{difference}, so the load of the model replaces it, and the optimizer would keep the old one: "
+                    "load the model first, create the optimizer with its new parameters, and load the optimizer then",
+                    [difference],
+                )
+
+
+_SHAPED_AS_PARAMETERS: Final = (
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "step_size", "sum", "variance",
+)  # fmt: skip
+
+_Shape: TypeAlias = tuple[int, ...]
+
+_SLOT_SHAPES: Final[Mapping[Any, Callable[[_Shape], _Shape]]] = {
+    **dict.fromkeys(_SHAPED_AS_PARAMETERS, lambda shape: shape),
+    "row_var": lambda shape: (*shape[:-1], 1),
+    "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
+}
+"""Shapes of the tensors of the optimizers in torch 2.13.0, from the shape of their parameter."""
+
+
+def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor | None, stored: Any) -> Any:
+    """Return the stored state of a parameter, with the shapes that PyTorch's optimizers need for the parameter.
+
+    So the core reports a difference, or pads or cuts the array as the caller allows it for parameters.
+    """
+    of_torch = any(
+        f"{kind.__module__}.".startswith("torch.optim.") and kind is not torch.optim.Optimizer
+        for kind in type(optimizer).__mro__
+    )
+    if parameter is None or not of_torch or not isinstance(stored, Mapping):
+        return stored
+    shape = tuple(parameter.shape)
+    return {
+        name: replace(slot, shape=_SLOT_SHAPES[name](shape))
+        if name in _SLOT_SHAPES and isinstance(slot, AbstractArray) and slot.shape and shape
+        else slot
+        for name, slot in stored.items()
+    }
 
 
 def _refuse_numbers(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
