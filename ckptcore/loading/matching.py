@@ -13,7 +13,7 @@ from ckptcore.builtin.host_leaves import HostValueHandler
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.loading.load_options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
+from ckptcore.model.metadata import PLAIN_ARRAY, UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
@@ -370,6 +370,8 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         if requested.spec.shape != stored.spec.shape:
             return f"shape: {requested.spec} is requested, {stored.spec} is stored"
         return f"dtype: {requested.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
+    if isinstance(stored, ValueRecord) and stored.kind == UNREADABLE:
+        return f"kind: the stored leaf cannot be loaded: {stored.value}"
     requested_kind, stored_kind = (
         record.kind
         if not isinstance(record, ArrayRecord) or record.kind in ("str", "bytes")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
-from ckptcore.errors import TreeMismatchError
+from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import default_handlers
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath
+from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.flattening import rebuild
+from ckptcore.tree.flattening import PLACEHOLDER, rebuild
 
 if TYPE_CHECKING:
     from ckptcore.select import Selection
@@ -25,22 +25,32 @@ __all__ = ["abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_a
 
 
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
-    """Return a stored tree in standard Python containers, with `AbstractArray` for arrays, and small values."""
+    """Return a stored tree in standard Python containers, with `AbstractArray` for arrays, and small values.
+
+    It has `PLACEHOLDER` for leaves that cannot be loaded.
+    """
     return rebuild(tree.skeleton, _abstract_leaves_of(tree, registry))
 
 
 def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     """Return the leaves of `abstract_tree`."""
     _, value_handler = default_handlers(registry)
-    return [
-        abstract_of_stored(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
-        for record in tree.leaves
-    ]
+
+    def leaf_of(record: LeafRecord) -> object:
+        if isinstance(record, ArrayRecord):
+            return abstract_of_stored(record)
+        return PLACEHOLDER if record.kind == UNREADABLE else value_handler.build(None, record, ())
+
+    return list(map(leaf_of, tree.leaves))
 
 
 def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath], object]:
-    """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches."""
+    """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
+
+    It raises UnsupportedLeafError if a part of that tree cannot be loaded.
+    """
     whole = functools.cache(lambda: abstract_tree(checkpoint.tree, registry))
+    all_readable = functools.cache(lambda: not any(record.kind == UNREADABLE for record in checkpoint.tree.leaves))
 
     def find(path: TreePath) -> object:
         found = whole()
@@ -50,9 +60,24 @@ def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath],
             if not isinstance(found, dict):
                 return None
             found = found.get(key.name if isinstance(key, Attribute) else key)
+        if not all_readable() and (unreadable := _first_unreadable(found, path)) is not None:
+            raise UnsupportedLeafError(
+                f"{format_path(unreadable)} cannot be loaded, which is a part of the stored state at "
+                f"{format_path(path)}: `ckptcore inspect` shows how it was saved"
+            )
         return found
 
     return find
+
+
+def _first_unreadable(stored: object, path: TreePath) -> TreePath | None:
+    """Return the path of a placeholder in a stored abstract tree; None if there is none."""
+    if stored is PLACEHOLDER:
+        return path
+    children = (
+        stored.items() if isinstance(stored, dict) else enumerate(stored if isinstance(stored, list | tuple) else ())
+    )
+    return next(filter(None, [_first_unreadable(child, (*path, key)) for key, child in children]), None)
 
 
 def files_instead(checkpoint: Checkpoint) -> TreeMismatchError:

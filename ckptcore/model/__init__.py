@@ -18,6 +18,7 @@ from ckptcore.model.arrays import (
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     PLAIN_ARRAY,
+    UNREADABLE,
     ArrayRecord,
     LeafRecord,
     ObjectRecord,
@@ -63,6 +64,7 @@ __all__ = [
     "JSON",
     "LEAF",
     "PLAIN_ARRAY",
+    "UNREADABLE",
     "AbstractArray",
     "ArrayRecord",
     "ArraySegment",

@@ -18,6 +18,7 @@ __all__ = [
     "CHECKSUM_ALGORITHM",
     "CHECKSUM_BYTES",
     "PLAIN_ARRAY",
+    "UNREADABLE",
     "ArrayRecord",
     "LeafRecord",
     "ObjectRecord",
@@ -33,6 +34,10 @@ PLAIN_ARRAY: Final = "array"
 T = TypeVar("T")
 
 _NO_NOTES: Final[Mapping[str, JSON]] = {}
+
+
+UNREADABLE: Final = "unreadable"
+"""The kind of a leaf that an error stands for. Other leaves of its checkpoint can be loaded."""
 
 
 class ArrayRecord(NamedTuple):
@@ -57,7 +62,8 @@ class ValueRecord(NamedTuple):
     """A value that is stored in the root.
 
     Attributes:
-        kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name of its leaf handler.
+        kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name of its leaf handler;
+            `UNREADABLE` for a leaf of other software that no load can return: `value` says why.
         value: the value as JSON, in the encoding of its leaf handler.
     """
 

@@ -91,7 +91,11 @@ class _TorchJob:
         return {"large": sharded, "small": small, "step": step, f"rank_{process.rank}": step}
 
     def found(self, directory: Path) -> Mapping[int, str]:
-        """Load with ckptcore, the replacement and PyTorch."""
+        """Load with ckptcore, the replacement and PyTorch.
+
+        PyTorch can find the old checkpoint: if a save is killed between the renames of the root and of the index, the
+        next one renames the index.
+        """
         found = []
         assert ckptcore.verify(directory).ok
         loaded = ckptcore.load(directory)
@@ -101,7 +105,7 @@ class _TorchJob:
             library.load(target, checkpoint_id=directory)
             step = target.pop("step")
             found.append((step, digest({name: value.numpy() for name, value in target.items()})))
-        assert len(set(found)) == 1, found
+        assert found[0] == found[1] >= found[2], found
         return dict(found)
 
 

@@ -78,11 +78,13 @@ class Ledger:
     """What a job says that it saves.
 
     Attributes:
-        saved: the steps whose saves have returned.
+        saved: the steps whose saves have returned, and those that were found.
+        reported: the last step whose save has returned.
         digests: what each step can hold: one digest after its save has returned.
     """
 
     saved: set[int] = field(default_factory=set)
+    reported: int = -1
     digests: dict[int, list[str]] = field(default_factory=dict)
 
     def read(self, line: str) -> None:
@@ -92,6 +94,7 @@ class Ledger:
             self.digests[int(words[0])].append(words[1])
         elif what == "saved":
             self.saved.add(int(words[0]))
+            self.reported = max(self.reported, int(words[0]))
             del self.digests[int(words[0])][:-1]
 
     def check(self, found: Mapping[int, str], keeps: int) -> None:
@@ -103,6 +106,8 @@ class Ledger:
         for step in sorted(self.saved | found.keys())[-keeps:]:
             if step not in found:
                 raise LostError(f"step {step} was saved and is lost; found {sorted(found)}")
+        if keeps == 1 and min(found) < self.reported:
+            raise LostError(f"step {self.reported} was saved, and a reader finds step {min(found)}")
         for step, content in found.items():
             if content not in self.digests.get(step, ()):
                 raise LostError(f"step {step} holds {content}, expected one of {self.digests.get(step)}")

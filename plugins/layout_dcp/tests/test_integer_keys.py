@@ -1,4 +1,4 @@
-"""Objects whose states have integer keys, from checkpoints of torch.distributed.checkpoint, which has only text keys."""
+"""Objects whose states have integer keys, from checkpoints of PyTorch's DCP, which have only text keys."""
 
 from __future__ import annotations
 

@@ -410,8 +410,9 @@ def test_views_of_absurd_sizes_are_refused_in_little_memory(tmp_path: Path) -> N
     _save({"w": torch.ones(1).expand(1 << 20, 1 << 15)}, tmp_path / "m.pt")
     tracemalloc.start()
     try:
-        with pytest.raises(UnsupportedLeafError, match="expand"):
-            _inspect(tmp_path / "m.pt")
+        found = _inspect(tmp_path / "m.pt")
+        assert found is not None
+        assert "expand" in str(found.tree.leaves[0])
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

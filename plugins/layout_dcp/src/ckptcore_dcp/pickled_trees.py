@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     LEAF,
+    UNREADABLE,
     ArrayRecord,
     Attribute,
     Key,
@@ -25,9 +27,26 @@ from ckptcore.model.tree import NodeKind
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value, scalar_value
 from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 
-__all__ = ["Leaf", "leaf_record", "tree_of"]
+__all__ = ["Leaf", "Unreadable", "leaf_record", "tree_of"]
 
-Leaf: TypeAlias = StoredTensor | None | bool | int | float | complex | str | bytes
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A leaf that cannot be read. A load that requests it raises `UnsupportedLeafError`.
+
+    Attributes:
+        reason: what is stored, and what to save instead.
+    """
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: UnsupportedLeafError, path: str) -> Unreadable:
+        """Return the leaf for an error that begins with its path."""
+        return cls(str(error).removeprefix(f"{path} is "))
+
+
+Leaf: TypeAlias = StoredTensor | Unreadable | None | bool | int | float | complex | str | bytes
 """A leaf of a tree: a tensor, or a value stored in the pickle itself."""
 
 _MAX_DEPTH: Final = 150
@@ -54,7 +73,6 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
 
     Raises:
         CorruptCheckpointError: the value is too deep or too large, or has an invalid tensor.
-        UnsupportedLeafError: no array can represent one of its tensors.
     """
     walk = _TreeBuilder(key, limit)
     skeleton = walk.visit(value, (), 0)
@@ -63,6 +81,8 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
 
 def leaf_record(leaf: Leaf) -> LeafRecord:
     """Return the tree's record of a leaf. Values are encoded as by the core's own handlers."""
+    if isinstance(leaf, Unreadable):
+        return ValueRecord(UNREADABLE, leaf.reason)
     if isinstance(leaf, StoredTensor):
         return ArrayRecord(leaf.spec, leaf.kind)
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encode_leaf(leaf))
@@ -78,6 +98,7 @@ class _TreeBuilder:
     def __init__(self, key: str, limit: int) -> None:
         self._key = key
         self._remaining = limit
+        self._containers: set[int] = set()  # around the current value, by identity
         self.leaves: list[Leaf] = []
 
     def visit(self, value: Value, path: TreePath, depth: int) -> Skeleton:
@@ -92,6 +113,15 @@ class _TreeBuilder:
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             self.leaves.append(value)
             return LEAF
+        if id(value) in self._containers:
+            return self._leaf(Unreadable("a container that contains itself: save a tree without cycles"))
+        self._containers.add(id(value))
+        try:
+            return self._container(value, path, depth)
+        finally:
+            self._containers.discard(id(value))
+
+    def _container(self, value: Value, path: TreePath, depth: int) -> Skeleton:
         if isinstance(value, dict):
             return self._mapping("dict", value.items(), None, path, depth)
         if isinstance(value, list | tuple):
@@ -110,9 +140,13 @@ class _TreeBuilder:
 
     def _result(self, value: Call | Persistent, path: TreePath, depth: int) -> Skeleton:
         """Return the skeleton of the result of a call, or of the object with a persistent id."""
-        tensor = stored_tensor(value, key=self._key, path=format_path(path)) if _may_describe_tensor(value) else None
-        if tensor is not None:
-            return self._leaf(tensor)
+        if _may_describe_tensor(value):
+            try:
+                tensor = stored_tensor(value, key=self._key, path=format_path(path))
+            except UnsupportedLeafError as error:
+                return self._leaf(Unreadable.of(error, format_path(path)))
+            if tensor is not None:
+                return self._leaf(tensor)
         if isinstance(value, Persistent):
             parts = value.id
             # Before torch 1.6 the class of a module was stored with its source: ("module", class,
@@ -254,7 +288,7 @@ def _qualified_name(name: Global) -> str:
 
 
 def _encode_leaf(leaf: Leaf) -> JSON:
-    if isinstance(leaf, StoredTensor):
+    if isinstance(leaf, StoredTensor | Unreadable):
         raise UnsupportedLeafError("a tensor cannot be stored as a value")
     if isinstance(leaf, str):
         if leaf.isascii() or not any("\ud800" <= character <= "\udfff" for character in leaf):

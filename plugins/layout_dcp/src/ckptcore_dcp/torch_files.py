@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
@@ -19,7 +19,7 @@ from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapsh
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
-from ckptcore_dcp.pickled_trees import Leaf, leaf_record, tree_of
+from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import read_pickle
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, storage_of_tensor, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
@@ -136,11 +136,16 @@ def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _TorchFile]]) -> 
     leaves = [leaf for _, content in files for leaf in content.leaves]
     sources = [(key, content) for key, content in files for _ in content.leaves]
     columns = LocationColumns()
-    tree = TreeMetadata(skeleton, tuple([leaf_record(leaf) for leaf in leaves]))
-    for number, (path, leaf, (key, content)) in enumerate(zip(tree.paths, leaves, sources, strict=True)):
+    records = [leaf_record(leaf) for leaf in leaves]
+    paths = TreeMetadata(skeleton, tuple(records)).paths
+    for number, (path, leaf, (key, content)) in enumerate(zip(paths, leaves, sources, strict=True)):
         if isinstance(leaf, StoredTensor):
-            columns.add(number, leaf, storage_of_tensor(leaf, content.storages, key=key, path=format_path(path)))
-    return Inspection(replace(tree, aliases=columns.aliases), columns.to_json(), "torch.save")
+            try:
+                columns.add(number, leaf, storage_of_tensor(leaf, content.storages, key=key, path=format_path(path)))
+            except UnsupportedLeafError as error:
+                records[number] = leaf_record(Unreadable.of(error, format_path(path)))
+    tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
+    return Inspection(tree, columns.to_json(), "torch.save")
 
 
 def _read_file(store: ReadStore, key: str) -> _TorchFile | None:

@@ -1,0 +1,153 @@
+"""Files of ``torch.save`` and DCP with leaves that no array represents: the other leaves can be loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptcore
+from ckptcore import PLACEHOLDER
+from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore.model import UNREADABLE
+
+
+def _cycle() -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    state["itself"] = {"again": state}
+    return state
+
+
+def _with_warnings_ignored(make: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # prototypes, and deprecated kinds
+            return make()
+
+    return made
+
+
+_LEAVES: dict[str, Callable[[], Any]] = {
+    "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse CSR": lambda: torch.eye(3).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "expanded": lambda: torch.ones(1).expand(1 << 30),
+}
+
+
+def _save(value: Any, location: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(value, location)
+
+
+def _state(name: str) -> dict[str, Any]:
+    return {"w": torch.arange(3.0), "odd": _with_warnings_ignored(_LEAVES[name])(), "list": [1, torch.ones(2)]}
+
+
+@pytest.mark.parametrize("name", _LEAVES)
+def test_other_leaves_can_be_loaded(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    _save(_state(name), path)
+    loaded = ckptcore.load(path, {"w": torch.empty(3), "odd": PLACEHOLDER, "list": [0, PLACEHOLDER]})
+    assert torch.equal(loaded["w"], torch.arange(3.0))
+    assert loaded["list"][0] == 1
+    loaded = ckptcore.load(path, ckptcore.metadata(path).abstract)
+    np.testing.assert_array_equal(loaded["list"][1], np.ones(2))
+    assert loaded["odd"] is PLACEHOLDER
+    with ckptcore.open(path) as opened:
+        assert opened["w"][1] == 1
+        with pytest.raises(UnsupportedLeafError, match=r"odd: it cannot be loaded, because it was saved as a"):
+            opened["odd"]
+    contents = ckptcore.metadata(path).tree
+    assert contents is not None
+    assert [record.kind for record in contents.leaves].count(UNREADABLE) == 1
+
+
+@pytest.mark.parametrize("name", _LEAVES)
+def test_a_requested_leaf_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    _save(_state(name), path)
+    with pytest.raises(UnsupportedLeafError, match="odd: it cannot be loaded"):
+        ckptcore.load(path)
+    target = {"w": torch.zeros(3), "odd": torch.zeros(3), "list": [0, torch.zeros(2)]}
+    with pytest.raises(TreeMismatchError, match="odd: kind: the stored leaf cannot be loaded: a"):
+        ckptcore.load_into(path, target)
+    assert not target["w"].any()
+    with pytest.raises(UnsupportedLeafError, match="odd cannot be copied"):
+        ckptcore.copy(path, tmp_path / "copy", layout="dcp")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_the_remedy_for_a_copy_keeps_the_other_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    _save(_state("sparse"), path)
+    loaded = ckptcore.load(path, ckptcore.metadata(path).abstract)
+    del loaded["odd"]
+    ckptcore.save(tmp_path / "copy", loaded)
+    np.testing.assert_array_equal(ckptcore.load(tmp_path / "copy")["w"], np.arange(3.0))
+
+
+def test_a_cycle_closes_only_the_container_that_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"w": torch.ones(2), "cycle": _cycle()}, path)
+    with ckptcore.open(path) as opened:
+        assert opened["w"][0] == 1
+        with pytest.raises(UnsupportedLeafError, match="cycle/itself/again: .* a container that contains itself"):
+            opened["cycle"]["itself"]["again"]
+    loaded = ckptcore.load(path, {"w": torch.empty(2), "cycle": PLACEHOLDER})
+    assert torch.equal(loaded["w"], torch.ones(2))
+
+
+def test_a_container_that_is_stored_twice_is_no_cycle(tmp_path: Path) -> None:
+    shared = {"w": torch.ones(2)}
+    torch.save({"a": shared, "b": [shared, shared]}, tmp_path / "state.pt")
+    loaded = ckptcore.load(tmp_path / "state.pt")
+    assert [list(loaded["a"]), [list(child) for child in loaded["b"]]] == [["w"], [["w"], ["w"]]]
+
+
+class _Loader:
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"seen": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_an_object_gets_no_placeholder_in_its_state(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    _save({"w": torch.ones(2), "loader": {"seen": 3, "odd": torch.eye(3).to_sparse()}}, path)
+    loader = _Loader()
+    with pytest.raises(UnsupportedLeafError, match="loader/odd cannot be loaded, .* stored state at loader"):
+        ckptcore.load_into(path, {"w": torch.zeros(2), "loader": loader})
+    assert loader.state == {"seen": 0}
+    target = {"w": torch.zeros(2), "loader": PLACEHOLDER}
+    ckptcore.load_into(path, target)
+    assert target["w"].all()
+
+
+def test_values_of_dcp(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            {"w": torch.ones(2), "n": 3, "odd": SimpleNamespace(tensor=torch.eye(3).to_sparse())},
+            checkpoint_id=tmp_path / "c",
+        )
+    with ckptcore.open(tmp_path / "c") as opened:
+        assert opened["n"] == 3
+        assert opened["w"][0] == 1
+    with pytest.raises(UnsupportedLeafError, match="odd.* a sparse tensor"):
+        ckptcore.load(tmp_path / "c")
