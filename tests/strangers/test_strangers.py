@@ -81,7 +81,9 @@ def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_strangers_pass_the_full_matrix(installed: Path, full: bool) -> None:
-    outcomes = run_tests(installed, str(MATRIX), "--slow", "-k", "toy or scroll" if full else "(toy or scroll) and file")
+    outcomes = run_tests(
+        installed, str(MATRIX), "--slow", "-k", "toy or scroll" if full else "(toy or scroll) and file"
+    )
     assert set(outcomes.values()) == {"passed"}
     assert sum("toyframe" in name for name in outcomes) > (500 if full else 50)
 

@@ -117,22 +117,19 @@ class _TreeBuilder:
             return self._leaf(Unreadable("a container that contains itself: save a tree without cycles"))
         self._containers.add(id(value))
         try:
-            return self._container(value, path, depth)
+            if isinstance(value, dict):
+                return self._mapping("dict", value.items(), None, path, depth)
+            if isinstance(value, list | tuple):
+                kind: NodeKind = "list" if isinstance(value, list) else "tuple"
+                children = [self.visit(child, (*path, number), depth + 1) for number, child in enumerate(value)]
+                return Node(kind, tuple(range(len(children))), tuple(children))
+            if isinstance(value, set | frozenset):
+                return self._sequence(sorted(value, key=_sort_key), f"builtins.{type(value).__name__}", path, depth)
+            if isinstance(value, Global):
+                return self._leaf(_qualified_name(value))
+            return self._result(value, path, depth)
         finally:
             self._containers.discard(id(value))
-
-    def _container(self, value: Value, path: TreePath, depth: int) -> Skeleton:
-        if isinstance(value, dict):
-            return self._mapping("dict", value.items(), None, path, depth)
-        if isinstance(value, list | tuple):
-            kind: NodeKind = "list" if isinstance(value, list) else "tuple"
-            children = [self.visit(child, (*path, number), depth + 1) for number, child in enumerate(value)]
-            return Node(kind, tuple(range(len(children))), tuple(children))
-        if isinstance(value, set | frozenset):
-            return self._sequence(sorted(value, key=_sort_key), f"builtins.{type(value).__name__}", path, depth)
-        if isinstance(value, Global):
-            return self._leaf(_qualified_name(value))
-        return self._result(value, path, depth)
 
     def _leaf(self, leaf: Leaf) -> Skeleton:
         self.leaves.append(leaf)
