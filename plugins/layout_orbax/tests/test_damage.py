@@ -259,7 +259,7 @@ def test_databases_with_wrong_entries(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _DATABASES)
 def test_databases_with_many_wrong_entries(name: str, full: bool, tmp_path: Path) -> None:
-    _change_entries(name, tmp_path, 1500 if full else 400)
+    _change_entries(name, tmp_path, 1500 if full else 200)
 
 
 # --- checksums of the format ------------------------------------------------------------------------------------------

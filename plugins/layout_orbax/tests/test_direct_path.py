@@ -36,7 +36,7 @@ from plugins.layout_orbax.tests.foreign_arrays import (
 )
 
 _some = settings(deadline=None, suppress_health_check=list(HealthCheck))
-_many = settings(_some, max_examples=2500)
+_many = settings(_some, max_examples=500)
 
 
 # --- written here, read by tensorstore --------------------------------------------------------------------------------

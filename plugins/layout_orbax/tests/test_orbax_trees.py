@@ -146,7 +146,7 @@ def test_any_tree_goes_both_ways(tree, writer, layout):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, phases=UNSHRUNK)
+@settings(max_examples=200, phases=UNSHRUNK)
 @given(tree=TREES, writer=st.sampled_from(list(WRITERS)), layout=st.sampled_from(list(LAYOUTS)))
 def test_many_trees_go_both_ways(tree, writer, layout):
     _goes_both_ways(tree, writer, layout)
