@@ -94,6 +94,7 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that a checkpoint stores with their type."""
 
 _INTEGER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")
+"""The text of an integer of 64 bits, as other libraries write it for a key."""
 
 _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
 """Dtypes of frameworks with elements smaller than a byte: their arrays are stored as bytes, without the dtype."""
