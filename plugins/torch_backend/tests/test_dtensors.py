@@ -13,7 +13,10 @@ import torch.distributed as dist
 from ckptcore_testing import LeafExample, LeafHandlerTests
 from ckptcore_torch.dtensors import DTensorHandler
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 WHOLE = torch.arange(1, 36, dtype=torch.float32).reshape(5, 7)
 
@@ -89,3 +92,17 @@ def test_abstract_dtensor_requests_the_devices_of_its_mesh() -> None:
     assert abstract.to_local().is_meta and abstract.device_mesh == leaf.device_mesh
     assert (abstract.dtype, abstract.placements) == (torch.bfloat16, leaf.placements)
     assert np.array_equal(elements(leaf), WHOLE.numpy()), "the leaf is as it was"
+
+
+def test_a_rank_without_elements() -> None:
+    """FSDP2 with tensor parallelism over more ranks than there are columns."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tensor"))
+        module = torch.nn.Linear(1, 4, bias=False)
+        parallelize_module(module, mesh["tensor"], RowwiseParallel())
+        fully_shard(module, mesh=mesh["data"])
+        assert module.weight.to_local().shape == (0, 0)  # the placements give (2, 0)
+        assert DTensorHandler().shards(module.weight, 3, 8) == ()
+    finally:
+        dist.destroy_process_group()

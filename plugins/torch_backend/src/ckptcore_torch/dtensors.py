@@ -89,7 +89,8 @@ class DTensorHandler(LeafHandler):
         if own is None:
             return None
         local = _local(leaf)
-        if tuple(local.shape) != own.shape:
+        # FSDP2 gives a rank without elements a local tensor of shape (0, 0), whatever its placements (torch 2.13.0).
+        if tuple(local.shape) != own.shape and (local.numel() or own.boxes):
             raise UnsupportedLeafError(
                 f"the local tensor of a DTensor with the placements {leaf.placements} on a "
                 f"mesh of {tuple(leaf.device_mesh.shape)} has the shape {tuple(local.shape)}, but "
