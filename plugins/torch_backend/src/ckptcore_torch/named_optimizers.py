@@ -22,7 +22,7 @@ from ckptcore_torch.optimizer_forms import (
     without_others,
     without_placeholders,
 )
-from ckptcore_torch.optimizer_names import NamedState, named_state
+from ckptcore_torch.optimizer_names import NamedState, named_state, names_of_parameters
 from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, slots_to_load
 
 __all__ = ["NamedOptimizer", "NamedOptimizerHandler", "NamedOptimizerPart", "NamedOptimizerPartHandler"]
@@ -118,8 +118,9 @@ class NamedOptimizerHandler(CheckpointableHandler):
         if not _is_by_name(nested):
             return self._extend_request(self._state_to_save(members), stored, known)
         _expect_same_parameters(members, nested)
-        for member in members:
-            _source_groups(member, nested["param_groups"])  # called here to raise its errors before the read
+        group_of = _group_numbers(nested["param_groups"])
+        for member in members:  # called here to raise errors before the read
+            _source_groups(member, nested["param_groups"], group_of)
         request = {
             "state": _slots_to_load(members, nested),
             "param_groups": _groups_to_load(members, nested["param_groups"]),
@@ -145,7 +146,8 @@ class NamedOptimizerHandler(CheckpointableHandler):
         nested = form_of(own, known).nested(own)
         _expect_same_parameters(members, nested)
         taken: set[int] = set()
-        prepared = [_member_state(member, nested, taken, others=len(members) == 1) for member in members]
+        group_of = _group_numbers(nested["param_groups"])
+        prepared = [_member_state(member, nested, group_of, taken, others=len(members) == 1) for member in members]
         # Restore last, so that an error above leaves every optimizer unchanged.
         for member, (slots, groups) in zip(members, prepared, strict=True):
             member.restore(slots, groups)
@@ -194,7 +196,8 @@ def _named_states(value: NamedOptimizer) -> Sequence[NamedState]:
         from ckptcore_torch.fsdp_optimizers import fsdp_named_state
 
         return [fsdp_named_state(value.model, optimizer) for optimizer in value.optimizers]
-    return [named_state(value.model, optimizer) for optimizer in value.optimizers]
+    names = names_of_parameters(value.model)
+    return [named_state(value.model, optimizer, names) for optimizer in value.optimizers]
 
 
 def _merge(members: Sequence[NamedState]) -> dict[str, Any]:
@@ -247,7 +250,8 @@ def _expect_same_parameters(members: Sequence[NamedState], nested: Mapping[str, 
     known = _aliases(members)
     stored = [key for key in parameter_keys(nested["param_groups"]) if isinstance(key, str)]
     found = [known[name].aliases[name] for name in stored if name in known]
-    lacking = [name for member in members for name in dict.fromkeys(member.aliases.values()) if name not in set(found)]
+    present = set(found)
+    lacking = [name for member in members for name in dict.fromkeys(member.aliases.values()) if name not in present]
     differences = [
         *(f"{name} is in no stored group" for name in lacking),
         *(f"{name} is stored but is not a parameter of the optimizer" for name in stored if name not in known),
@@ -302,20 +306,21 @@ def _group_of(member: NamedState) -> dict[str, dict[str, Any]]:
 
 
 def _member_state(
-    member: NamedState, nested: Mapping[str, Any], taken: set[int], *, others: bool
+    member: NamedState, nested: Mapping[str, Any], group_of: Mapping[str, int], taken: set[int], *, others: bool
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """Return the slots and groups of one optimizer from the loaded state of all.
 
     Args:
         member: the optimizer.
         nested: the loaded state.
+        group_of: see `_group_numbers`.
         taken: numbers of the loaded groups that are already in use; their options are copied. This
             call adds the groups that it uses.
         others: True to include states without a parameter.
     """
     stored_groups = nested["param_groups"]
     groups = []
-    for own, sources in zip(member.groups, _source_groups(member, stored_groups), strict=True):
+    for own, sources in zip(member.groups, _source_groups(member, stored_groups, group_of), strict=True):
         if not sources:
             groups.append(own)  # a group without parameters
             continue
@@ -327,22 +332,27 @@ def _member_state(
         its_names = {"param_names": own["param_names"]} if "param_names" in own else {}
         groups.append({**options, **its_names, "params": own["params"]})
     state = nested.get("state") or {}
-    slots = {member.aliases[key]: slots for key, slots in state.items() if key in member.aliases}
+    slots: dict[Any, Any] = {name: state[alias] for alias, name in member.aliases.items() if alias in state}
     if others:
         slots |= {key: slots for key, slots in state.items() if key not in member.aliases}
     return slots, groups
 
 
-def _source_groups(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
+def _group_numbers(stored_groups: Sequence[Mapping[str, Any]]) -> Mapping[str, int]:
+    """Return the number of the stored group of each stored name."""
+    return {name: number for number, group in enumerate(stored_groups) for name in group["params"]}
+
+
+def _source_groups(
+    member: NamedState, stored_groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
+) -> Sequence[Sequence[int]]:
     """Return, for each group of an optimizer, the numbers of the stored groups that have its parameters.
 
     Raises:
         TreeMismatchError: if these stored groups have different options. Arrays are compared only
             after they are loaded.
     """
-    group_of = {
-        member.aliases.get(name): number for number, group in enumerate(stored_groups) for name in group["params"]
-    }
+    group_of = {name: numbers[alias] for alias, name in member.aliases.items() if alias in numbers}
     found = []
     for own in member.groups:
         sources = list(dict.fromkeys(group_of[name] for name in own["params"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ckptcore_torch.optimizers import (
     with_parameter_shapes,
 )
 
-__all__ = ["NamedState", "named_state"]
+__all__ = ["NamedState", "named_state", "names_of_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,31 @@ class NamedState:
     restore: Callable[[Mapping[Any, Any], list[dict[str, Any]]], None]
 
 
-def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
+def names_of_parameters(model: torch.nn.Module) -> Mapping[torch.Tensor, Sequence[str]]:
+    """Return the plain names of each parameter of a model."""
+    names_of: dict[torch.Tensor, list[str]] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    plain = plain_names(model, [name for name, _ in named])
+    for name, parameter in named:
+        names_of.setdefault(parameter, []).append(plain[name])
+    return names_of
+
+
+def named_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, names_of: Mapping[torch.Tensor, Sequence[str]]
+) -> NamedState:
     """Return the state of an optimizer by the names of its parameters in a model.
+
+    Args:
+        model: the model.
+        optimizer: one of its optimizers, of which there may be thousands.
+        names_of: the names of its parameters, see `names_of_parameters`.
 
     Raises:
         UnsupportedLeafError: if a parameter does not belong to the model, if the state dict does
             not number the parameters, or if it has entries other than states and groups.
         NameCollisionError: if a state without a parameter has the name of a parameter.
     """
-    names_of: dict[torch.Tensor, list[str]] = {}
-    named = list(model.named_parameters(remove_duplicate=False))
-    plain = plain_names(model, [name for name, _ in named])
-    for name, parameter in named:
-        names_of.setdefault(parameter, []).append(plain[name])
     state = optimizer.state_dict()
     if not numbers_parameters(state):
         raise UnsupportedLeafError(
