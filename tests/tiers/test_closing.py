@@ -82,7 +82,7 @@ def test_close_ends_though_a_deletion_is_not_answered(near: str, far: str, silen
     silent.begin("delete", "delete_directory")
     run.delete(1)
     assert silent.met.wait(60)
-    with pytest.raises(StorageError, match=r"1 deletion\(s\) of steps did not end"):
+    with pytest.raises(StorageError, match=r"[12] deletion\(s\) of steps did not end"):  # the near one may be slow
         run.close()
 
 

@@ -93,7 +93,7 @@ class OptimizerHandler(CheckpointableHandler):
         for place, stored_group in enumerate(stored_groups[: len(state["param_groups"])]):
             if isinstance(stored_group, Mapping):
                 own = state["param_groups"][place]
-                state["param_groups"][place] = {"params": own["params"], **options_to_load(own, stored_group)}
+                state["param_groups"][place] = {**options_to_load(own, stored_group), "params": own["params"]}
         return state
 
     def unflatten(self, like: torch.optim.Optimizer, state: Any) -> object:
