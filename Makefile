@@ -25,9 +25,10 @@ PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.t
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
 SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are imported: to compile all of them takes longer than their installation.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-all test-ceph test-wheels test-integrations fuzz check lint types bench docs clean
+.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations fuzz check lint types bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -53,6 +54,9 @@ test: $(STAMP)  ## run the other tests: in process, quick
 
 test-system: $(STAMP)  ## run the tests with processes or servers, and sweeps through faults, damage and interleavings
 	$(BIN)/python -m pytest -n $(WORKERS) -m system $(PYTEST_ARGS)
+
+test-ci: $(STAMP)  ## run what make test and make test-system run, at once: workers import and collect only one time
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run every test, also the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --slow $(PYTEST_ARGS)

@@ -58,10 +58,11 @@ def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, ev
     assert ckptcore.load(tmp_path / "saved")["step"] == 1
 
 
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["save", "async_save", "Writer"])
-def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, way: str) -> None:
+def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, way: str, every: int) -> None:
     """A process forks for each moment: it takes long to import torch."""
-    program = [sys.executable, str(HERE / "kills.py"), "torch_dcp", way, str(tmp_path)]
+    program = [sys.executable, str(HERE / "kills.py"), "torch_dcp", way, str(tmp_path), str(every)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     kills, *found = done.stdout.split()
