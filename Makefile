@@ -28,7 +28,8 @@ TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 # Modules are compiled when they are imported: to compile all of them takes longer than their installation.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations fuzz check lint types bench docs clean
+.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations fuzz check lint types
+.PHONY: bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20

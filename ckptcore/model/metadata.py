@@ -37,7 +37,7 @@ _NO_NOTES: Final[Mapping[str, JSON]] = {}
 
 
 UNREADABLE: Final = "unreadable"
-"""The kind of a leaf that an error stands for. Other leaves of its checkpoint can be loaded."""
+"""The kind of a leaf that cannot be loaded. The other leaves of its checkpoint can be."""
 
 
 class ArrayRecord(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -151,3 +152,15 @@ def test_values_of_dcp(tmp_path: Path) -> None:
         assert opened["w"][0] == 1
     with pytest.raises(UnsupportedLeafError, match="odd.* a sparse tensor"):
         ckptcore.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", _LEAVES)
+def test_an_index_of_several_files(name: str, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-1-of-2.bin")
+    _save({"odd": _with_warnings_ignored(_LEAVES[name])(), "c": torch.ones(3)}, tmp_path / "pytorch_model-2-of-2.bin")
+    files = {"a": "pytorch_model-1-of-2.bin", "odd": "pytorch_model-2-of-2.bin", "c": "pytorch_model-2-of-2.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    loaded = ckptcore.load(tmp_path, {"a": torch.empty(2), "odd": PLACEHOLDER, "c": torch.empty(3)})
+    assert torch.equal(loaded["c"], torch.ones(3))
+    with pytest.raises(UnsupportedLeafError, match="odd: it cannot be loaded, because it was saved as a"):
+        ckptcore.load(tmp_path)

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.model import JSON, LEAF, ArrayRecord, HostArray, LeafRecord, Skeleton, TreeMetadata
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
@@ -31,9 +31,8 @@ from ckptcore_dcp.dtypes import spec_and_kind
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, join_chunks, read_metadata
 from ckptcore_dcp.names import tree_of_names
-from ckptcore_dcp.pickled_trees import Unreadable, leaf_record
-from ckptcore_dcp.storages import LocationColumns, storage_of_tensor
-from ckptcore_dcp.stored_tensors import StoredTensor
+from ckptcore_dcp.pickled_trees import leaf_record
+from ckptcore_dcp.storages import LocationColumns
 from ckptcore_dcp.values import DecodedValue, read_value_items, read_values
 
 __all__ = ["InspectedChunks", "inspect_dcp", "inspect_entries"]
@@ -150,13 +149,10 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue]) -> In
             continue
         value = values[name]
         for leaf in value.leaves:
-            if isinstance(leaf, StoredTensor) and value.storages is not None:
-                try:
-                    storage = storage_of_tensor(leaf, value.storages, key=value.key, path=name)
-                    locations.add(len(leaves), leaf, storage)
-                except UnsupportedLeafError as error:
-                    leaf = Unreadable.of(error, name)
-            leaves.append(leaf_record(leaf))
+            if value.storages is None:
+                leaves.append(leaf_record(leaf))
+            else:
+                leaves.append(locations.add(len(leaves), leaf, value.storages, key=value.key, path=name))
     chunks = InspectedChunks(list(tensors), list(tensors.values()))
     for number, (leaf_number, tensor) in enumerate(tensors.items()):
         cuts = chunks.cuts(number, tensor.shape)

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.model import JSON, ArrayRecord, Box, ChunkRead, HostArray, ReadItem, TreeMetadata, format_path
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, ArrayRecord, Box, ChunkRead, HostArray, LeafRecord, ReadItem, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
+from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
 from ckptcore_dcp.zip_directories import DEFLATED, MAX_INFLATE_RATIO, STORED, Fetch
 from ckptcore_dcp.zips import DescriptorChecksum, ZipMember, read_member
@@ -25,7 +26,6 @@ __all__ = [
     "read_box",
     "read_storage",
     "should_read_whole",
-    "storage_of_tensor",
     "zip_storages",
 ]
 
@@ -104,7 +104,9 @@ def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) ->
     }
 
 
-def storage_of_tensor(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key: str, path: str) -> StoredBytes:
+def _storage_of_tensor(
+    tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key: str, path: str
+) -> StoredBytes:
     """Return the storage of a tensor.
 
     Args:
@@ -176,8 +178,27 @@ class LocationColumns:
         self._storages: dict[StoredBytes, int] = {}
         self._rows: list[JSON] = []
 
-    def add(self, leaf: int, tensor: StoredTensor, storage: StoredBytes) -> None:
-        """Add an array."""
+    def add(self, number: int, leaf: Leaf, storages: Mapping[str, StoredBytes], *, key: str, path: str) -> LeafRecord:
+        """Return the record of a leaf, and add its location if it is an array.
+
+        Args:
+            number: number of the leaf in the tree.
+            leaf: the leaf, from a pickle.
+            storages: the storages of the same file.
+            key: the object, for errors.
+            path: path in the tree, for errors.
+
+        Raises:
+            CorruptCheckpointError: the storage of an array is missing or too short.
+        """
+        if isinstance(leaf, StoredTensor):
+            try:
+                self._add_array(number, leaf, _storage_of_tensor(leaf, storages, key=key, path=path))
+            except UnsupportedLeafError as error:
+                leaf = Unreadable.of(error, path)
+        return leaf_record(leaf)
+
+    def _add_array(self, leaf: int, tensor: StoredTensor, storage: StoredBytes) -> None:
         # Tensors that share all of their elements are tied, even if their requires_grad differs.
         plain = replace(tensor, requires_grad=False, storage_bytes=0)
         original = self._first.setdefault(ArrayLocation(plain, storage), leaf)

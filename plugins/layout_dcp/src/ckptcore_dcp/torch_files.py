@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
-from ckptcore.model import JSON, LEAF, Node, Receipt, Skeleton, TreeMetadata, format_path
+from ckptcore.model import JSON, LEAF, LeafRecord, Node, Receipt, Skeleton, TreeMetadata, format_path
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import LocationColumns, StoredBytes, storage_of_tensor, zip_storages
+from ckptcore_dcp.storages import LocationColumns, StoredBytes, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
@@ -136,14 +136,11 @@ def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _TorchFile]]) -> 
     leaves = [leaf for _, content in files for leaf in content.leaves]
     sources = [(key, content) for key, content in files for _ in content.leaves]
     columns = LocationColumns()
-    records = [leaf_record(leaf) for leaf in leaves]
-    paths = TreeMetadata(skeleton, tuple(records)).paths
-    for number, (path, leaf, (key, content)) in enumerate(zip(paths, leaves, sources, strict=True)):
-        if isinstance(leaf, StoredTensor):
-            try:
-                columns.add(number, leaf, storage_of_tensor(leaf, content.storages, key=key, path=format_path(path)))
-            except UnsupportedLeafError as error:
-                records[number] = leaf_record(Unreadable.of(error, format_path(path)))
+    paths = TreeMetadata(skeleton, tuple(map(leaf_record, leaves))).paths
+    records = [
+        columns.add(number, leaf, content.storages, key=key, path=format_path(path))
+        for number, (path, leaf, (key, content)) in enumerate(zip(paths, leaves, sources, strict=True))
+    ]
     tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
     return Inspection(tree, columns.to_json(), "torch.save")
 
@@ -175,7 +172,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
     weight_map = _read_weight_map(store, key)
     directory = key.rpartition("/")[0]
     names: list[str] = []
-    leaves: list[Leaf] = []
+    records: list[LeafRecord] = []
     columns = LocationColumns()
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
@@ -192,24 +189,21 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
             what = "is not a file of torch.save" if content is None else f"has no tensor {missing[0]!r}"
             raise CorruptCheckpointError(f"{file} {what}, but {key} lists it", key=file)
         for name in listed:
-            columns.add(
-                len(leaves), tensors[name], storage_of_tensor(tensors[name], content.storages, key=file, path=name)
-            )
             names.append(name)
-            leaves.append(tensors[name])
+            records.append(columns.add(len(records), tensors[name], content.storages, key=file, path=name))
     skeleton = Node("dict", tuple(names), (LEAF,) * len(names))
-    tree = TreeMetadata(skeleton, tuple([leaf_record(leaf) for leaf in leaves]), columns.aliases)
+    tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
     return Inspection(tree, columns.to_json(), "torch.save")
 
 
-def _outermost_tensors(content: _TorchFile) -> Mapping[str, StoredTensor]:
+def _outermost_tensors(content: _TorchFile) -> Mapping[str, StoredTensor | Unreadable]:
     """Return the tensors in the outermost mapping of a file, by name."""
     if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
         return {}
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, StoredTensor | Unreadable] = {}
     tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
     for path, leaf in zip(tree.paths, content.leaves, strict=True):
-        if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor):
+        if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor | Unreadable):
             found[path[0]] = leaf
     return found
 
