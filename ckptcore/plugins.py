@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -15,6 +16,8 @@ from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
 from ckptcore.events import logger_named
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.installed import entry_points, version_of
+from ckptcore.model.arrays import AbstractArray, ArraySpec, name_of_dtype
+from ckptcore.model.metadata import ArrayRecord
 from ckptcore.other_libraries import LAYOUTS, did_you_mean
 from ckptcore.protocols import (
     AbstractLeaves,
@@ -254,6 +257,18 @@ class Plugins:
                 f"{', '.join(sorted(frameworks))}{self._failures()}{remedy}"
             )
         return cast(AbstractLeaves, frameworks[name][1])
+
+    def abstract_of(self, stored: AbstractArray) -> object | None:
+        """Return the abstract leaf of the framework of a stored array.
+
+        None if the framework lacks such an array, has no plugin, or is not in use: an object that needs its arrays has
+        imported its module, which has the same name.
+        """
+        if stored.framework not in sys.modules or stored.framework not in self._named("ckpt_frameworks", "framework"):
+            return None
+        record = ArrayRecord(ArraySpec(stored.shape, name_of_dtype(stored.dtype)))
+        (abstract,) = self.framework(stored.framework)([record])
+        return abstract
 
     def layout(self, layout: str | Layout) -> Layout:
         """Return the layout with a given name. A layout object is returned unchanged.

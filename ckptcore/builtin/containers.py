@@ -31,7 +31,10 @@ class _Dict(ContainerHandler):
             return Flattened("dict", tuple(value), tuple(value.values()))
         kind = "OrderedDict" if isinstance(value, OrderedDict) else "dict"
         note = None if value_type is OrderedDict else _qualified(value)
-        return Flattened(kind, tuple(value), tuple(value.values()), note)  # type: ignore[arg-type]  # both are kinds
+        if kind == "dict":
+            return Flattened("dict", tuple(value), tuple(value.values()), note)
+        attributes = {name: held for name, held in vars(value).items() if _is_json(held)}
+        return Flattened("OrderedDict", tuple(value), tuple(value.values()), note, attributes or None)
 
     def unflatten(self, like: dict[Any, Any], children: Sequence[object]) -> object:
         if type(like) is dict:
@@ -48,6 +51,15 @@ class _Dict(ContainerHandler):
         keys = list(target)
         for position, child in children.items():
             target[keys[position]] = child
+
+
+def _is_json(held: object) -> bool:
+    """Return True if a value is the same after a trip through JSON."""
+    if isinstance(held, dict):
+        return all(type(key) is str for key in held) and all(map(_is_json, held.values()))
+    if type(held) is list:
+        return all(map(_is_json, held))
+    return held is None or type(held) in (bool, int, str)
 
 
 class _List(ContainerHandler):

@@ -19,6 +19,7 @@ from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = [
+    "VALUE_TYPES",
     "BytesIOHandler",
     "HostArrayHandler",
     "HostValueHandler",
@@ -226,6 +227,9 @@ _VALUE_KINDS: Final[dict[type, str]] = {
     str: "str",
     bytes: "bytes",
 }
+VALUE_TYPES: Final = frozenset(_VALUE_KINDS)
+"""The types of plain values."""
+
 _ARRAY_HANDLER: Final = HostArrayHandler()
 _VALUE_HANDLER: Final = HostValueHandler()
 _BYTES_IO_HANDLER: Final = BytesIOHandler()
@@ -260,7 +264,7 @@ def abstract_of_stored(record: ArrayRecord) -> object:
         return np.bytes_(b" " * spec.nbytes) if spec.numpy_dtype.kind == "S" else np.zeros((), spec.numpy_dtype)[()]
     if record.kind in ("str", "bytes"):
         return "" if record.kind == "str" else b""
-    return AbstractArray(spec.shape, spec.dtype)
+    return AbstractArray(spec.shape, spec.dtype, record.framework)
 
 
 def _refuse_subclass(array_type: type) -> None:

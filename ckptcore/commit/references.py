@@ -74,7 +74,7 @@ def _pruned(skeleton: Skeleton, kept: Collection[int], number: int) -> tuple[Ske
         return None, number
     keys, nodes = zip(*children, strict=True)
     if len(keys) == len(skeleton.keys):
-        return Node(skeleton.kind, keys, nodes, skeleton.type), number
+        return skeleton._replace(keys=keys, children=nodes), number
     kind = skeleton.kind if skeleton.kind in MAPPINGS else "dict"
     return Node(kind, keys, nodes), number
 

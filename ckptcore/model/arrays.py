@@ -8,7 +8,7 @@ import operator
 import re
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -220,15 +220,19 @@ class AbstractArray:
     Attributes:
         shape: elements along each axis.
         dtype: a dtype of NumPy or ml_dtypes.
+        framework: of a stored array, the framework of the saved array, such as ``"torch"``; None if unknown. The array
+            loads in this framework if it is a part of the state of an object, which may not have it yet.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    framework: str | None = field(default=None, compare=False, repr=False)
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: Any, framework: str | None = None) -> None:
         """`dtype` is anything that `numpy.dtype` takes, or a name that `dtype_from_name` knows."""
         object.__setattr__(self, "shape", tuple(map(operator.index, shape)))
         object.__setattr__(self, "dtype", dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype))
+        object.__setattr__(self, "framework", framework)
 
 
 class Shard(NamedTuple):

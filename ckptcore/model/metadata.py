@@ -48,14 +48,20 @@ class ArrayRecord(NamedTuple):
         kind: the meaning of the array: `PLAIN_ARRAY`, or a name of its leaf handler (``numpy.scalar``, ``jax.key``). A
             handler that does not know the kind treats the leaf as a plain array.
         cuts: per axis the sorted inner boundaries at which shards meet, in elements; None if there are none.
-        notes: JSON of its leaf handler (how it was sharded, conversions); never needed to read the elements. Several
-            records may share one object, which must not be changed.
+        notes: JSON of its leaf handler (its framework, how it was sharded, conversions); never needed to read the
+            elements. Several records may share one object, which must not be changed.
     """
 
     spec: ArraySpec
     kind: str = PLAIN_ARRAY
     cuts: tuple[tuple[int, ...], ...] | None = None
     notes: Mapping[str, JSON] = _NO_NOTES
+
+    @property
+    def framework(self) -> str | None:
+        """The framework of the saved array, such as ``"torch"``, by its notes; None if unknown."""
+        found = self.notes.get("framework")
+        return found if isinstance(found, str) else None
 
 
 class ValueRecord(NamedTuple):

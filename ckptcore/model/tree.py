@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
@@ -20,6 +20,7 @@ __all__ = [
     "Node",
     "NodeKind",
     "Skeleton",
+    "StoredObject",
     "TreePath",
     "float_from_json",
     "float_to_json",
@@ -90,12 +91,28 @@ class Node(NamedTuple):
         children: a `Node` or `LEAF` for each key.
         type: the qualified name of the saved type if `kind` does not determine it, else None. It is only shown, and
             never imported.
+        attributes: the attributes of an instance of OrderedDict, as JSON; None if there are none. PyTorch keeps the
+            versions of modules there.
     """
 
     kind: NodeKind
     keys: tuple[Key, ...]
     children: tuple[Skeleton, ...]
     type: str | None = None
+    attributes: Mapping[str, JSON] | None = None
+
+
+class StoredObject(dict[Any, Any]):
+    """The stored state of an object that is not a container of Python: a dict of its attributes and keys.
+
+    Attributes:
+        type: the qualified name of its saved type, if known. It is text of the checkpoint, and never imported.
+    """
+
+    def __init__(self, items: Iterable[tuple[Any, Any]], kind: str | None) -> None:
+        """Build a dict of the items."""
+        super().__init__(items)
+        self.type = kind
 
 
 Skeleton: TypeAlias = Node | _Leaf
@@ -200,7 +217,7 @@ def float_from_json(value: JSON) -> float:
 
 
 def skeleton_to_json(skeleton: Skeleton) -> JSON:
-    """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and the type as a fourth item if known.
+    """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and if known, the type and attributes.
 
     `keys` is None for a list or tuple. An attribute key is ``{"attr": name}``; int and str keys are themselves (text
     with surrogates: see `text_to_json`).
@@ -213,8 +230,10 @@ def skeleton_to_json(skeleton: Skeleton) -> JSON:
     children: JSON = len(keys) if flat else [skeleton_to_json(child) for child in skeleton.children]
     sequence = skeleton.kind in ("list", "tuple")
     encoded: list[JSON] = [skeleton.kind, None if sequence else keys, children]
-    if skeleton.type is not None:
-        encoded.append(skeleton.type.encode("utf-8", "replace").decode("utf-8"))
+    if skeleton.type is not None or skeleton.attributes:
+        encoded.append(None if skeleton.type is None else skeleton.type.encode("utf-8", "replace").decode("utf-8"))
+    if skeleton.attributes:
+        encoded.append(dict(skeleton.attributes))
     return encoded
 
 
@@ -237,7 +256,7 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
         return LEAF
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"the saved tree cannot be read: it is deeper than {MAX_DEPTH} containers")
-    if not isinstance(encoded, list) or not 3 <= len(encoded) <= 4:
+    if not isinstance(encoded, list) or not 3 <= len(encoded) <= 5:
         raise _bad_skeleton(encoded)
     kind, keys_json, children_json, *rest = encoded
     if kind not in _KINDS:
@@ -245,6 +264,9 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
     note = rest[0] if rest else None
     if note is not None and not isinstance(note, str):
         raise _bad_skeleton(note)
+    attributes = rest[1] if len(rest) > 1 else None
+    if attributes is not None and not isinstance(attributes, dict):
+        raise _bad_skeleton(attributes)
     children: tuple[Skeleton, ...]
     if isinstance(children_json, int) and not isinstance(children_json, bool):
         count = len(keys_json) if isinstance(keys_json, list) else children_json
@@ -267,7 +289,7 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
         keys = tuple(keys_json if {*map(type, keys_json)} == {str} else map(_key_from_json, keys_json))
         if len(set(keys)) != len(keys):
             raise _bad_skeleton("a container with a duplicate key")
-    return Node(kind, keys, children, note)
+    return Node(kind, keys, children, note, attributes)
 
 
 def _take_leaves(count: int, left: list[int]) -> None:

@@ -11,7 +11,7 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
-from ckptcore.model.tree import Key, NodeKind
+from ckptcore.model.tree import JSON, Key, NodeKind
 
 __all__ = [
     "AbstractLeaves",
@@ -46,12 +46,14 @@ class Flattened(NamedTuple):
         keys: the key of each child; unique.
         children: the children, in the order of the keys.
         type: the qualified name of its type if `kind` does not determine it, else None.
+        attributes: the attributes of an instance of OrderedDict, as JSON. A load without an abstract tree sets them.
     """
 
     kind: NodeKind
     keys: Sequence[Key]
     children: Sequence[object]
     type: str | None = None
+    attributes: Mapping[str, JSON] | None = None
 
 
 class ContainerHandler(Protocol):
@@ -142,8 +144,29 @@ class CheckpointableHandler(Protocol):
 
     @abstractmethod
     def restore(self, target: Any, state: object) -> None:
-        """Restore this state into `target`, in place. Arrays that could be filled in place are filled already."""
+        """Restore this state into `target`, in place. Arrays that could be filled in place are filled already.
+
+        In place of an object inside `state`, it has the live object, which is restored already.
+        """
         ...
+
+    def may_refuse(self, target: Any, request: object) -> bool:
+        """Return True, the default, if `restore` may raise an error for a loaded state.
+
+        ``load_into`` restores these objects first. Only then does it change anything else.
+
+        Args:
+            target: the object to restore.
+            request: the result of `flatten_to_load`.
+        """
+        return True
+
+    def undo(self, target: Any) -> Callable[[], None] | None:
+        """Return a function that puts the present state of `target` back; None, the default, if there is none.
+
+        Called before a load changes `target`, if it may refuse its state. The function is called if an object refuses.
+        """
+        return None
 
 
 Continuation: TypeAlias = Callable[[], None]

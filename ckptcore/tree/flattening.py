@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.tree import (
     LEAF,
     MAX_DEPTH,
@@ -16,6 +18,7 @@ from ckptcore.model.tree import (
     Key,
     Node,
     Skeleton,
+    StoredObject,
     TreePath,
     format_path,
     leaf_count,
@@ -32,11 +35,17 @@ from ckptcore.protocols import (
 __all__ = [
     "PER_PROCESS",
     "PLACEHOLDER",
+    "STATE_OF",
+    "Container",
     "Flat",
+    "LiveObject",
+    "NewContainer",
     "PerProcess",
     "first_fixed",
     "flatten",
+    "lacks_object_at",
     "leaves_of_values",
+    "objects_that_may_refuse",
     "own_values",
     "per_process_leaves",
     "per_process_objects",
@@ -53,6 +62,9 @@ PLACEHOLDER: Final = ...
 
 PER_PROCESS: Final = "ckptcore.PerProcess"
 """The type of a stored dict of the values of all processes by rank."""
+
+STATE_OF: Final = "state of "
+"""The type of the stored state of an object inside the state of another object, followed by the type of the object."""
 
 T = TypeVar("T")
 
@@ -92,7 +104,9 @@ class Flat(NamedTuple):
         return leaf_paths(self.skeleton)
 
 
-class _Container(NamedTuple):
+class Container(NamedTuple):
+    """A container in a flattened value: itself, its handler, its children, and the leaves below it. See `Shape`."""
+
     like: object
     handler: ContainerHandler
     keys: tuple[Key, ...]
@@ -106,9 +120,24 @@ class _Checkpointable(NamedTuple):
     handler: CheckpointableHandler
     state: Shape
     leaves: int
+    may_refuse: bool
 
 
-Shape: TypeAlias = _Container | _Checkpointable | None
+class NewContainer(NamedTuple):
+    """A container that a load builds, because the stored one has another structure. It contains no objects.
+
+    Attributes:
+        content: the container to build.
+        own: a list or dict of the value that gets the content; None to replace what the value has.
+        leaves: the number of leaves in it.
+    """
+
+    content: Container
+    own: Any
+    leaves: int
+
+
+Shape: TypeAlias = Container | NewContainer | _Checkpointable | None
 """A node of a flattened value: a container, a checkpointable with its state, or None for a leaf.
 
 ``leaves`` is the number of leaves below a node. ``order`` has the positions of the children that are not leaves, in the
@@ -123,6 +152,7 @@ def flatten(
     rank: int = 0,
     placeholders: bool = False,
     stored_at: Callable[[TreePath], object] | None = None,
+    refusals: list[CheckpointError] | None = None,
 ) -> Flat:
     """Take a value apart.
 
@@ -132,15 +162,18 @@ def flatten(
         rank: the rank of this process, which is the key of values in `PerProcess`.
         placeholders: True if `PLACEHOLDER` may replace a leaf.
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there.
+        refusals: gets everything that cannot be saved, which has a placeholder in the result; None: raise an error.
 
     Raises:
         UnsupportedLeafError: no plugin handles some leaves, of which the error names at most 20; or the tree is too
             deep.
         UnsupportedKeyError: a key has another type than int, str or `Attribute`. Subclasses, such as bool, are refused.
     """
-    walk = _Flattening(plugins, rank, placeholders, stored_at)
+    walk = _Flattening(plugins, rank, placeholders, stored_at, refusals)
     skeleton, shape = walk.node(value)
-    if walk.unsupported:
+    if walk.unsupported and refusals is not None:
+        refusals.extend(map(UnsupportedLeafError, walk.unsupported))
+    elif walk.unsupported:
         raise UnsupportedLeafError(
             "; ".join(walk.unsupported[:20])
             + (f"; and {len(walk.unsupported) - 20} more" if len(walk.unsupported) > 20 else "")
@@ -150,18 +183,25 @@ def flatten(
 
 class _Flattening:
     def __init__(
-        self, plugins: Plugins, rank: int, placeholders: bool, stored_at: Callable[[TreePath], object] | None
+        self,
+        plugins: Plugins,
+        rank: int,
+        placeholders: bool,
+        stored_at: Callable[[TreePath], object] | None,
+        refusals: list[CheckpointError] | None,
     ) -> None:
         self.rank = rank
         self.dispatch = plugins.dispatch
         self.unsupported_reason = plugins.unsupported_reason
+        self.abstract_of = plugins.abstract_of
         self.placeholders = placeholders
         self.stored_at = stored_at
+        self.refusals = refusals
         self.leaves: list[object] = []
         self.handlers: list[LeafHandler | None] = []
         self.unsupported: list[str] = []
         self.path: list[Key] = []
-        self.depth = 0
+        self.depth = self.objects = 0
 
     def node(self, value: object) -> tuple[Skeleton, Shape]:
         found = self.dispatch(value)
@@ -178,20 +218,42 @@ class _Flattening:
             self.unsupported.append(
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
-            return LEAF, None
+            return self._placeholder()
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UnsupportedLeafError(
                 f"the tree is deeper than {MAX_DEPTH} containers at {format_path(tuple(self.path[:6]))}...; "
                 "a container may contain itself. Nothing was written"
             )
-        result = (
-            self._checkpointable(value, found.checkpointable)
-            if found.container is None
-            else self._container(value, found.container)
-        )
+        leaves, handlers, count, length = self.leaves, self.handlers, len(self.leaves), len(self.path)
+        try:
+            result = (
+                self._checkpointable(value, found.checkpointable)
+                if found.container is None
+                else self._container(value, found.container)
+            )
+        except Exception as error:
+            if self.refusals is None:
+                raise
+            name = format_path(tuple(self.path[:length]))
+            if isinstance(error, UnsupportedKeyError):  # its text begins with the path
+                self.refusals.append(error)
+            elif isinstance(error, CheckpointError):
+                self.refusals.append(type(error)(f"{name}: {error}"))
+            else:  # an error of the object, whose state can have any
+                kind = type(value).__qualname__
+                self.refusals.append(UnsupportedLeafError(f"{name}: a {kind} raised {type(error).__name__}: {error}"))
+            self.leaves, self.handlers = leaves, handlers
+            del leaves[count:], handlers[count:], self.path[length:]
+            result = self._placeholder()
         self.depth -= 1
         return result
+
+    def _placeholder(self) -> tuple[Skeleton, Shape]:
+        """Return the node for a value that cannot be saved."""
+        self.leaves.append(PLACEHOLDER)
+        self.handlers.append(None)
+        return LEAF, None
 
     def _checkpointable(self, value: object, handler: CheckpointableHandler | None) -> tuple[Skeleton, Shape]:
         assert handler is not None  # `node` found a handler
@@ -201,8 +263,24 @@ class _Flattening:
             stored = self.stored_at(tuple(self.path))
         state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
         before = len(self.leaves)
+        self.objects += 1
         skeleton, shape = self.node(state)
-        return skeleton, _Checkpointable(value, handler, shape, len(self.leaves) - before)
+        self.objects -= 1
+        if self.objects and isinstance(skeleton, Node) and skeleton.type is None:
+            skeleton = skeleton._replace(type=f"{STATE_OF}{type(value).__module__}.{type(value).__qualname__}")
+        if stored is not None:
+            self._choose_frameworks(before)
+        may_refuse = self.stored_at is not None and (_holds_refusing(shape) or handler.may_refuse(value, state))
+        return skeleton, _Checkpointable(value, handler, shape, len(self.leaves) - before, may_refuse)
+
+    def _choose_frameworks(self, start: int) -> None:
+        """Request the arrays that an object does not have yet in the framework in which they were saved."""
+        for position in range(start, len(self.leaves)):
+            leaf = self.leaves[position]
+            if type(leaf) is AbstractArray and leaf.framework is not None:
+                abstract = self.abstract_of(leaf)
+                if abstract is not None:
+                    self.leaves[position], self.handlers[position] = abstract, self.dispatch(abstract).leaf
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
@@ -244,8 +322,8 @@ class _Flattening:
                 leaves.extend(below)
                 handlers.extend(of_them)
             order = tuple([position for position in order if shapes[position] is not None])
-        node = Node(flattened.kind, keys, tuple(skeletons), flattened.type)
-        return node, _Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
+        node = Node(flattened.kind, keys, tuple(skeletons), flattened.type, flattened.attributes)
+        return node, Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
 
     def _child(self, key: Key, child: object) -> tuple[Skeleton, Shape]:
         self.path.append(key)
@@ -285,7 +363,7 @@ def _per_process_objects(shape: Shape, path: TreePath) -> Iterator[tuple[TreePat
             yield path, shape.like
         else:
             yield from _per_process_objects(shape.state, path)
-    elif shape is not None and not isinstance(shape.like, PerProcess):
+    elif isinstance(shape, Container) and not isinstance(shape.like, PerProcess):
         for key, child in zip(shape.keys, shape.children, strict=True):
             if child is not None:
                 yield from _per_process_objects(child, (*path, key))
@@ -299,9 +377,9 @@ def per_process_values(shape: Shape) -> Iterator[TreePath]:
 def _per_process_values(shape: Shape, path: TreePath) -> Iterator[TreePath]:
     if isinstance(shape, _Checkpointable):
         yield from _per_process_values(shape.state, path)
-    elif shape is not None and isinstance(shape.like, PerProcess):
+    elif isinstance(shape, Container) and isinstance(shape.like, PerProcess):
         yield path
-    elif shape is not None:
+    elif isinstance(shape, Container):
         for key, child in zip(shape.keys, shape.children, strict=True):
             if child is not None:
                 yield from _per_process_values(child, (*path, key))
@@ -342,13 +420,15 @@ def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[_Chec
         return next(leaves)
     if isinstance(shape, _Checkpointable):
         return of_state(shape, _unflatten(shape.state, leaves, of_state))
+    if isinstance(shape, NewContainer):
+        shape = shape.content
     return shape.handler.unflatten(
         shape.like, _in_order(shape, leaves, lambda child, below: _unflatten(child, below, of_state))
     )
 
 
 def _in_order(
-    shape: _Container, leaves: Iterator[object], make: Callable[[Shape, Iterator[object]], object]
+    shape: Container, leaves: Iterator[object], make: Callable[[Shape, Iterator[object]], object]
 ) -> list[object]:
     """Return the children of a container, in the order of its keys. `make` is called in the visiting order."""
     if shape.order is None:
@@ -401,18 +481,25 @@ def _own_values(
     return skeleton._replace(children=children)
 
 
-def rebuild(skeleton: Skeleton, leaves: Sequence[object]) -> object:
+def rebuild(skeleton: Skeleton, leaves: Sequence[object], *, names_objects: bool = False) -> object:
     """Build a value of Python's containers with the saved structure, for loads without an abstract tree.
 
     An object of another type becomes a dict of its attributes and keys, or a list if it had only indices or was empty.
+
+    Args:
+        skeleton, leaves: the saved structure, and its leaves.
+        names_objects: True to build a `StoredObject`, with the name of its type, instead of a dict of attributes.
     """
-    return _rebuild(skeleton, iter(leaves))
+    return _rebuild(skeleton, iter(leaves), names_objects)
 
 
-def _rebuild(skeleton: Skeleton, leaves: Iterator[object]) -> object:
+def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) -> object:
     if not isinstance(skeleton, Node):
         return next(leaves)
-    children = [_rebuild(child, leaves) if isinstance(child, Node) else next(leaves) for child in skeleton.children]
+    children = [
+        _rebuild(child, leaves, names_objects) if isinstance(child, Node) else next(leaves)
+        for child in skeleton.children
+    ]
     if skeleton.kind == "list":
         return children
     if skeleton.kind == "tuple":
@@ -423,12 +510,91 @@ def _rebuild(skeleton: Skeleton, leaves: Iterator[object]) -> object:
     if len(set(keys)) != len(keys):
         keys = list(skeleton.keys)
     if skeleton.kind == "OrderedDict":
-        return OrderedDict(zip(keys, children, strict=True))
+        result = OrderedDict(zip(keys, children, strict=True))
+        if skeleton.attributes:
+            vars(result).update(copy.deepcopy(dict(skeleton.attributes)))
+        return result
+    if names_objects and skeleton.kind == "object":
+        return StoredObject(zip(keys, children, strict=True), skeleton.type)
     return dict(zip(keys, children, strict=True))
 
 
+class LiveObject(NamedTuple):
+    """An object in a value.
+
+    Attributes:
+        path: its path.
+        node: the object with its state.
+        leaves: the positions of the leaves of its state.
+    """
+
+    path: TreePath
+    node: _Checkpointable
+    leaves: range
+
+    @property
+    def name(self) -> str:
+        """Its path and type, for messages."""
+        return f"{format_path(self.path)}, a {type(self.node.like).__qualname__}"
+
+    def undo(self) -> Callable[[], None] | None:
+        """Return a function that puts the present state back; None if there is none. See `CheckpointableHandler`."""
+        return self.node.handler.undo(self.node.like)
+
+    def restore(self, leaves: Sequence[object]) -> None:
+        """Restore the object, and first the objects in its state. `leaves` are those of the whole value."""
+        state = _unflatten(self.node.state, iter([leaves[position] for position in self.leaves]), _restored)
+        self.node.handler.restore(self.node.like, state)
+
+
+def _restored(node: _Checkpointable, state: object) -> object:
+    """Restore an object in the state of another one, and return it."""
+    node.handler.restore(node.like, state)
+    return node.like
+
+
+def objects_that_may_refuse(shape: Shape) -> Sequence[LiveObject]:
+    """Return the objects in a value that may refuse a loaded state, in the order of visits. See `_visiting_order`."""
+    return [found for found in _objects(shape) if found.node.may_refuse]
+
+
+def _objects(shape: Shape) -> Sequence[LiveObject]:
+    """Return the objects in a value that are in no other object, in the order of visits.
+
+    That order is equal on every process of a job, because `load_state_dict` may be collective.
+    """
+    return sorted(_find_objects(shape, (), 0), key=lambda found: [_rank_of(key) for key in found.path])
+
+
+def _find_objects(shape: Shape, path: TreePath, start: int) -> Iterator[LiveObject]:
+    if isinstance(shape, _Checkpointable):
+        yield LiveObject(path, shape, range(start, start + shape.leaves))
+    elif isinstance(shape, Container):
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from _find_objects(child, (*path, key), start)
+            start += 1 if child is None else child.leaves
+
+
+def lacks_object_at(shape: Shape, path: TreePath) -> bool:
+    """Return True if a path is in the state of an object in a value, and no object is at the path itself."""
+    inside = False
+    for key in path:
+        while isinstance(shape, _Checkpointable):
+            inside, shape = True, shape.state
+        if not isinstance(shape, Container) or key not in shape.keys:
+            return inside
+        shape = shape.children[shape.keys.index(key)]
+    return inside and not isinstance(shape, _Checkpointable)
+
+
+def _holds_refusing(shape: Shape) -> bool:
+    """Return True if an object in the state of another object may refuse its own state."""
+    return any(True for found in _find_objects(shape, (), 0) if found.node.may_refuse)
+
+
 def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], paths: Sequence[TreePath]) -> None:
-    """Store other leaves in the flattened value, in place.
+    """Store other leaves in the flattened value, in place. Objects that may refuse a state were restored before.
 
     Args:
         shape: the shape of the value.
@@ -445,11 +611,10 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
             f"{format_path(paths[fixed])} can be changed neither in place nor in its container; use load() and keep "
             "its result"
         )
-    objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]] = []
-    _restore(shape, leaves, filled, iter(range(len(leaves))), (), objects)
-    # In the order of visits, equal on every process of a job, because `load_state_dict` may be collective.
-    for _, node, state in sorted(objects, key=lambda item: [_rank_of(key) for key in item[0]]):
-        node.handler.restore(node.like, unflatten(node.state, state))
+    _restore(shape, leaves, filled, iter(range(len(leaves))))
+    for found in _objects(shape):
+        if not found.node.may_refuse:
+            found.restore(leaves)
 
 
 def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
@@ -469,6 +634,9 @@ def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int],
     if isinstance(shape, _Checkpointable):
         _skip(shape, position)
         return None
+    if isinstance(shape, NewContainer):
+        numbers = list(itertools.islice(position, shape.leaves))
+        return numbers[0] if numbers and shape.own is None else None
     replaceable = _replaceable(shape) if live else ()
     if len(replaceable) == len(shape.children):
         _skip(shape, position)
@@ -484,13 +652,20 @@ def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int],
     return None
 
 
-def _children_are_live(shape: _Container) -> bool:
+def _children_are_live(shape: Container) -> bool:
     """Return True if a container returns its children themselves, and does not build new ones each time."""
     again = shape.handler.flatten(shape.like).children
-    return all(child is None or now is child.like for now, child in zip(again, shape.children, strict=True))
+    return all(now is _like_of(child, now) for now, child in zip(again, shape.children, strict=True))
 
 
-def _replaceable(shape: _Container) -> Collection[int]:
+def _like_of(shape: Shape, other: object) -> object:
+    """Return the value of a node; `other` for a leaf, and for a container that is replaced."""
+    if isinstance(shape, NewContainer):
+        return other if shape.own is None else shape.own
+    return other if shape is None else shape.like
+
+
+def _replaceable(shape: Container) -> Collection[int]:
     """Return the positions of the children that can be replaced in the container itself."""
     return shape.handler.replaceable(shape.like)
 
@@ -511,6 +686,8 @@ def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[
         return start + 1
     if isinstance(shape, _Checkpointable):
         return _find_shared(shape.state, start, {}, [])  # the object builds a new state each time
+    if isinstance(shape, NewContainer):
+        return start + shape.leaves
     stop = start
     for child in shape.children:
         stop = _find_shared(child, stop, found, pairs)
@@ -538,23 +715,23 @@ def _restore(
     leaves: Sequence[object],
     filled: Sequence[bool],
     position: Iterator[int],
-    path: TreePath,
-    objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]],
 ) -> object:
-    """Return the new value of a node for its container; `_KEPT` or `_CHANGED` if the node itself remains.
-
-    Adds the objects to restore, with their paths and the leaves of their states.
-    """
+    """Return the new value of a node for its container; `_KEPT` or `_CHANGED` if the node itself remains."""
     if shape is None:
         number = next(position)
         return _KEPT if filled[number] else leaves[number]
     if isinstance(shape, _Checkpointable):
-        objects.append((path, shape, [leaves[number] for number in itertools.islice(position, shape.leaves)]))
+        _skip(shape, position)
         return _KEPT
-    replaced = [
-        _restore(child, leaves, filled, position, path if child is None else (*path, key), objects)
-        for key, child in zip(shape.keys, shape.children, strict=True)
-    ]
+    if isinstance(shape, NewContainer):
+        built: Any = unflatten(shape, [leaves[number] for number in itertools.islice(position, shape.leaves)])
+        if isinstance(shape.own, list):
+            shape.own[:] = built
+        elif shape.own is not None:
+            shape.own.clear()
+            shape.own.update(built)
+        return built if shape.own is None else _CHANGED
+    replaced = [_restore(child, leaves, filled, position) for child in shape.children]
     if all(child is _KEPT for child in replaced):
         return _KEPT
     others = {number: child for number, child in enumerate(replaced) if child is not _KEPT and child is not _CHANGED}
@@ -567,8 +744,8 @@ def _restore(
     current = shape.handler.flatten(shape.like).children
     merged = []
     for old, new, child in zip(current, replaced, shape.children, strict=True):
-        if new is _CHANGED and child is not None:
-            merged.append(child.like)  # the changed container, because the current one may be a new copy
+        if new is _CHANGED:
+            merged.append(_like_of(child, old))  # the changed container, because the current one may be a new copy
         else:
             merged.append(old if new is _KEPT else new)
     return shape.handler.unflatten(shape.like, merged)

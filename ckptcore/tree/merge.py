@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
-from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
+from ckptcore.model.tree import JSON, LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
 
 __all__ = ["merge_trees"]
 
@@ -107,7 +107,7 @@ class _TreeMerge:
             return LEAF
         children = [(tree, dict(zip(node.keys, node.children, strict=True))) for tree, node in nodes]
         merged = [self.node((*path, key), [(tree, of[key]) for tree, of in children if key in of]) for key in keys]
-        return Node(first.kind, keys, tuple(merged), first.type)
+        return Node(first.kind, keys, tuple(merged), first.type, _merged_attributes([node for _, node in nodes]))
 
     def expect_no_difference(self) -> None:
         """Raise an error if differences were found so far.
@@ -235,3 +235,13 @@ def _ranks(ranks: Sequence[int], called: str) -> str:
             runs.append([rank, rank])
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:12])
     return f"{called}{'s' if len(ranks) > 1 else ''} {shown}" + (", ..." if len(runs) > 12 else "")
+
+
+def _merged_attributes(nodes: Sequence[Node]) -> Mapping[str, JSON] | None:
+    """Return the attributes of all nodes. Dicts are united: each process may have the versions of other modules."""
+    merged: dict[str, JSON] = {}
+    for node in nodes:
+        for name, value in (node.attributes or {}).items():
+            before = merged.get(name)
+            merged[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged or None

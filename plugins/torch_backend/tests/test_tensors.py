@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
 from ckptcore_torch.leaf_handlers import leaf_handler_of_type
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler, same_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -261,7 +261,7 @@ def test_no_reference_to_a_saved_tensor_remains() -> None:
 
 def test_meta_tensor_describes_a_load_and_cannot_be_saved() -> None:
     leaf = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
-    assert record_of(leaf) == ArrayRecord(ArraySpec((2, 3), "bfloat16"))
+    assert record_of(leaf) == ArrayRecord(ArraySpec((2, 3), "bfloat16"), notes=FRAMEWORK)
     for use in (
         lambda: PLAIN.shards(leaf, 0, 1),
         lambda: PLAIN.view_on_host(leaf, [Box.whole((2, 3))]),
@@ -617,7 +617,7 @@ def test_every_tensor_has_a_handler() -> None:
 def test_a_fake_tensor_is_an_abstract_leaf_only() -> None:
     with FakeTensorMode():
         fake = torch.empty(2, 3, dtype=torch.float8_e5m2)
-    assert SUBCLASSES.describe(fake) == ArrayRecord(ArraySpec((2, 3), "float8_e5m2"))
+    assert SUBCLASSES.describe(fake) == ArrayRecord(ArraySpec((2, 3), "float8_e5m2"), notes=FRAMEWORK)
     assert SUBCLASSES.identity(fake) == SUBCLASSES.identity(fake)
     with pytest.raises(UnsupportedLeafError, match="FakeTensor has no elements"):
         SUBCLASSES.shards(fake, 0, 1)

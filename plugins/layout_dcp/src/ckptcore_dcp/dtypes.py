@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ckptcore.model import PLAIN_ARRAY, ArraySpec, Box
+from ckptcore.model import JSON, PLAIN_ARRAY, ArrayRecord, ArraySpec, Box
 
-__all__ = ["STORAGES", "TORCH_DTYPES", "known_dtype", "physical_box", "physical_spec", "spec_and_kind", "torch_dtype"]
+__all__ = [
+    "FRAMEWORK",
+    "STORAGES",
+    "TORCH_DTYPES",
+    "known_dtype",
+    "physical_box",
+    "physical_spec",
+    "record_of_tensor",
+    "spec_and_kind",
+    "torch_dtype",
+]
 
 STORAGES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64",
@@ -43,6 +53,9 @@ TORCH_DTYPES: Final[Mapping[str, str]] = {
 _RAW_BYTES: Final = frozenset(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u"))])
 """One-byte dtypes that NumPy lacks. Stored as uint8, with the torch dtype in the kind of the leaf."""
 
+FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
+"""Notes that make an array load as a tensor into objects that do not have it yet."""
+
 _OF_TORCH: Final = "torch."
 """Prefix of the kind of a leaf with raw bytes. The name of the torch dtype follows."""
 
@@ -60,6 +73,13 @@ def spec_and_kind(dtype: str, shape: tuple[int, ...]) -> tuple[ArraySpec, str]:
     if dtype in _RAW_BYTES:
         return ArraySpec(shape, "uint8"), _OF_TORCH + dtype
     return ArraySpec(shape, dtype), PLAIN_ARRAY
+
+
+def record_of_tensor(
+    dtype: str, shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] | None = None
+) -> ArrayRecord:
+    """Return the record of a tensor that PyTorch saved. `dtype` comes from `known_dtype`."""
+    return ArrayRecord(*spec_and_kind(dtype, shape), cuts, FRAMEWORK)
 
 
 def torch_dtype(dtype: str, kind: str) -> str:

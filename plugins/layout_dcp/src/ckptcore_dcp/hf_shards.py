@@ -19,7 +19,7 @@ from ckptcore.model import LEAF, ArrayRecord, Box, Node, TreeMetadata
 from ckptcore.plain_safetensors import refuse_lost_root
 from ckptcore.planning import ChunkColumns, cuts_of
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_dcp.dtypes import spec_and_kind
+from ckptcore_dcp.dtypes import FRAMEWORK, spec_and_kind
 
 __all__ = ["inspect_shards"]
 
@@ -103,7 +103,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
                 boxes.setdefault(part.box, part)  # skips replicas: each process writes all of its boxes
         for box, part in boxes.items():
             columns.add(len(leaves), part.key, part.offset, box)
-        leaves.append(ArrayRecord(spec, kind, cuts=cuts_of(shape, boxes) if len(boxes) > 1 else None))
+        leaves.append(ArrayRecord(spec, kind, cuts_of(shape, boxes) if len(boxes) > 1 else None, FRAMEWORK))
     skeleton = Node("dict", tuple(by_name), (LEAF,) * len(by_name))
     return Inspection(
         TreeMetadata(skeleton, tuple(leaves)),

@@ -23,11 +23,11 @@ from typing import Final
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model import JSON, LEAF, ArrayRecord, HostArray, LeafRecord, Skeleton, TreeMetadata
+from ckptcore.model import JSON, LEAF, HostArray, LeafRecord, Skeleton, TreeMetadata
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
 from ckptcore_dcp.directories import WRITER, find_dcp_files
-from ckptcore_dcp.dtypes import spec_and_kind
+from ckptcore_dcp.dtypes import record_of_tensor
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, join_chunks, read_metadata
 from ckptcore_dcp.names import tree_of_names
@@ -145,7 +145,7 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue]) -> In
         tensor = metadata.tensors.get(name)
         if tensor is not None:
             tensors[len(leaves)] = tensor
-            leaves.append(ArrayRecord(*spec_and_kind(tensor.dtype, tensor.shape)))
+            leaves.append(record_of_tensor(tensor.dtype, tensor.shape))
             continue
         value = values[name]
         for leaf in value.leaves:
@@ -157,7 +157,7 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue]) -> In
     for number, (leaf_number, tensor) in enumerate(tensors.items()):
         cuts = chunks.cuts(number, tensor.shape)
         if cuts is not None:
-            leaves[leaf_number] = ArrayRecord(*spec_and_kind(tensor.dtype, tensor.shape), cuts=cuts)
+            leaves[leaf_number] = record_of_tensor(tensor.dtype, tensor.shape, cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), locations.aliases)
     return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER)
 

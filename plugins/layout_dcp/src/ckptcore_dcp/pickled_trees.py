@@ -24,6 +24,7 @@ from ckptcore.model import (
     format_path,
 )
 from ckptcore.model.tree import NodeKind
+from ckptcore_dcp.dtypes import FRAMEWORK
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value, scalar_value
 from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 
@@ -48,6 +49,9 @@ class Unreadable:
 
 Leaf: TypeAlias = StoredTensor | Unreadable | None | bool | int | float | complex | str | bytes
 """A leaf of a tree: a tensor, or a value stored in the pickle itself."""
+
+_ATTRIBUTE_DEPTH: Final = 3
+"""Depth of ``{"_metadata": {module: {"version": number}}}``."""
 
 _MAX_DEPTH: Final = 150
 """Maximum nesting depth, in containers. The core's limit is 200, and an object adds two or three levels."""
@@ -84,7 +88,7 @@ def leaf_record(leaf: Leaf) -> LeafRecord:
     if isinstance(leaf, Unreadable):
         return ValueRecord(UNREADABLE, leaf.reason)
     if isinstance(leaf, StoredTensor):
-        return ArrayRecord(leaf.spec, leaf.kind)
+        return ArrayRecord(leaf.spec, leaf.kind, notes=FRAMEWORK)
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encode_leaf(leaf))
 
 
@@ -160,9 +164,9 @@ class _TreeBuilder:
                 pairs = _pairs(value)
                 if pairs is not None:
                     kind: NodeKind = "OrderedDict" if function == _ORDERED else "dict"
-                    return self._mapping(
-                        kind, pairs, None if function == _ORDERED else _qualified_name(function), path, depth
-                    )
+                    name = None if function == _ORDERED else _qualified_name(function)
+                    attributes = self._attributes_of(value.state) if function == _ORDERED else None
+                    return self._mapping(kind, pairs, name, path, depth)._replace(attributes=attributes)
             if function.module in _BUILTINS and function.name in ("set", "frozenset") and len(value.arguments) == 1:
                 elements = value.arguments[0]
                 if isinstance(elements, list | tuple):
@@ -188,6 +192,22 @@ class _TreeBuilder:
             self.visit(child, (*path, key), depth + 1) for key, child in zip(keys, latest.values(), strict=True)
         ]
         return Node(kind, tuple(keys), tuple(children), type_name)
+
+    def _attributes_of(self, state: Value) -> dict[str, JSON] | None:
+        """Return the attributes of an OrderedDict that JSON represents: module versions, in its ``_metadata``."""
+        found = {name: self._to_json(value, 0) for name, value in (_attributes(state) or {}).items()}
+        return {name: value for name, value in found.items() if value is not None} or None
+
+    def _to_json(self, value: Value, depth: int) -> JSON:
+        """Return dicts of text, integers and further dicts; None for any other value, and for what exceeds limits."""
+        self._remaining -= 1
+        if self._remaining < 0 or depth > _ATTRIBUTE_DEPTH:
+            return None
+        if isinstance(value, Call) and value.function == _ORDERED:
+            value = dict(_pairs(value) or ())
+        if isinstance(value, dict):
+            return {key: self._to_json(child, depth + 1) for key, child in value.items() if isinstance(key, str)}
+        return value if isinstance(value, bool | int | str) else None
 
     def _object(self, call: Call, path: TreePath, depth: int) -> Node:
         """Return a node for an object of an unknown class."""

@@ -25,7 +25,7 @@ from ckptcore.model import (
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import elements_as
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
 from ckptcore_torch.placements import DTensorPlacement, LocalPart, local_part, sharding_cuts, sharding_notes
 from ckptcore_torch.tensors import TensorHandler, is_fake
 
@@ -53,7 +53,7 @@ class DTensorHandler(LeafHandler):
         placed = _placement(leaf)
         encoding = encoding_of(leaf.dtype)
         spec = ArraySpec(placed.shape, encoding.name)
-        notes = {"dtensor": sharding_notes(leaf.device_mesh, placed.placements)}
+        notes = {**FRAMEWORK, "dtensor": sharding_notes(leaf.device_mesh, placed.placements)}
         return ArrayRecord(spec, encoding.kind, sharding_cuts(placed), notes)
 
     def abstract(self, leaf: Any) -> torch.Tensor:

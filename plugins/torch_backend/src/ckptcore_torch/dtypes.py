@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,9 +10,12 @@ import numpy as np
 import torch
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import PLAIN_ARRAY, dtype_from_name
+from ckptcore.model import JSON, PLAIN_ARRAY, dtype_from_name
 
-__all__ = ["Encoding", "encoding_of", "encoding_of_stored"]
+__all__ = ["FRAMEWORK", "Encoding", "encoding_of", "encoding_of_stored"]
+
+FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
+"""The notes of a saved tensor: it loads as a tensor into an object that does not have it yet."""
 
 # Dtype names shared by PyTorch and checkpoints. PyTorch and NumPy can exchange the dtypes in
 # `_DIRECT` directly, and the others only as integers of the same size.

@@ -33,7 +33,7 @@ from ckptcore.model import (
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
 from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["ShardedTensorHandler", "sharded_like"]
@@ -56,7 +56,7 @@ class ShardedTensorHandler(LeafHandler):
         metadata = leaf.metadata()
         encoding = encoding_of(metadata.tensor_properties.dtype)
         spec = ArraySpec(tuple(metadata.size), encoding.name)
-        return ArrayRecord(spec, encoding.kind, cuts_of(spec.shape, map(_box, metadata.shards_metadata)))
+        return ArrayRecord(spec, encoding.kind, cuts_of(spec.shape, map(_box, metadata.shards_metadata)), FRAMEWORK)
 
     def abstract(self, leaf: Any) -> ShardedTensor:
         """Return a ShardedTensor with FakeTensors as its shards."""

@@ -26,7 +26,7 @@ from ckptcore.model import (
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
 from ckptcore_torch.conversions import copy_elements, elements_as, host_view, shares_memory
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "is_fake",
     "is_sharded",
     "is_uninitialized",
+    "overlaps_itself",
     "same_memory",
 ]
 
@@ -167,7 +168,7 @@ class TensorHandler(LeafHandler):
         Raises:
             UnsupportedLeafError: if the storage of the tensor was freed.
         """
-        if target.is_meta or _overlaps_itself(target):
+        if target.is_meta or overlaps_itself(target):
             return False
         if target.numel() and not target.data_ptr() and not target.untyped_storage().nbytes():
             raise UnsupportedLeafError(f"{_FREED}; gather the parameters before loading into them")
@@ -185,7 +186,7 @@ class TensorHandler(LeafHandler):
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         """Return the memory of the elements on any device, or None if `fill` returns False."""
-        if target.is_meta or _overlaps_itself(target):
+        if target.is_meta or overlaps_itself(target):
             return None
         if not target.data_ptr():
             return []
@@ -327,7 +328,7 @@ def _identity(leaf: torch.Tensor) -> Hashable | None:
 @functools.lru_cache(maxsize=4096)
 def _record(shape: torch.Size, dtype: torch.dtype) -> ArrayRecord:
     encoding = encoding_of(dtype)
-    return ArrayRecord(ArraySpec(tuple(shape), encoding.name), encoding.kind)
+    return ArrayRecord(ArraySpec(tuple(shape), encoding.name), encoding.kind, notes=FRAMEWORK)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -386,8 +387,9 @@ def _check_has_memory(leaf: torch.Tensor) -> None:
     raise UnsupportedLeafError(f"{_FREED}; gather the parameters before saving them")
 
 
-def _overlaps_itself(target: torch.Tensor) -> bool:
-    if target.is_contiguous():
+def overlaps_itself(target: torch.Tensor) -> bool:
+    """Return True if elements of a strided tensor share memory, as after ``expand``."""
+    if target.layout is not torch.strided or target.is_contiguous():
         return False
     reach = 1
     for stride, extent in sorted(zip(target.stride(), target.shape, strict=True)):

@@ -234,7 +234,7 @@ def _sharding_text(record: ArrayRecord, one_device: bool) -> str:
     if record.cuts is not None:
         parts.append("in " + "×".join(str(len(axis) + 1) for axis in record.cuts) + " parts")
     for key, note in record.notes.items():
-        if one_device and _device(note) is not None:
+        if key == "framework" or (one_device and _device(note) is not None):
             continue
         text = f"{key}: {_compact(note).removeprefix('(').removesuffix(')')}"
         parts.append(text if len(text) <= _MAX_NOTE_CHARACTERS else text[: _MAX_NOTE_CHARACTERS - 1] + "…")
