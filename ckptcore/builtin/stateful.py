@@ -125,7 +125,7 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
 
 def _array(own: object, stored: AbstractArray, array: Callable[[AbstractArray], object]) -> object:
     if isinstance(own, np.ndarray | np.generic):
-        return stored
+        return AbstractArray(stored.shape, stored.dtype)
     if not _is_array(own):
         return array(stored)
     # Do not reuse the object's own arrays: its setter copies into them, and other objects may share them. If the
@@ -219,6 +219,46 @@ def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[
     return result
 
 
+def _undo(get: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], None]:
+    """Return a function that puts a copy of the present state back, unless the state is unchanged."""
+    before = _copied(get())
+
+    def undo() -> None:
+        # An object that refused a state has usually changed nothing, and may refuse its own state as well.
+        if not _are_equal(get(), before):
+            put(before)
+
+    return undo
+
+
+def _copied(state: Any) -> Any:
+    """Return a copy of a state. Values that cannot be copied are in it themselves."""
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, _copied(child)) for key, child in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    try:
+        return copy.deepcopy(state)
+    except TypeError:  # such as a lock or a file: no load changes it
+        return state
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return True if two states are certainly equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    try:
+        if _is_array(one):
+            return np.array_equal(np.asarray(one), np.asarray(other))
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):  # of a device without host memory, or of a type that compares oddly
+        return False
+
+
 class StateDictHandler(CheckpointableHandler):
     """Objects with ``state_dict()`` and ``load_state_dict(state)``: data loaders, schedulers, metrics.
 
@@ -245,6 +285,10 @@ class StateDictHandler(CheckpointableHandler):
         """Load the state dict."""
         target.load_state_dict(state)
 
+    def undo(self, target: Any) -> Callable[[], None]:
+        """Return a function that loads a copy of the present state dict."""
+        return _undo(target.state_dict, target.load_state_dict)
+
 
 class GetStateHandler(CheckpointableHandler):
     """Objects with ``get_state()`` and ``set_state(state)``: iterators over data. A state is a tree or bytes.
@@ -270,6 +314,10 @@ class GetStateHandler(CheckpointableHandler):
     def restore(self, target: Any, state: object) -> None:
         """Set the state."""
         target.set_state(state)
+
+    def undo(self, target: Any) -> Callable[[], None]:
+        """Return a function that sets a copy of the present state."""
+        return _undo(target.get_state, target.set_state)
 
 
 class StateTreeHandler(CheckpointableHandler):
@@ -318,6 +366,10 @@ class StateTreeHandler(CheckpointableHandler):
         """Set the variables."""
         target.set_state_tree(state)
 
+    def may_refuse(self, target: Any, request: object) -> bool:
+        """Return False: a load requests exactly the variables of the object."""
+        return False
+
 
 _OPTIMIZER: Final = "optimizer_variables"
 _METRICS: Final = "metrics_variables"
@@ -362,6 +414,11 @@ class NumpyGeneratorHandler(CheckpointableHandler):
         _check_kind(type(target.bit_generator).__name__, state)
         target.bit_generator.state = state
 
+    def undo(self, target: np.random.Generator) -> Callable[[], None]:
+        """Return a function that sets the present state."""
+        state = self.flatten(target)
+        return lambda: self.restore(target, state)
+
 
 class NumpyRandomStateHandler(CheckpointableHandler):
     """`numpy.random.RandomState`, NumPy's older generator."""
@@ -386,6 +443,11 @@ class NumpyRandomStateHandler(CheckpointableHandler):
         _check_kind(str(target.get_state(legacy=False)["bit_generator"]), state)
         target.set_state(state)
 
+    def undo(self, target: np.random.RandomState) -> Callable[[], None]:
+        """Return a function that sets the present state."""
+        state = self.flatten(target)
+        return lambda: self.restore(target, state)
+
 
 class PythonRandomHandler(CheckpointableHandler):
     """`random.Random`: the state of its Mersenne Twister."""
@@ -409,6 +471,11 @@ class PythonRandomHandler(CheckpointableHandler):
     def restore(self, target: random.Random, state: Any) -> None:
         """Set the state."""
         target.setstate((state["version"], tuple(state["state"].tolist()), state["gauss_next"]))
+
+    def undo(self, target: random.Random) -> Callable[[], None]:
+        """Return a function that sets the present state."""
+        state = target.getstate()
+        return lambda: target.setstate(state)
 
 
 def _check_kind(expected: str, state: Any) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Literal, TypeAlias
 
 from ckptcore.commit.location import AnyLocation, SubPath
@@ -29,6 +29,7 @@ from ckptcore.loading.targets import (
     load_nothing,
     load_value,
 )
+from ckptcore.loading.undo import Undo
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NameSuggestions
@@ -89,25 +90,34 @@ class CompositeRequest:
         return built | {name: (like, True) for name, like in (self.into or {}).items()}
 
 
+class Changes(IntEnum):
+    """What a load changes. Loads are done in this order: an error of an early one leaves more unchanged."""
+
+    NOTHING = 0  #: it returns a new value
+    OBJECTS = 1  #: objects that may refuse their state, and get their old one back if another one refuses
+    FILES = 2  #: an object that restores itself from files
+    ARRAYS = 3  #: arrays and other leaves of a target
+
+
 @dataclass(frozen=True, slots=True)
 class MemberRequest:
     """A request for one checkpointable that exists. A target to restore in place was checked against the stored tree.
 
     Attributes:
         name: its name.
-        load: function that loads it, given a Context and a recording.
-        in_place: True if an object is restored in place.
+        load: function that loads it, given a Context, a recording, and an `Undo` for objects that it restores.
+        changes: what it changes.
         nbytes: bytes of the arrays that are stored.
     """
 
     name: str
-    load: Callable[[Context, Recording], object]
-    in_place: bool
+    load: Callable[[Context, Recording, Undo], object]
+    changes: Changes
     nbytes: int = 0
 
 
 class CompositeLoad:
-    """A load of several checkpointables by name. Objects that are restored in place come last.
+    """A load of several checkpointables by name, in the order of `Changes`.
 
     Attributes:
         location, context, recording: the arguments.
@@ -121,6 +131,7 @@ class CompositeLoad:
         self.recording = recording
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
+        self._undo = Undo()
         self._changed: list[str] = []  # names of objects restored in place, also by an attempt that is repeated
 
     def run(self) -> dict[str, object]:
@@ -152,10 +163,9 @@ class CompositeLoad:
 
     def _load(self, composite: CompositeCheckpoint) -> dict[str, object]:
         requests = self.plan(composite)
-        # New objects come first: if one cannot be read, no existing object was changed.
         loaded = {
             request.name: self.load(request, self.context)
-            for request in sorted(requests, key=lambda request: request.in_place)
+            for request in sorted(requests, key=lambda request: request.changes)
         }
         return self.in_order(composite, loaded)
 
@@ -173,18 +183,19 @@ class CompositeLoad:
         if self.recording.progress is not None:
             self.recording.progress.later -= request.nbytes  # planned exactly by its load
         try:
-            loaded = request.load(context, self.recording)
+            loaded = request.load(context, self.recording, self._undo)
         except TargetUndefinedError:
             self._add_changed(request.name)
             raise
         except Exception as error:
+            # The undone objects are as they were, unless arrays of an object were filled.
             if not self._changed:
                 raise
             raise TargetUndefinedError(
                 f"loading {request.name!r} failed after {', '.join(self._changed)} had been restored. The objects may "
                 f"have states of different saves: load again before using them: {error}"
             ) from error
-        if request.in_place:
+        if request.changes >= Changes.FILES:
             self._add_changed(request.name)
         return loaded
 
@@ -244,7 +255,8 @@ def _plan_requests(
         source = opened if opened.root is None else SubPath(location, directory)
         request = _request(name, source, member, like, how, in_place, context)
         if in_place and member.kind == "tree":
-            check_target(opened, like, context, how)
+            changes = Changes.ARRAYS if check_target(opened, like, context, how) else Changes.OBJECTS
+            request = replace(request, changes=changes)
         yield replace(request, nbytes=opened.tree.nbytes)
 
 
@@ -349,6 +361,15 @@ def _request(
                 "files: pass an object like the one that was saved, or None to load the files as bytes",
                 [f"{name}: files are stored"],
             )
-        return MemberRequest(name, functools.partial(load_files_into, source, name, like, files), in_place=True)
-    load = functools.partial(load_into_target if in_place else load_value, source, like, request=how)
-    return MemberRequest(name, load, in_place)
+
+        def restore_files(context: Context, recording: Recording, undo: Undo) -> object:
+            return load_files_into(source, name, like, files, context, recording)
+
+        return MemberRequest(name, restore_files, Changes.FILES)
+
+    def load(context: Context, recording: Recording, undo: Undo) -> object:
+        if in_place:
+            return load_into_target(source, like, context, recording, how, undo)
+        return load_value(source, like, context, recording, how)
+
+    return MemberRequest(name, load, Changes.ARRAYS if in_place else Changes.NOTHING)

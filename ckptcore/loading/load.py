@@ -120,13 +120,21 @@ class LoadTarget(Protocol[T]):
         """
         ...
 
+    def begin(self, load: Load[T], first: TreeRead) -> None:
+        """Read first what the target may refuse, and restore it. Only called if there is any.
+
+        Raises:
+            TreeMismatchError: the target refused it.
+        """
+        raise AssertionError(f"{type(self).__name__} refuses nothing")
+
     def build(self, load: Load[T], reading: TreeRead) -> T:
         """Build the result from the leaves that were read."""
         ...
 
 
 class Load(Generic[T]):
-    """A load of one tree, in four stages: `open`, `plan`, `read` and `build`.
+    """A load of one tree, in five stages: `open`, `plan`, `begin`, `read` and `build`.
 
     `run` runs all stages, and repeats them if the checkpoint was replaced meanwhile.
 
@@ -183,6 +191,7 @@ class Load(Generic[T]):
         if self._read_through is not None:
             checkpoint = checkpoint.reading_through(self._read_through)
         reading = self.plan(checkpoint)
+        self.begin(reading)
         self.read(reading)
         return self.build(reading)
 
@@ -205,6 +214,17 @@ class Load(Generic[T]):
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
         return plan_leaf_reads(checkpoint, matched, self.runtime.workers(), self.recording.progress)
+
+    def begin(self, reading: TreeRead) -> None:
+        """Read and restore first what the target may refuse.
+
+        Each process reads this alone: the states of loaders and schedulers, and modules with loaders of their own.
+        """
+        if (first := reading.first) is not None:
+            if first.progress is not None:
+                first.progress.plan(first.nbytes + reading.nbytes)
+            with self.recording.phase("read", first.nbytes):
+                self.target.begin(self, first)
 
     def read(self, reading: TreeRead, read_planned: Callable[[TreeRead, Context], None] = read_tree) -> None:
         """Read and build the planned leaves.

@@ -19,6 +19,7 @@ __all__ = [
     "Sequences",
     "ShapeChange",
     "Unexpected",
+    "Values",
 ]
 
 Unexpected = Literal["error", "ignore"]
@@ -38,6 +39,10 @@ Keys = Literal["exact", "text"]
 
 Sequences = Literal["exact", "either"]
 """Exchange of lists and tuples: a stored tuple may match a requested list, and vice versa."""
+
+
+Values = Literal["stored", "error"]
+"""Treatment of plain values of another kind or structure than the requested ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,10 @@ class Matching:
             containers have them: the dict ``{"1": ...}`` matches ``{1: ...}``, a list and a tuple. A container without
             leaves matches None, and a number an array without axes, if nothing is lost. Formats of other software are
             always matched in this way.
+        values: plain values (None, numbers, text, bytes, arrays without axes, and lists and dicts of nothing else) of
+            another kind or structure than the requested ones: ``"stored"``: a number or an array without axes has the
+            requested form if nothing is lost, otherwise the stored value is loaded as it is, so that counters, bests
+            and histories of a program can change; ``"error"``.
     """
 
     unexpected: Unexpected = "error"
@@ -78,6 +87,7 @@ class Matching:
     pad_value: bool | int | float | complex = 0
     sequences: Sequences = "exact"
     keys: Keys = "exact"
+    values: Values = "stored"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -105,6 +115,7 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "cast": get_args(Casting),
     "sequences": get_args(Sequences),
     "keys": get_args(Keys),
+    "values": get_args(Values),
 }
 
 EXACT: Final = Matching()

@@ -39,6 +39,8 @@ class Matched:
         skeleton, leaves: the containers and the leaves of the abstract tree.
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
             value.
+        first: positions of the leaves of objects that are restored before anything else is changed; None if there are
+            no such objects.
     """
 
     numbers: Sequence[int | None]
@@ -50,6 +52,7 @@ class Matched:
     skeleton: Skeleton = LEAF
     leaves: Sequence[object] = ()
     filled: list[bool] | None = None
+    first: frozenset[int] | None = None
 
 
 def match_leaves(
@@ -325,17 +328,22 @@ class _Comparison:
                     else:
                         found.extend(change)
                 continue
-            if self.by_name and _are_interchangeable(requested, record):
+            can_change = self.by_name or matching.values == "stored"
+            if can_change and _are_interchangeable(requested, record):
                 reason = _scalar_difference(requested, record)
                 if reason is None:
                     self._convert(position, handler, requested, record)
             else:
                 reason = _difference(requested, record)
-            if reason is not None:
-                from ckptcore.loading.differences import Difference
+            are_values = reason is not None and _is_plain(requested) and _is_plain(record)
+            if are_values and matching.values == "stored":
+                self._take_stored(position, handler, requested, record)
+            elif reason is not None:
+                from ckptcore.loading.differences import Difference, Remedy
 
                 sort = reason.partition(":")[0]
-                found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}"))
+                remedy = Remedy("values", "stored") if are_values else None
+                found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}", remedy))
         return found
 
     def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
@@ -345,11 +353,29 @@ class _Comparison:
         elif isinstance(stored, ValueRecord) and (array := _array_of(stored, requested.spec)) is not None:
             self.arrays[position] = array
 
+    def _take_stored(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
+        """Load a plain value in its stored form; a number as a number, also if it is stored as an array."""
+        if not isinstance(stored, ArrayRecord):
+            is_wider = isinstance(requested, ValueRecord) and (requested.kind, stored.kind) == ("float", "int")
+            self.handlers[position] = _FloatOfInt() if is_wider else _VALUES
+        elif (sort := _sort(stored.spec)) is not None and isinstance(requested, ValueRecord):
+            self.handlers[position] = _NumberOfArray(handler, sort)
+
+
+def _is_plain(record: LeafRecord) -> bool:
+    """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
+    if isinstance(record, ArrayRecord):
+        return _is_scalar(record) and _sort(record.spec) is not None
+    return record.kind in _PLAIN_VALUES
+
 
 def _are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
     """Return True if two arrays have no meaning beyond their elements, so that they can be adjusted."""
     return requested.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
 
+
+_PLAIN_VALUES: Final = frozenset(("none", "bool", "int", "float", "complex", "str", "bytes"))
+"""Kinds of values that the core itself encodes."""
 
 _PLAIN_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Kinds of arrays without a meaning beyond their elements: these can be adjusted, or become numbers."""
@@ -467,6 +493,18 @@ class _NumberOfArray(HostValueHandler):
         """See `LeafHandler.build`."""
         ((_, array),) = boxes
         return self._handler.build(abstract, _VALUES.describe(_NUMBER_TYPES[self._kind](array[()])), ())
+
+
+class _FloatOfInt(HostValueHandler):
+    """Builds a float that is equal to the stored int; the int if there is none."""
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """See `LeafHandler.build`."""
+        number: Any = super().build(abstract, stored, boxes)
+        try:
+            return float(number) if float(number) == number else number
+        except OverflowError:
+            return number
 
 
 def _is_number(record: ValueRecord) -> bool:

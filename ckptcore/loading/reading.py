@@ -142,7 +142,13 @@ def plan_leaf_reads(
                 same.positions.append(position)
                 continue
         leaf_reads.append(leaf_read)
-    return TreeRead(opened, leaf_reads, leaves, filled, progress)
+    if matched.first is None:
+        return TreeRead(opened, leaf_reads, leaves, filled, progress)
+    parts: tuple[list[LeafRead], list[LeafRead]] = ([], [])
+    for leaf_read in leaf_reads:
+        parts[matched.first.isdisjoint(leaf_read.positions)].append(leaf_read)
+    first = TreeRead(opened, parts[0], leaves, filled, progress)
+    return TreeRead(opened, parts[1], leaves, filled, progress, first)
 
 
 def _placement_key(builder: LeafHandler | Executor[Any, Any], abstract: object) -> object:
@@ -170,6 +176,7 @@ class TreeRead:
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
             value.
         progress: counts the bytes of arrays that are built.
+        first: reads into the same results that are done before these: for objects that may refuse their state.
     """
 
     opened: Checkpoint
@@ -177,6 +184,7 @@ class TreeRead:
     leaves: list[object]
     filled: list[bool] | None = None
     progress: ByteProgress | None = None
+    first: TreeRead | None = None
 
     @property
     def nbytes(self) -> int:

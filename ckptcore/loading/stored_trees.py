@@ -44,13 +44,13 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     return list(map(leaf_of, tree.leaves))
 
 
-def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath], object]:
+def stored_at(tree: TreeMetadata, registry: Plugins) -> Callable[[TreePath], object]:
     """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
 
     It raises UnsupportedLeafError if a part of that tree cannot be loaded.
     """
-    whole = functools.cache(lambda: abstract_tree(checkpoint.tree, registry))
-    all_readable = functools.cache(lambda: not any(record.kind == UNREADABLE for record in checkpoint.tree.leaves))
+    whole = functools.cache(lambda: rebuild(tree.skeleton, _abstract_leaves_of(tree, registry), names_objects=True))
+    all_readable = functools.cache(lambda: not any(record.kind == UNREADABLE for record in tree.leaves))
 
     def find(path: TreePath) -> object:
         found = whole()
@@ -195,7 +195,7 @@ class _Pruning:
         if not found:
             del self.numbers[before:]
             return None
-        return Node(skeleton.kind, tuple(keys), tuple(children), skeleton.type)
+        return skeleton._replace(keys=tuple(keys), children=tuple(children))
 
 
 def _is_sequence(node: Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
-from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest
+from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest, LoadTarget
 from ckptcore.loading.matching import Matched, match_leaves
-from ckptcore.loading.reading import TreeRead, default_handlers
+from ckptcore.loading.reading import TreeRead, default_handlers, read_tree
 from ckptcore.loading.stored_trees import (
     chosen_leaves,
     files_instead,
@@ -28,6 +28,8 @@ from ckptcore.loading.stored_trees import (
     stored_at,
     transformed,
 )
+from ckptcore.loading.stored_values import with_stored_values
+from ckptcore.loading.undo import Undo
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
@@ -35,10 +37,13 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import (
+    STATE_OF,
     Flat,
     Shape,
     first_fixed,
     flatten,
+    lacks_object_at,
+    objects_that_may_refuse,
     own_values,
     per_process_values,
     rebuild,
@@ -73,9 +78,16 @@ def load_nothing(source: Source, context: Context, recording: Recording) -> None
 
 
 def load_into_target(
-    source: Source, target: object, context: Context, recording: Recording, request: LoadRequest = DEFAULT_REQUEST
+    source: Source,
+    target: object,
+    context: Context,
+    recording: Recording,
+    request: LoadRequest = DEFAULT_REQUEST,
+    undo: Undo | None = None,
 ) -> object:
     """Load a checkpoint into `target`, and fill its arrays in place. Returns the target.
+
+    Objects that may refuse their state are restored before anything else is changed; `undo` can put it back.
 
     Raises:
         TargetUndefinedError: the load failed after it began to change the target.
@@ -84,11 +96,13 @@ def load_into_target(
     """
     _refuse_placeholders(request)
     _refuse_framework(request)
-    load = Load(source, _FilledValue(target), context, recording, request)
+    undo = Undo() if undo is None else undo
+    load = Load(source, _FilledValue(target, undo), context, recording, request)
     try:
         load.run()
     except Exception as error:
         if not load.has_begun:
+            undo.run(error)
             raise
         raise TargetUndefinedError(
             f"{source}: the load failed after it began to change the target, which now has a mix of old and loaded "
@@ -133,7 +147,7 @@ def _refuse_framework(request: LoadRequest) -> None:
         )
 
 
-class _StoredValue:
+class _StoredValue(LoadTarget[object]):
     """The stored value in the saved structure, with arrays of a framework; for files, their bytes by path."""
 
     def __init__(self) -> None:
@@ -199,7 +213,7 @@ def _choose_framework(
             leaves[number], handlers[number] = leaf, handler
 
 
-class _NewValue:
+class _NewValue(LoadTarget[object]):
     """A new value like an abstract tree."""
 
     def __init__(self, abstract: object) -> None:
@@ -209,7 +223,7 @@ class _NewValue:
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
         """Find the stored leaf for each abstract one."""
         with load.recording.phase("open"):
-            flat = _flatten_like(checkpoint, self._abstract, load.context)
+            flat = _flatten_like(checkpoint, self._abstract, load.context, load.request)
             self._shape = flat.shape
             return _match(checkpoint, flat, load.context, load.request)
 
@@ -218,19 +232,35 @@ class _NewValue:
         return unflatten(self._shape, reading.leaves)
 
 
-class _FilledValue:
-    """A value whose arrays are filled in place, and whose other leaves are replaced."""
+class _FilledValue(LoadTarget[None]):
+    """A value whose arrays are filled in place, and whose other leaves are replaced.
 
-    def __init__(self, target: object) -> None:
+    Attributes:
+        undo: puts back the states of objects that were restored before anything else was changed.
+    """
+
+    def __init__(self, target: object, undo: Undo) -> None:
+        self.undo = undo
         self._target = target
         self._flat: Flat | None = None
 
     def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
         """Find the stored leaf for each leaf of the target."""
         with load.recording.phase("open"):
-            self._flat = flat = _flatten_like(checkpoint, self._target, load.context)
+            self._flat = flat = _flatten_like(checkpoint, self._target, load.context, load.request)
             matched = _match_target(checkpoint, flat, load.context, load.request)
-        return replace(matched, filled=[number is None for number in matched.numbers])  # unmatched leaves are kept
+        filled = [number is None for number in matched.numbers]  # unmatched leaves are kept
+        return replace(matched, filled=filled, first=_refusing_leaves(flat.shape))
+
+    def begin(self, load: Load[None], first: TreeRead) -> None:
+        """Restore the objects that may refuse their state."""
+        assert self._flat is not None  # set by `match`
+        objects = objects_that_may_refuse(self._flat.shape)
+        for found in objects:
+            self.undo.add(found)
+        read_tree(first, load.context)
+        for found in objects:
+            self.undo.restore(found, first.leaves)
 
     def build(self, load: Load[None], reading: TreeRead) -> None:
         """Put the leaves that were not filled in place into the target."""
@@ -240,7 +270,7 @@ class _FilledValue:
             restore(flat.shape, reading.leaves, reading.filled, list(flat.paths()))
 
 
-class _NoValue:
+class _NoValue(LoadTarget[None]):
     """No result: this process takes part in a collective load without requesting data."""
 
     def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
@@ -251,7 +281,7 @@ class _NoValue:
         """Build nothing."""
 
 
-class _RestoredFiles:
+class _RestoredFiles(LoadTarget[object]):
     """An object that restores itself from files.
 
     Attributes:
@@ -297,15 +327,27 @@ class _RestoredFiles:
             ) from error
 
 
-def check_target(checkpoint: Checkpoint, target: object, context: Context, request: LoadRequest) -> None:
+def check_target(checkpoint: Checkpoint, target: object, context: Context, request: LoadRequest) -> bool:
     """Check that the stored tree can be loaded into a target. Reads no array, and does not change the target.
+
+    Returns:
+        True if the load changes more than objects that may refuse their state.
 
     Raises:
         TransformError, TreeMismatchError, ValueError: the stored tree cannot be loaded; see `load_into_target`.
     """
     _refuse_placeholders(request)
     checkpoint = transformed(checkpoint, request.transforms, context)
-    _match_target(checkpoint, _flatten_like(checkpoint, target, context), context, request)
+    flat = _flatten_like(checkpoint, target, context, request)
+    matched = _match_target(checkpoint, flat, context, request)
+    refusing = _refusing_leaves(flat.shape) or frozenset()
+    return any(number is not None and position not in refusing for position, number in enumerate(matched.numbers))
+
+
+def _refusing_leaves(shape: Shape) -> frozenset[int] | None:
+    """Return the positions of the leaves of objects that may refuse their state; None if there are no such objects."""
+    objects = objects_that_may_refuse(shape)
+    return frozenset([position for found in objects for position in found.leaves]) if objects else None
 
 
 def holds_objects(tree: object, registry: Plugins) -> bool:
@@ -325,8 +367,10 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
     return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
 
 
-def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Flat:
+def _flatten_like(checkpoint: Checkpoint, value: object, context: Context, request: LoadRequest) -> Flat:
     """Flatten an abstract tree or a target. Handlers of objects in it can look up their stored abstract trees.
+
+    Plain values have their stored structure, unless the caller wants them strictly, or selects leaves.
 
     Raises:
         TreeMismatchError: files are stored.
@@ -335,11 +379,19 @@ def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Fl
         raise files_instead(checkpoint)
     runtime = runtime_of(context)
     registry, job = runtime.registry, runtime.job()
-    found = stored_at(checkpoint, registry)
+    found = stored_at(checkpoint.tree, registry)
     flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found)
     for path in per_process_values(flat.shape):
         _expect_processes(checkpoint, path, job.size)
-    return flat
+    if request.matching.values == "error" or request.select is not None:
+        return flat
+    by_name = _is_by_name(checkpoint, request)
+    return with_stored_values(flat, checkpoint.tree, registry, by_name=by_name)
+
+
+def _is_by_name(checkpoint: Checkpoint, request: LoadRequest) -> bool:
+    """Return True if leaves are matched by the texts of their keys."""
+    return checkpoint.root is None or request.matching.keys == "text"
 
 
 def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None:
@@ -371,7 +423,7 @@ def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRe
         flat,
         checkpoint.tree,
         checkpoint.location.display,
-        by_name=checkpoint.root is None or request.matching.keys == "text",
+        by_name=_is_by_name(checkpoint, request),
         matching=request.matching,
         rank_and_size=(job.rank, job.size),
         chosen=None if request.select is None else chosen_leaves(checkpoint, request.select, context),
@@ -399,9 +451,36 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
             "under its own name with save_checkpointables. Nothing was changed",
             [f"{path}: cannot be filled in place"],
         )
+    _check_inner_objects(checkpoint, flat.shape)
     _check_shared_memory(checkpoint, matched.numbers, memory)
     _check_shared_containers(checkpoint, matched.numbers, flat.shape)
     return matched
+
+
+def _check_inner_objects(checkpoint: Checkpoint, shape: Shape) -> None:
+    """Refuse the stored state of an object inside another one that does not have that object: it would get a dict.
+
+    Raises:
+        TreeMismatchError: names the first such object.
+    """
+    for path, node in _states_of_inner_objects(checkpoint.tree.skeleton, ()):
+        if lacks_object_at(shape, path):
+            name = format_path(path)
+            kind = str(node.type).removeprefix(STATE_OF)
+            raise TreeMismatchError(
+                f"{name} in {checkpoint.location.display} is the state of a {kind}, which the target does not have "
+                "there yet. Create that object before the load, for example by the step of the program that creates "
+                "it. Nothing was changed",
+                [f"{name}: the state of a {kind} is stored, and the target has no such object"],
+            )
+
+
+def _states_of_inner_objects(node: Skeleton, path: TreePath) -> Iterator[tuple[TreePath, Node]]:
+    if isinstance(node, Node):
+        if node.type is not None and node.type.startswith(STATE_OF):
+            yield path, node
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from _states_of_inner_objects(child, (*path, key))
 
 
 def _refuse_placeholders(request: LoadRequest) -> None:

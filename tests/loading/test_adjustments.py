@@ -260,7 +260,7 @@ def test_what_is_no_plain_array_is_never_changed(tmp_path: Path) -> None:
     import jax
 
     ckptcore.save(tmp_path / "c", {"key": jax.random.key(0), "text": "x" * 20000, "n": 3})
-    everything = Matching(cast="narrowing", shapes={"reshape", "truncate", "pad"})
+    everything = Matching(cast="narrowing", shapes={"reshape", "truncate", "pad"}, values="error")
     asked = {
         "key": AbstractArray((1,), "uint32"),
         "text": AbstractArray((5,), "uint8"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import PLACEHOLDER, AbstractArray, ShardedArray
+from ckptcore import PLACEHOLDER, AbstractArray, Matching, ShardedArray
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.errors import (
     CheckpointNotFoundError,
@@ -77,7 +77,7 @@ def test_every_difference_is_listed_at_once(location: Path) -> None:
     asked["steps"] = 0
     asked["s"] = State(0, Pair(AbstractArray((2,), "float64"), 5))
     with pytest.raises(TreeMismatchError) as caught:
-        ckptcore.load(location, asked)
+        ckptcore.load(location, asked, matching=Matching(values="error"))
     assert caught.value.differences == (
         "missing: steps is not stored",
         "a: shape: float64[3, 2] is requested, float64[2, 3] is stored",

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore import PLACEHOLDER, AbstractArray
+from ckptcore import PLACEHOLDER, AbstractArray, Matching
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.matching import match_leaves
 from ckptcore.model import TreeMetadata, format_path
@@ -36,7 +36,7 @@ def matched(abstract: Any, stored: Any, *, foreign: bool = True) -> dict[str, st
     records = [handler.describe(leaf) for handler, leaf in zip(kept.handlers, kept.leaves, strict=True) if handler]
     tree = TreeMetadata(kept.skeleton, tuple(records))
     flat = flatten(abstract, registry, placeholders=True)
-    numbers = match_leaves(flat, tree, "here", by_name=foreign).numbers
+    numbers = match_leaves(flat, tree, "here", by_name=foreign, matching=Matching(values="error")).numbers
     return {
         format_path(path): None if number is None else format_path(tree.paths[number])
         for path, number in zip(flat.paths(), numbers, strict=True)

@@ -111,7 +111,7 @@ def test_an_object_that_refuses_its_state_fails_all_after_its_name(saved: Path) 
             ckptcore.load_checkpointables(saved, {"model": None}, into={"counter": counter}, context=context)
         return type(caught.value).__name__
 
-    assert _run(2, load)[0][1] == "TargetUndefinedError"
+    assert _run(2, load)[0][1] == "TreeMismatchError"
 
 
 def test_steps(tmp_path: Path) -> None:

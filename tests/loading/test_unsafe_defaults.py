@@ -194,7 +194,7 @@ INCLUDED = {
 
 def _choice(text: str) -> Matching:
     option, _, choice = text.partition("=")
-    return Matching(**{option: [choice] if option == "shapes" else choice})  # type: ignore[arg-type]
+    return Matching(values="error", **{option: [choice] if option == "shapes" else choice})  # type: ignore[arg-type]
 
 
 def test_every_option_is_looked_at() -> None:
@@ -206,7 +206,8 @@ def test_every_option_is_looked_at() -> None:
         "sequences": get_args(Sequences),
         "keys": get_args(Keys),
     }
-    assert {field.name for field in dataclasses.fields(Matching)} == {*choices, "pad_value"}
+    # `values` allows by default what no other option does: test_loop_values.py.
+    assert {field.name for field in dataclasses.fields(Matching)} == {*choices, "pad_value", "values"}
     defaults = {getattr(Matching(), option) for option in choices if option != "shapes"}
     expected = {f"{option}={one}" for option, ones in choices.items() for one in ones if one not in defaults}
     assert set(DIFFERENCES) == expected
@@ -220,7 +221,7 @@ def test_an_option_allows_its_own_difference_and_no_other(given: str, found: str
     ckptcore.save(tmp_path / "c", stored, context=ckptcore.Context(durability="none"))
     asked = {name: leaf for name, leaf in {**stored, **DIFFERENCES[found]}.items() if leaf is not None}
     with pytest.raises(TreeMismatchError):
-        ckptcore.load(tmp_path / "c", asked)
+        ckptcore.load(tmp_path / "c", asked, matching=Matching(values="error"))
     if given != found and (given, found) not in INCLUDED:
         with pytest.raises(TreeMismatchError) as caught:
             ckptcore.load(tmp_path / "c", asked, matching=_choice(given))

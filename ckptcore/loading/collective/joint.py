@@ -142,7 +142,7 @@ class CollectiveRead:
         for number in itertools.count():  # `load` limits the attempts
             attempt: CollectiveAttempt[T] = self._attempt(load, self.job, agreement, number)
             reading = attempt.plan()
-            if reading is not None and attempt.read(reading):
+            if reading is not None and attempt.begin(reading) and attempt.read(reading):
                 with agreement.stage(f"finish-{number}"):
                     result = load.build(reading)
                 return result
@@ -176,6 +176,16 @@ class CollectiveAttempt(Generic[T]):
             return None
         messages = self._take_step("plan", plan_it)
         return planned[0] if messages is not None and self._agree(messages, planned[0]) else None
+
+    def begin(self, reading: TreeRead) -> bool:
+        """Restore what a process may refuse, on all of them; False if the checkpoint was replaced meanwhile."""
+
+        def begin() -> JSON:
+            with naming_arrays(reading.opened):
+                self._load.begin(reading)
+            return None
+
+        return self._take_step("begin", begin) is not None
 
     def read(self, reading: TreeRead) -> bool:
         """Read the planned data; False if the checkpoint was replaced meanwhile."""
@@ -228,12 +238,12 @@ def load_composite_collectively(load: CompositeLoad, job: Coordinator) -> dict[s
 
 
 def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
-    """Return the names that any rank requests. Names that no rank restores in place come first."""
-    in_place: dict[str, bool] = {}
+    """Return the names that any rank requests, in the order of `Changes`: what changes least comes first."""
+    changes: dict[str, int] = {}
     for requests in of_ranks:
-        for name, is_in_place in requests:
-            in_place[name] = in_place.get(name, False) or is_in_place
-    return sorted(in_place, key=lambda name: in_place[name])
+        for name, changed in requests:
+            changes[name] = max(changes.get(name, 0), changed)
+    return sorted(changes, key=lambda name: changes[name])
 
 
 class _CompositeAttempt:
@@ -253,7 +263,7 @@ class _CompositeAttempt:
         """Open the composite, and check the requests of this rank."""
         self._composite = self._load.attempts.open()
         self._requests = {request.name: request for request in self._load.plan(self._composite)}
-        return [[request.name, request.in_place] for request in self._requests.values()]
+        return [[request.name, int(request.changes)] for request in self._requests.values()]
 
     def load(self, name: str) -> JSON:
         """Load a checkpointable, or take part in its collective load."""

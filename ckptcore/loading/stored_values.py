@@ -1,0 +1,192 @@
+"""Plain values whose form the checkpoint decides: numbers, text and None, and containers of nothing else.
+
+The state of a program has counters, bests and histories that change their kind while it runs: None becomes 12, 0
+becomes 0.73, a list grows. The caller decides the form where nothing is lost by it, otherwise the checkpoint does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from ckptcore.builtin.host_leaves import VALUE_TYPES
+from ckptcore.loading.stored_trees import abstract_tree
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.tree import LEAF, Key, Node, Skeleton, leaf_count
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import LeafHandler
+from ckptcore.tree.flattening import Container, Flat, NewContainer, Shape, flatten
+
+__all__ = ["is_plain_value", "with_stored_values"]
+
+_CONTAINERS: Final = (dict, OrderedDict, list, tuple)
+
+_KINDS: Final = frozenset(("none", "bool", "int", "float", "complex", "str", "bytes"))
+"""Kinds of plain values."""
+
+_SCALARS: Final = (PLAIN_ARRAY, "numpy.scalar")
+"""Kinds of arrays that are numbers, if they have no axes."""
+
+
+def is_plain_value(record: LeafRecord) -> bool:
+    """Return True for None, a number, text or bytes, and for an array without axes."""
+    if isinstance(record, ArrayRecord):
+        return record.kind in ("str", "bytes") or (record.kind in _SCALARS and record.spec.shape == ())
+    return record.kind in _KINDS
+
+
+def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_name: bool) -> Flat:
+    """Request plain values in their stored structure where the requested structure differs.
+
+    A requested value or container of plain values takes the stored structure. A dict keeps its keys: one with a text
+    key that is not stored is left as it is, and so are the states of objects, whose handlers decide.
+
+    Args:
+        flat: the abstract tree.
+        tree: the stored tree.
+        plugins: find handlers of stored values.
+        by_name: True if other software wrote the checkpoint, which may store None for an empty container.
+    """
+    if flat.skeleton == tree.skeleton and not any(map(_is_array_for_value, flat.leaves, tree.leaves)):
+        return flat
+    walk = _Walk(flat, tree, plugins, by_name)
+    skeleton, shape = walk.node(flat.skeleton, flat.shape, 0, tree.skeleton, 0)
+    return Flat(skeleton, walk.leaves, walk.handlers, shape) if walk.has_changed else flat
+
+
+class _Walk:
+    """A pass over an abstract tree and the stored one. Collects the leaves of the result."""
+
+    def __init__(self, flat: Flat, tree: TreeMetadata, plugins: Plugins, by_name: bool) -> None:
+        self._by_name = by_name
+        self._flat = flat
+        self._tree = tree
+        self._plugins = plugins
+        self.leaves: list[object] = []
+        self.handlers: list[LeafHandler | None] = []
+        self.has_changed = False
+
+    def node(
+        self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton | None, number: int
+    ) -> tuple[Skeleton, Shape]:
+        """Return the node of the result for a requested node.
+
+        Args:
+            asked, shape, position: the requested node, and the position of its first leaf.
+            stored, number: the stored node, if any, and the number of its first leaf.
+        """
+        count = leaf_count(asked)
+        if stored is not None and self._is_decided(asked, shape, position, stored, number):
+            return self._as_stored(shape, stored, number)
+        if stored is None or not isinstance(asked, Node) or not isinstance(shape, Container):
+            self.leaves.extend(self._flat.leaves[position : position + count])
+            self.handlers.extend(self._flat.handlers[position : position + count])
+            return asked, shape
+        below = _children(stored, number)
+        skeletons: list[Skeleton] = []
+        shapes: list[Shape] = []
+        for key, child, child_shape in zip(asked.keys, asked.children, shape.children, strict=True):
+            found, first = below.get(str(key), (None, 0))
+            skeleton, made = self.node(child, child_shape, position, found, first)
+            skeletons.append(skeleton)
+            shapes.append(made)
+            position += leaf_count(child)
+        leaves = sum(map(leaf_count, skeletons))
+        return asked._replace(children=tuple(skeletons)), shape._replace(children=tuple(shapes), leaves=leaves)
+
+    def _is_decided(self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton, number: int) -> bool:
+        """Return True if the checkpoint decides the structure: both are plain, and nothing of the caller is lost."""
+        if asked is LEAF and stored is LEAF:
+            return _is_array_for_value(self._flat.leaves[position], self._tree.leaves[number])
+        if _are_alike(asked, stored) and (self._by_name or leaf_count(stored) or _is_same_kind(asked, stored)):
+            return False
+        if self._by_name and not leaf_count(stored):
+            return False
+        of_tree = self._tree.leaves[number : number + leaf_count(stored)]
+        if not _is_plain(stored) or not all(map(is_plain_value, of_tree)):
+            return False
+        end = position + leaf_count(asked)
+        if not _holds_plain(asked, shape) or not all(
+            handler is not None and type(leaf) in VALUE_TYPES
+            for leaf, handler in zip(self._flat.leaves[position:end], self._flat.handlers[position:end], strict=True)
+        ):
+            return False
+        return _keeps_keys(asked, stored)
+
+    def _as_stored(self, shape: Shape, stored: Skeleton, number: int) -> tuple[Skeleton, Shape]:
+        """Request a node in its stored form."""
+        self.has_changed = True
+        part = TreeMetadata(stored, self._tree.leaves[number : number + leaf_count(stored)])
+        made = flatten(abstract_tree(part, self._plugins), self._plugins)
+        self.leaves.extend(made.leaves)
+        self.handlers.extend(made.handlers)
+        if not isinstance(made.shape, Container):
+            return made.skeleton, made.shape
+        own = shape.like if isinstance(shape, Container) else None
+        in_place = type(own) is type(made.shape.like) and isinstance(own, dict | list)
+        return made.skeleton, NewContainer(made.shape, own if in_place else None, made.shape.leaves)
+
+
+def _children(stored: Skeleton, number: int) -> dict[str, tuple[Skeleton, int]]:
+    """Return the children of a stored node by the text of their keys, each with the number of its first leaf."""
+    found: dict[str, tuple[Skeleton, int]] = {}
+    if isinstance(stored, Node):
+        for key, child in zip(stored.keys, stored.children, strict=True):
+            found[str(key)] = child, number
+            number += leaf_count(child)
+    return found
+
+
+def _is_plain(node: Skeleton) -> bool:
+    return node is LEAF or (
+        isinstance(node, Node) and node.kind != "object" and node.type is None and all(map(_is_plain, node.children))
+    )
+
+
+def _holds_plain(node: Skeleton, shape: Shape) -> bool:
+    """Return True for a leaf, and for containers of exactly the types of Python."""
+    if not isinstance(node, Node):
+        return True
+    if not isinstance(shape, Container) or type(shape.like) not in _CONTAINERS:
+        return False
+    return all(map(_holds_plain, node.children, shape.children))
+
+
+def _keeps_keys(asked: Skeleton, stored: Skeleton) -> bool:
+    """Return True if no text key of a requested dict is missing in the stored one, at any depth."""
+    if not isinstance(asked, Node) or not isinstance(stored, Node):
+        return True
+    if _is_mapping(asked) and _is_mapping(stored):
+        kept: set[Key] = {str(key) for key in stored.keys}
+        if any(isinstance(key, str) and key not in kept for key in asked.keys):
+            return False
+    below = _children(stored, 0)
+    return all(
+        str(key) not in below or _keeps_keys(child, below[str(key)][0])
+        for key, child in zip(asked.keys, asked.children, strict=True)
+    )
+
+
+def _is_array_for_value(leaf: object, record: LeafRecord) -> bool:
+    """Return True if an array is stored for None, text or bytes: a requested number decides the form of an array."""
+    return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and is_plain_value(record)
+
+
+def _are_alike(asked: Skeleton, stored: Skeleton) -> bool:
+    """Return True if two trees have the same keys, as text, so that each leaf has a counterpart."""
+    if not isinstance(asked, Node) or not isinstance(stored, Node):
+        return asked is stored
+    below = {str(key): child for key, child in zip(stored.keys, stored.children, strict=True)}
+    return len(below) == len(asked.keys) and all(
+        str(key) in below and _are_alike(child, below[str(key)])
+        for key, child in zip(asked.keys, asked.children, strict=True)
+    )
+
+
+def _is_same_kind(asked: Skeleton, stored: Skeleton) -> bool:
+    """Return True for two mappings, and for two sequences: an option of the caller exchanges lists and tuples."""
+    return isinstance(asked, Node) and isinstance(stored, Node) and _is_mapping(asked) == _is_mapping(stored)
+
+
+def _is_mapping(node: Node) -> bool:
+    return node.kind in ("dict", "OrderedDict")
