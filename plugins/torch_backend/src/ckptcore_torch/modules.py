@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ckptcore.errors import TreeMismatchError
+from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
-from ckptcore_torch.names import has_wrappers, plain_names, wrapper_parts
-from ckptcore_torch.tensors import is_sharded, is_uninitialized, same_memory
+from ckptcore_torch.copies import ModuleCopy
+from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.module_loaders import Loaders
+from ckptcore_torch.names import has_wrappers, plain_module_name, plain_names, wrapper_parts
+from ckptcore_torch.tensors import is_sharded, is_uninitialized, overlaps_itself, same_memory
 
 __all__ = ["ModuleHandler"]
 
@@ -25,6 +30,10 @@ class ModuleHandler(CheckpointableHandler):
     lack the parts that DistributedDataParallel, DataParallel, torch.compile, activation
     checkpointing and FSDP add. ``load(location, module)`` returns a state dict for the module's
     ``load_state_dict``; ``load_into`` fills the module.
+
+    What a module with hooks, an extra state or a loader of its own accepts, only its
+    ``load_state_dict`` knows. Entries of such modules are loaded in their stored form, and the
+    versions of the modules (``_metadata``) are those of the checkpoint.
     """
 
     priority = Priority.FRAMEWORK
@@ -38,24 +47,25 @@ class ModuleHandler(CheckpointableHandler):
         return _with_plain_names(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
-        """Return the state dict to load, with stored shapes for parameters of unused lazy modules.
+        """Return the state dict to load, with the stored form of entries whose form the checkpoint decides.
 
         If the stored names are equal to the names of the module's own state dict, the result uses
         them instead of plain names.
 
         Raises:
-            TreeMismatchError: if the stored names differ from the module's only by wrappers.
+            TreeMismatchError: if the stored names differ from the module's only by wrappers, or if elements of an
+                entry share memory, as in an expanded buffer.
         """
         state = value.state_dict()
         if not isinstance(stored, Mapping):
             return _with_plain_names(value, state)
+        loaders = Loaders.of(value)
         if stored.keys() != state.keys():
             state = _with_plain_names(value, state)
+            loaders = loaders.with_plain_names(value)
         _refuse_other_wrappers(value, state, stored)
-        for name, held in state.items():
-            if is_uninitialized(held) and isinstance(stored.get(name), AbstractArray):
-                state[name] = abstract_tensor(stored[name])
-        return state
+        _refuse_overlaps(value, state, stored)
+        return _to_load(state, stored, loaders)
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
         """Return the state dict with the names for ``like.load_state_dict``."""
@@ -70,35 +80,100 @@ class ModuleHandler(CheckpointableHandler):
         one shared object.
 
         Raises:
-            TreeMismatchError: if the names of state and module differ.
+            TreeMismatchError: if the names of state and module differ, and no loader of the module decides about them.
         """
         own = target.state_dict()
         state = _with_module_names(target, own, state)
-        if own.keys() != state.keys():
-            differences = [
-                *(f"{name} is missing" for name in own.keys() - state.keys()),
-                *(f"{name} is not in the module" for name in state.keys() - own.keys()),
-            ]
+        loaders = Loaders.of(target)
+        differences = [
+            *(f"{name} is missing" for name in own.keys() - state.keys() if not loaders.decide(name)),
+            *(f"{name} is not in the module" for name in state.keys() - own.keys() if not loaders.decide(name)),
+        ]
+        if differences:
             raise TreeMismatchError(
                 f"the loaded state does not fit the {type(target).__qualname__}: "
                 f"{'; '.join(sorted(differences)[:20])}; create the module with the same "
                 "architecture as when it was saved",
                 sorted(differences),
             )
-        lacking = [name for name, held in own.items() if _is_meta(held)]
+        lacking = [name for name, held in own.items() if _is_meta(held) and name in state]
         if lacking:
             ties = _ties_on_meta(target)
-            target.load_state_dict({name: state[name] for name in lacking}, strict=False, assign=True)
+            assigned = OrderedDict((name, state[name]) for name in lacking)
+            # A copy, because PyTorch notes in it that it assigns.
+            assigned._metadata = copy.deepcopy(getattr(state, "_metadata", {}))  # type: ignore[attr-defined]
+            target.load_state_dict(assigned, strict=False, assign=True)
             _restore_ties(target, ties, set(plain_names(target, lacking).values()))
             own = target.state_dict()
-        in_place = all(same_memory(held, state[name]) for name, held in own.items())
-        if not in_place or _customizes_loading(target):
+        in_place = own.keys() == state.keys() and all(same_memory(held, state[name]) for name, held in own.items())
+        if not in_place or loaders.exist:
             target.load_state_dict(state)
+
+    def may_refuse(self, target: torch.nn.Module, request: Any) -> bool:
+        """Return True if a loader of its own decides, or if entries are not filled in place."""
+        own = target.state_dict()
+        request = _with_module_names(target, own, request)
+        return Loaders.of(target).are_foreign or any(
+            name not in request or not (request[name] is held or same_memory(held, request[name]) or _is_meta(held))
+            for name, held in own.items()
+        )
+
+    def undo(self, target: torch.nn.Module) -> Callable[[], None]:
+        """Return a function that puts back the present parameters, buffers and extra states."""
+        return ModuleCopy(target).restore
+
+
+def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
+    """Return the request for a state dict: own tensors to fill, or the stored form where a loader decides."""
+    request: Any = OrderedDict()
+    request._metadata = getattr(stored, "_metadata", None) or getattr(state, "_metadata", {})
+    for name, held in state.items():
+        if is_uninitialized(held) and isinstance(stored.get(name), AbstractArray):
+            request[name] = abstract_tensor(stored[name])
+        elif not loaders.decide(name):
+            request[name] = held
+        elif name in stored:
+            request[name] = held if _has_form(held, stored[name]) else _stored_form(held, stored[name])
+    for name, found in stored.items():
+        if name not in state and isinstance(name, str) and loaders.decide(name):
+            request[name] = state_to_load(None, found, array=abstract_tensor)
+    return request
+
+
+def _refuse_overlaps(module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any]) -> None:
+    for name, held in state.items():
+        if type(held) in (torch.Tensor, torch.nn.Parameter) and name in stored and overlaps_itself(held):
+            difference = f"{name} of the {type(module).__qualname__} has elements that share memory"
+            raise TreeMismatchError(
+                f"{difference}, as after expand(), so no state can be loaded into it. Register it as a copy: "
+                f"register_buffer(name, tensor.contiguous())",
+                [difference],
+            )
+
+
+def _stored_form(held: object, stored: Any) -> object:
+    """Return the request for an entry whose stored form is not that of the module."""
+    if isinstance(held, torch.Tensor) and isinstance(stored, AbstractArray):
+        return abstract_tensor(stored)
+    return state_to_load(held, stored, array=abstract_tensor)
+
+
+def _has_form(held: object, stored: object) -> bool:
+    """Return True if a tensor of the module has the stored shape and dtype, so that it can be filled."""
+    return (
+        isinstance(held, torch.Tensor)
+        and isinstance(stored, AbstractArray)
+        and tuple(held.shape) == stored.shape
+        and encoding_of(held.dtype).name == stored.dtype.name
+    )
 
 
 def _with_plain_names(module: torch.nn.Module, state: Any) -> Any:
-    """Rename the entries of a module's state dict to plain names."""
-    return _rename(state, plain_names(module, state)) if has_wrappers(module) else state
+    """Rename the entries of a module's state dict, and their versions, to plain names."""
+    if not has_wrappers(module):
+        return state
+    parts = getattr(state, "_metadata", {})
+    return _rename(state, plain_names(module, state), {part: plain_module_name(module, part) for part in parts})
 
 
 def _with_module_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
@@ -106,15 +181,16 @@ def _with_module_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
     if state.keys() == own.keys() or not has_wrappers(module):
         return state
     own_name = {plain: name for name, plain in plain_names(module, own).items()}
-    return _rename(state, {name: own_name.get(name, name) for name in state})
+    own_part = {plain_module_name(module, name): name for name, _ in module.named_modules()}
+    return _rename(state, {name: own_name.get(name, name) for name in state}, own_part)
 
 
-def _rename(state: Any, names: Mapping[str, str]) -> Any:
-    """Rename the entries of a state dict. Keep their order."""
+def _rename(state: Any, names: Mapping[str, str], parts: Mapping[str, str]) -> Any:
+    """Rename the entries of a state dict, and the parts of which it has versions. Keep their order."""
     renamed = OrderedDict((names[name], held) for name, held in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        renamed._metadata = versions  # type: ignore[attr-defined]  # PyTorch sets this attribute, too
+        renamed._metadata = {parts.get(part, part): version for part, version in versions.items()}  # type: ignore[attr-defined]  # PyTorch sets this attribute, too
     return renamed
 
 
@@ -155,19 +231,6 @@ def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
             if tensor.is_meta:
                 names.setdefault(id(tensor), []).append(name)
     return [tied for tied in names.values() if len(tied) > 1]
-
-
-def _customizes_loading(module: torch.nn.Module) -> bool:
-    """Return True if `load_state_dict` does more than copy tensors, because of hooks or overridden methods."""
-    base = torch.nn.Module
-    return any(
-        part._load_state_dict_pre_hooks
-        or part._load_state_dict_post_hooks
-        or type(part).load_state_dict is not base.load_state_dict
-        or type(part)._load_from_state_dict is not base._load_from_state_dict
-        or type(part).set_extra_state is not base.set_extra_state
-        for part in module.modules()
-    )
 
 
 def _restore_ties(module: torch.nn.Module, ties: list[list[str]], loaded: set[str]) -> None:

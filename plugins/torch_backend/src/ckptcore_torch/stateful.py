@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from ckptcore import handlers
 from ckptcore.events import logger_named
 from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
@@ -30,33 +32,18 @@ _WITHOUT_STATE: Final = tuple([kind.__iter__ for kind in (RandomSampler, SubsetR
 """``__iter__`` of samplers that draw a random order without saving their state. Subclasses may override it."""
 
 
-class StateDictHandler(CheckpointableHandler):
-    """Handler of learning rate schedulers and gradient scalers, with `state_dict` and `load_state_dict`.
+class StateDictHandler(handlers.StateDictHandler):
+    """Handler of learning rate schedulers and gradient scalers, whose state is equal on all processes.
 
-    A loaded state has the stored structure, which can differ from the object's current state: a
-    state can grow, and can contain None before the first step.
+    Arrays that the state of the object lacks are tensors, also if the checkpoint does not say so.
     """
 
     priority = Priority.FRAMEWORK
-
-    def flatten(self, value: Any) -> object:
-        """Return the state dict."""
-        return value.state_dict()
+    per_process = False
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return a request with the stored structure and the leaf types of the object's state.
-
-        Arrays that the state of the object lacks are requested as abstract tensors.
-        """
+        """Return a request with the stored structure and the leaf types of the object's state."""
         return state_to_load(value.state_dict(), stored, array=abstract_tensor)
-
-    def unflatten(self, like: Any, state: object) -> object:
-        """Return the state dict, for ``like.load_state_dict``."""
-        return state
-
-    def restore(self, target: Any, state: object) -> None:
-        """Load the state dict."""
-        target.load_state_dict(state)
 
 
 class DataLoaderHandler(StateDictHandler):
@@ -100,6 +87,11 @@ class GeneratorHandler(CheckpointableHandler):
         """Set the state."""
         target.set_state(state["state"])
 
+    def undo(self, target: torch.Generator) -> Callable[[], None]:
+        """Return a function that sets the present state."""
+        state = self.flatten(target)
+        return lambda: self.restore(target, state)
+
 
 _MODULES: Final = ModuleHandler()
 _OPTIMIZERS: Final = OptimizerHandler()
@@ -117,6 +109,12 @@ def checkpointable_handler_of_type(value_type: type) -> CheckpointableHandler | 
         # does not.
         return None if hasattr(value_type, "set_state_tree") and hasattr(value_type, "get_state_tree") else _MODULES
     if issubclass(value_type, torch.optim.Optimizer):
+        # The module is imported by programs that have such an optimizer.
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        if zero is not None and issubclass(value_type, zero.ZeroRedundancyOptimizer):
+            from ckptcore_torch.zero_optimizers import ZeroOptimizerHandler  # imports torch.distributed.optim
+
+            return ZeroOptimizerHandler()
         return _OPTIMIZERS
     if issubclass(value_type, NamedOptimizerPart):
         return _NAMED_OPTIMIZER_PARTS

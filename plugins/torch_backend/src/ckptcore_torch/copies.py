@@ -1,0 +1,120 @@
+"""Copies of modules and optimizers, to put their present states back if a load fails early."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckptcore_torch.tensors import is_uninitialized
+
+__all__ = ["ModuleCopy", "OptimizerCopy"]
+
+
+class ModuleCopy:
+    """The parameters, buffers and extra states of a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Copy them. Tensors that are shared are copied once."""
+        self._parts = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+        self._values = _copies(_tensors([[parameters, buffers] for _, parameters, buffers in self._parts]))
+        self._extra: list[tuple[torch.nn.Module, Any]] = [
+            (part, copy.deepcopy(part.get_extra_state()))
+            for part in module.modules()
+            if type(part).get_extra_state is not torch.nn.Module.get_extra_state
+        ]
+
+    def restore(self) -> None:
+        """Put everything back into the same objects."""
+        for part, parameters, buffers in self._parts:
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
+        for put_back in self._values:
+            put_back()
+        for part, state in self._extra:
+            # A setter that refused has usually changed nothing, and would refuse again.
+            if not _are_equal(part.get_extra_state(), state):
+                part.set_extra_state(state)
+
+
+class OptimizerCopy:
+    """The groups of an optimizer, and the states of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy them."""
+        self._optimizer = optimizer
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._state = {key: _without_sharing(slots) for key, slots in optimizer.state.items()}
+        held = [self._state, [_options(group) for group in self._groups]]
+        self._values = _copies(_tensors(held))
+
+    def restore(self) -> None:
+        """Put everything back into the same tensors."""
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(options)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for put_back in self._values:
+            put_back()
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group without its parameters, which an optimizer does not restore."""
+    return {name: option for name, option in group.items() if name != "params"}
+
+
+def _without_sharing(state: Any) -> Any:
+    """Return new containers with the same values."""
+    if type(state) is dict:
+        return {key: _without_sharing(child) for key, child in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_without_sharing, state))
+    return state
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for child in value.values():
+            yield from _tensors(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            yield from _tensors(child)
+
+
+def _copies(tensors: Any) -> list[Callable[[], None]]:
+    """Return functions that put the present elements of tensors back."""
+    return [_copy(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+
+
+def _copy(tensor: torch.Tensor) -> Callable[[], None]:
+    """Return a function that gives a tensor its present elements, also if it has other memory then."""
+    if is_uninitialized(tensor) or tensor.is_meta:
+        return lambda: None
+    data, elements, attributes = tensor.data, tensor.detach().clone(), dict(tensor.__dict__)
+
+    def put_back() -> None:
+        tensor.data = data
+        with torch.no_grad():
+            data.copy_(elements)
+        tensor.__dict__.update(attributes)
+
+    return put_back
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return True if two states are certainly equal."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return isinstance(one, bool | int | float | complex | str | bytes | None) and one == other
