@@ -10,14 +10,18 @@
     sharded_tensors    leaf handler of ShardedTensors
     transfers          copies between device and host through pinned staging buffers
     stateful           handlers of schedulers, gradient scalers, data loaders and random generators
-    modules            checkpointable handler of modules; names removes wrappers from their names
-    optimizers         checkpointable handler of optimizers, by the numbers of their parameters
+    modules            checkpointable handler of modules; names removes wrappers from their names,
+                       module_loaders finds the loaders that modules have beside PyTorch's own
+    copies             copies of modules and optimizers, to put back if a load fails early
+    optimizers         checkpointable handler of optimizers, by the numbers of their parameters;
+                       optimizer_objects has the objects in their states, parameter_order their order
+    zero_optimizers    checkpointable handler of ZeroRedundancyOptimizer
     named_optimizers   NamedOptimizer: optimizers by names of parameters, and NamedOptimizerPart for
                        the parameters of one process. optimizer_names names the state of an
                        optimizer, fsdp_optimizers does so under FSDP1, and optimizer_forms converts
                        between the stored forms
     abstracts          abstract tensors for stored arrays
-    sizes              container handler of torch.Size
+    containers         container handlers of torch.Size and of objects in states of optimizers
     store_coordinator  coordinator of a torch.distributed job; store_handshakes separates restarts of
                        the job, watched_stores adds timeouts to the store
     collectives        sends bytes between processes of such a job, with group_channels
@@ -68,10 +72,10 @@ def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
 
 @hookimpl
 def ckpt_container_handler(value_type: type) -> ContainerHandler | None:
-    """Return the container handler of torch.Size."""
+    """Return the container handler of torch.Size, and of objects in the states of optimizers."""
     if not _is_torch_imported():
         return None
-    from ckptcore_torch.sizes import container_handler_of_type
+    from ckptcore_torch.containers import container_handler_of_type
 
     return container_handler_of_type(value_type)
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
+from ckptcore_torch.copies import OptimizerCopy
 from ckptcore_torch.optimizer_forms import (
     OptionsByName,
     form_of,
@@ -126,6 +127,20 @@ class NamedOptimizerHandler(CheckpointableHandler):
             "param_groups": _groups_to_load(members, nested["param_groups"]),
         }
         return self._extend_request(form.as_stored(request), stored, known)
+
+    def may_refuse(self, target: NamedOptimizer, request: object) -> bool:
+        """Return True if an optimizer may; see `OptimizerHandler`."""
+        return any(_NUMBERED.may_refuse(optimizer, request) for optimizer in target.optimizers)
+
+    def undo(self, target: NamedOptimizer) -> Callable[[], None]:
+        """Return a function that puts back the present states of all optimizers."""
+        copies = [OptimizerCopy(optimizer) for optimizer in target.optimizers]
+
+        def restore() -> None:
+            for one in copies:
+                one.restore()
+
+        return restore
 
     def unflatten(self, like: NamedOptimizer, state: object) -> object:
         """Return the state itself, for ``set_optimizer_state_dict``."""

@@ -12,6 +12,7 @@ from ckptcore.errors import NameCollisionError, UnsupportedLeafError
 from ckptcore.model import AbstractArray
 from ckptcore_torch.abstracts import abstract_state_like
 from ckptcore_torch.names import plain_names
+from ckptcore_torch.optimizer_objects import wrapped_objects
 from ckptcore_torch.optimizers import (
     OptimizerHandler,
     numbered_parameters,
@@ -75,7 +76,7 @@ def named_state(
             not number the parameters, or if it has entries other than states and groups.
         NameCollisionError: if a state without a parameter has the name of a parameter.
     """
-    state = optimizer.state_dict()
+    state = wrapped_objects(optimizer, optimizer.state_dict())
     if not numbers_parameters(state):
         raise UnsupportedLeafError(
             f"the state dict of this {type(optimizer).__name__} does not number its parameters, for example because "

@@ -14,6 +14,8 @@ from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
+from ckptcore_torch.copies import OptimizerCopy
+from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, with_objects, wrapped_objects
 from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
 from ckptcore_torch.tensors import same_memory
 
@@ -48,7 +50,7 @@ class OptimizerHandler(CheckpointableHandler):
 
     def flatten(self, value: torch.optim.Optimizer) -> object:
         """Return the state dict. Its tensors are the optimizer's own."""
-        return value.state_dict()
+        return wrapped_objects(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
         """Return a request: the state dict with the stored structure of each parameter's state, and all stored options.
@@ -57,7 +59,7 @@ class OptimizerHandler(CheckpointableHandler):
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers
                 them, or the reverse; if ``param_names`` differ; if parameters are on the meta device.
         """
-        state = value.state_dict()
+        state = wrapped_objects(value, value.state_dict())
         if not isinstance(stored, Mapping):
             return state
         if not numbers_parameters(state):
@@ -94,6 +96,12 @@ class OptimizerHandler(CheckpointableHandler):
             if isinstance(stored_group, Mapping):
                 own = state["param_groups"][place]
                 state["param_groups"][place] = {**options_to_load(own, stored_group), "params": own["params"]}
+        for key in (state.keys() | stored.keys()) - {"state", "param_groups"}:  # of an optimizer of another library
+            if key in stored:
+                others = objects_to_load(value, stored[key])
+                state[key] = slots_to_load(state.get(key), others, abstract_tensor)
+            else:
+                del state[key]
         return state
 
     def unflatten(self, like: torch.optim.Optimizer, state: Any) -> object:
@@ -106,6 +114,7 @@ class OptimizerHandler(CheckpointableHandler):
         PyTorch's ``load_state_dict`` alone would cast the state to the dtypes of the parameters,
         and copy options that are tensors.
         """
+        state = with_objects(state)
         if not numbers_parameters(state):
             target.load_state_dict(state)
             return
@@ -141,6 +150,20 @@ class OptimizerHandler(CheckpointableHandler):
             if same_memory(held, state["param_groups"][number].get(name)):
                 target.param_groups[number][name] = held
 
+    def may_refuse(self, target: torch.optim.Optimizer, request: object) -> bool:
+        """Return True if a loader or a hook is not PyTorch's own: whatever that refuses is refused before."""
+        loader = type(target).load_state_dict
+        return (
+            loader is not torch.optim.Optimizer.load_state_dict
+            or bool(target._optimizer_load_state_dict_pre_hooks)
+            or bool(target._optimizer_load_state_dict_post_hooks)
+            or not numbers_parameters(target.state_dict())
+        )
+
+    def undo(self, target: torch.optim.Optimizer) -> Callable[[], None]:
+        """Return a function that puts back the present state and options."""
+        return OptimizerCopy(target).restore
+
 
 def numbered_parameters(optimizer: torch.optim.Optimizer, state: Any) -> dict[Any, Any]:
     """Return the number of each parameter in a state dict."""
@@ -168,6 +191,7 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
     others = {name: slot for name, slot in own.items() if name not in held} if held else own
     request = state_to_load(others, stored, array=array)
     if isinstance(request, dict):
+        request.update({name: slot for name, slot in stored.items() if isinstance(slot, OptimizerObject)})
         for name, tensor in held.items():
             other = request.get(name)
             if isinstance(other, torch.Tensor) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype):
@@ -240,8 +264,10 @@ _SLOT_SHAPES: Final[Mapping[Any, Callable[[_Shape], _Shape]]] = {
 def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor | None, stored: Any) -> Any:
     """Return the stored state of a parameter, with the shapes that PyTorch's optimizers need for the parameter.
 
-    So the core reports a difference, or pads or cuts the array as the caller allows it for parameters.
+    So the core reports a difference, or pads or cuts the array as the caller allows it for parameters. Objects in the
+    state are requests for objects.
     """
+    stored = objects_to_load(optimizer, stored)
     of_torch = any(
         f"{kind.__module__}.".startswith("torch.optim.") and kind is not torch.optim.Optimizer
         for kind in type(optimizer).__mro__

@@ -1,4 +1,4 @@
-"""Container handler of torch.Size, a tuple of ints."""
+"""Container handlers: `torch.Size`, a tuple of ints, and objects in the states of optimizers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
+from ckptcore_torch.optimizer_objects import OptimizerObject, OptimizerObjectHandler
 
 __all__ = ["container_handler_of_type"]
 
@@ -22,9 +23,12 @@ class _SizeHandler(ContainerHandler):
         return torch.Size(children)  # type: ignore[arg-type]  # raises an error for other types itself
 
 
-_HANDLER: Final = _SizeHandler()
+_SIZES: Final = _SizeHandler()
+_OBJECTS: Final = OptimizerObjectHandler()
 
 
 def container_handler_of_type(value_type: type) -> ContainerHandler | None:
-    """Return the handler of torch.Size, or None for other types."""
-    return _HANDLER if value_type is torch.Size else None
+    """Return the handler for a type, or None for types that are not PyTorch's."""
+    if value_type is torch.Size:
+        return _SIZES
+    return _OBJECTS if value_type is OptimizerObject else None

@@ -1,0 +1,133 @@
+"""Objects in the states of optimizers, such as the projectors of GaLore: they are saved as their attributes.
+
+A load creates the object again. Its class is found by name in the Python module of the optimizer's own class, never
+imported because a checkpoint names it, and neither ``__init__`` nor ``__setstate__`` is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckptcore.errors import TreeMismatchError
+from ckptcore.handlers import state_to_load
+from ckptcore.model import Attribute, StoredObject
+from ckptcore.protocols import ContainerHandler, Flattened, Priority
+from ckptcore_torch.abstracts import abstract_tensor
+
+__all__ = ["OptimizerObject", "OptimizerObjectHandler", "objects_to_load", "with_objects", "wrapped_objects"]
+
+
+class OptimizerObject:
+    """An object in the state of an optimizer, as a container of its attributes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        """Wrap an object of Python with a ``__dict__``."""
+        self.value = value
+
+
+class OptimizerObjectHandler(ContainerHandler):
+    """Container handler of `OptimizerObject`."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: OptimizerObject) -> Flattened:
+        """Return the attributes."""
+        held = vars(value.value)
+        return Flattened("object", tuple(map(Attribute, held)), tuple(held.values()), _name_of(type(value.value)))
+
+    def unflatten(self, like: OptimizerObject, children: Sequence[object]) -> object:
+        """Return a new object of the same class with other attributes."""
+        return OptimizerObject(_new(type(like.value), dict(zip(vars(like.value), children, strict=True))))
+
+
+def wrapped_objects(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with its objects wrapped, and without options that are functions.
+
+    A load leaves options that are not stored as they are, so an optimizer keeps its functions.
+    """
+    result = {key: _wrapped(optimizer, value) for key, value in state.items()}
+    groups = state.get("param_groups")
+    if isinstance(groups, list):
+        result["param_groups"] = [
+            {name: option for name, option in group.items() if not _is_function(option)}
+            if isinstance(group, dict)
+            else group
+            for group in groups
+        ]
+    return result
+
+
+def with_objects(state: Any) -> Any:
+    """Return a loaded state dict with the objects themselves."""
+    if isinstance(state, OptimizerObject):
+        return state.value
+    return _mapped(state, with_objects)
+
+
+def objects_to_load(optimizer: torch.optim.Optimizer, stored: Any) -> Any:
+    """Return the stored state of a parameter, with a request for each object in it.
+
+    Raises:
+        TreeMismatchError: the class of an object is not in the module of the optimizer.
+    """
+    if isinstance(stored, StoredObject):
+        found = _class_of(optimizer, stored.type)
+        if found is None:
+            difference = f"the stored state has a {stored.type}, which the module of {type(optimizer).__name__} lacks"
+            raise TreeMismatchError(
+                f"{difference}. Load it into an optimizer of the class that was saved, or use PLACEHOLDER in the place "
+                "of the optimizer to start with a new state",
+                [difference],
+            )
+        return OptimizerObject(_new(found, state_to_load({}, dict(stored), array=abstract_tensor)))
+    return _mapped(stored, lambda child: objects_to_load(optimizer, child))
+
+
+def _wrapped(optimizer: torch.optim.Optimizer, value: Any) -> Any:
+    if _class_of(optimizer, _name_of(type(value))) is type(value) and hasattr(value, "__dict__"):
+        return OptimizerObject(value)
+    return _mapped(value, lambda child: _wrapped(optimizer, child))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return containers of Python with changed children; the same container if no child changed."""
+    if type(value) is dict:
+        children = {key: change(child) for key, child in value.items()}
+        return children if any(children[key] is not child for key, child in value.items()) else value
+    if type(value) in (list, tuple):
+        items = type(value)(map(change, value))
+        return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+    return value
+
+
+def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None:
+    """Return the class with a qualified name, if a module of the optimizer's classes has it; None otherwise."""
+    if name is None:
+        return None
+    for kind in type(optimizer).__mro__:
+        if kind is torch.optim.Optimizer:
+            return None
+        found = getattr(sys.modules.get(kind.__module__), name.rpartition(".")[2], None)
+        if isinstance(found, type) and _name_of(found) == name and not issubclass(found, torch.Tensor | dict | list):
+            return found
+    return None
+
+
+def _new(kind: type, attributes: Mapping[str, Any]) -> Any:
+    value = object.__new__(kind)
+    vars(value).update(attributes)
+    return value
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_function(option: object) -> bool:
+    return callable(option) and not isinstance(option, torch.Tensor | type)

@@ -1,0 +1,96 @@
+"""States of objects that are new: their tensors, and objects inside them, exist only in the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptcore
+from ckptcore.errors import TreeMismatchError
+
+
+class Averages:
+    """An average of the weights, whose shadows exist after the first update."""
+
+    def __init__(self) -> None:
+        self.shadows: dict[str, torch.Tensor] = {}
+        self.counts = np.zeros(0, np.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadows": self.shadows, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadows, self.counts = state["shadows"], state["counts"]
+
+
+@pytest.mark.parametrize("layout", ["zarr3", "ocdbt", "dcp", "safetensors"])
+def test_tensors_of_a_new_object_are_tensors(tmp_path: Path, layout: str) -> None:
+    trained = Averages()
+    trained.shadows = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    trained.counts = np.arange(3)
+    ckptcore.save(tmp_path / "c", {"average": trained}, layout=layout)
+    fresh = Averages()
+    ckptcore.load_into(tmp_path / "c", {"average": fresh})
+    assert {name: type(shadow) for name, shadow in fresh.shadows.items()} == {"w": torch.Tensor, "b": torch.Tensor}
+    assert all(torch.equal(fresh.shadows[name], shadow) for name, shadow in trained.shadows.items())
+    assert type(fresh.counts) is np.ndarray
+    assert fresh.counts.tolist() == [0, 1, 2]
+
+
+class Inner:
+    def __init__(self) -> None:
+        self.value = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Outer:
+    def __init__(self, inner: Inner | None) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 1} if self.inner is None else {"step": 1, "inner": self.inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner = state.get("inner")
+
+
+def test_an_object_in_an_object_is_restored_into_the_live_one(tmp_path: Path) -> None:
+    saved = Inner()
+    saved.value = torch.ones(2)
+    ckptcore.save(tmp_path / "c", {"outer": Outer(saved)})
+    inner = Inner()
+    target = Outer(inner)
+    ckptcore.load_into(tmp_path / "c", {"outer": target})
+    assert target.inner is inner
+    assert inner.value.tolist() == [1, 1]
+    with pytest.raises(TreeMismatchError, match=r"outer/inner .* is the state of a .*Inner, which the target does not"):
+        ckptcore.load_into(tmp_path / "c", {"outer": Outer(None)})
+
+
+def test_an_object_in_an_optimizer(tmp_path: Path) -> None:
+    def optimizer() -> tuple[torch.optim.Optimizer, torch.nn.Parameter, Inner]:
+        parameter, inner = torch.nn.Parameter(torch.ones(2)), Inner()
+        made = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        parameter.grad = torch.ones(2)
+        made.step()
+        made.state[parameter]["average"] = inner
+        return made, parameter, inner
+
+    saved, _, held = optimizer()
+    held.value = torch.ones(2)
+    ckptcore.save(tmp_path / "c", saved)
+    target, parameter, inner = optimizer()
+    ckptcore.load_into(tmp_path / "c", target)
+    assert target.state[parameter]["average"] is inner
+    assert inner.value.tolist() == [1, 1]
+    with pytest.raises(TreeMismatchError, match="is the state of a"):
+        ckptcore.load_into(tmp_path / "c", torch.optim.SGD([parameter], lr=0.1, momentum=0.9))
