@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 # Names are imported at their first use, so that importing this package is fast. Type checkers read the imports below; a
 # test compares both.
 _NAMES: Final = {
+    "ckptcore.api.checks": "check check_checkpointables",
     "ckptcore.api.descriptions": "abstract metadata open",
     "ckptcore.api.loads": "load load_async load_checkpointables load_into",
     "ckptcore.api.saves": "save save_async save_checkpointables save_checkpointables_async",
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
     from ckptcore import results as results
     from ckptcore import select as select
     from ckptcore import step_names as step_names
+    from ckptcore.api.checks import check as check
+    from ckptcore.api.checks import check_checkpointables as check_checkpointables
     from ckptcore.api.descriptions import abstract as abstract
     from ckptcore.api.descriptions import metadata as metadata
     from ckptcore.api.descriptions import open as open

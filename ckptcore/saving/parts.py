@@ -12,7 +12,13 @@ import numpy as np
 
 from ckptcore.builtin.files import FilesLayout, state_of_files
 from ckptcore.commit.root import Member
-from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointError,
+    NameCollisionError,
+    TreeMismatchError,
+    UnsupportedKeyError,
+    UnsupportedLeafError,
+)
 from ckptcore.io.snapshot import BoundedSnapshot, SnapshotShare
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
@@ -214,6 +220,7 @@ def describe_part(
     replicas: ReplicaOptions | None = None,
     executor: Executor[Any, Any] | None = None,
     placeholders: bool = False,
+    refusals: list[CheckpointError] | None = None,
 ) -> PartDescription:
     """Describe a value to save, and refuse what cannot be saved. Writes nothing.
 
@@ -226,6 +233,7 @@ def describe_part(
         replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
         executor: the workers of this controller, if it has any.
         placeholders: True if the state may have placeholders for leaves of the base of an update.
+        refusals: gets everything that cannot be saved, instead of an error; None: raise an error.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: with the name of the checkpointable.
@@ -241,7 +249,17 @@ def describe_part(
                 return FilesDescription(name, FilesLayout(layout), value, handled.files)
             own = own or (handled.checkpointable is not None and handled.checkpointable.per_process)
         return describe_tree(
-            name, value, layout, plugins, rank, size, replicas, executor, own=own, placeholders=placeholders
+            name,
+            value,
+            layout,
+            plugins,
+            rank,
+            size,
+            replicas,
+            executor,
+            own=own,
+            placeholders=placeholders,
+            refusals=refusals,
         )
 
 

@@ -36,7 +36,7 @@ from ckptcore.saving.requests import (
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import per_process_leaves, per_process_objects
 
-__all__ = ["keeps_others", "prepare_save", "save_created", "tree_digest"]
+__all__ = ["keeps_others", "prepare_save", "refuse_per_process_objects", "save_created", "tree_digest"]
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
@@ -112,7 +112,7 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
     descriptions = [by_name[name] for name in values]
     if agreement.size > 1 and context.job.replicas.objects == "refuse":
         for description in _common_trees(descriptions).values():
-            _refuse_per_process_objects(description, agreement.size)
+            refuse_per_process_objects(description, agreement.size)
     return descriptions
 
 
@@ -150,7 +150,7 @@ def save_created() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _refuse_per_process_objects(description: TreeDescription, size: int) -> None:
+def refuse_per_process_objects(description: TreeDescription, size: int) -> None:
     """Refuse per-process objects in a shared tree, because the checkpoint would store only one of them.
 
     Equal objects are refused too, because they may differ at a later save of the same job.

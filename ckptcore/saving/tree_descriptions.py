@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ckptcore.commit.root import Member
-from ckptcore.errors import UnsupportedLeafError
+from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import Pending, WriteItem, WritePlan
@@ -184,11 +184,12 @@ def describe_tree(
     *,
     own: bool,
     placeholders: bool = False,
+    refusals: list[CheckpointError] | None = None,
 ) -> TreeDescription:
     """Describe a tree to save, and refuse what cannot be saved. Writes nothing. See `describe_part`.
 
     Args:
-        name, value, layout, plugins, rank, size, replicas, executor, placeholders: see `describe_part`.
+        name, value, layout, plugins, rank, size, replicas, executor, placeholders, refusals: see `describe_part`.
         own: True if every process saves its own tree.
 
     Raises:
@@ -196,15 +197,15 @@ def describe_tree(
         UnsupportedKeyError: a key of a container is neither int nor str.
         NameCollisionError: two leaves would get the same name in the layout.
     """
-    flat = flatten(value, plugins, rank=rank, placeholders=placeholders)
+    flat = flatten(value, plugins, rank=rank, placeholders=placeholders, refusals=refusals)
     if own:
         rank, size = 0, 1
         _refuse_nested(flat)
     found = _NO_PLACEHOLDERS
-    if placeholders:
+    if placeholders or refusals:
         flat, found = _without_placeholders(flat)
     by_worker: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
-    tree, shards, remote_leaves = _describe_leaves(flat, rank, size, executor, by_worker)
+    tree, shards, remote_leaves = _describe_leaves(flat, rank, size, executor, by_worker, refusals)
     if not any(by_worker):
         by_worker = ()
     writers = len(by_worker) or size
@@ -261,6 +262,7 @@ def _describe_leaves(
     size: int,
     executor: Executor[Any, Any] | None,
     by_worker: Sequence[dict[int, Sequence[Shard]]],
+    refusals: list[CheckpointError] | None,
 ) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
     """Return the tree, the local boxes, and the remote leaves. Fills `by_worker` with the boxes of workers."""
     records: list[LeafRecord] = []
@@ -308,6 +310,9 @@ def _describe_leaves(
     if refused:
         paths = list(flat.paths())
         lines = [f"{format_path(paths[number])}: {error}" for number, error in refused.items()]
+        if refusals is not None:
+            refusals.extend(map(UnsupportedLeafError, lines))
+            return TreeMetadata(flat.skeleton, tuple(records), aliases), shards, frozenset(remote_leaves)
         more = f"; and {len(lines) - 20} more" if len(lines) > 20 else ""
         raise UnsupportedLeafError("; ".join(lines[:20]) + more + ". Nothing was written") from next(
             iter(refused.values())

@@ -19,6 +19,7 @@ from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePo
 from ckptcore.protocols import Layout, Rejoinable, SaveStrategy, StepStrategy
 from ckptcore.redaction import redacted_location
 from ckptcore.runtime import runtime_of
+from ckptcore.saving.checking import check_values
 from ckptcore.saving.requests import OneTree, Save, SaveDraft, as_integer
 from ckptcore.step_names import StepNames
 from ckptcore.training.path_directory import as_run_directory
@@ -109,6 +110,7 @@ class Checkpointer(CheckpointReader):
             strategy.check(source.location)
             for needed in strategy.layouts:
                 runtime_of(context).registry.layout(needed)
+        self._layout = layout
         options = StepOptions(
             layout=layout,
             strategy=strategy,
@@ -183,6 +185,25 @@ class Checkpointer(CheckpointReader):
         self._expect_open()
         step, epoch = as_integer("step", step), None if epoch is None else as_integer("epoch", epoch)
         return self._saver.wants(step, epoch)
+
+    def check(self, state: object) -> None:
+        """Check that `save` can save a tree, and `load_into` restore it. Call it before the training.
+
+        Reads no array and writes nothing. In a job, every process calls it. See `ckptcore.check`.
+
+        Raises:
+            UnsupportedLeafError: lists each path that cannot be saved or restored, with its type and a remedy.
+            RankFailedError: another process of the job has such paths.
+        """
+        self._check({"": state})
+
+    def check_checkpointables(self, checkpointables: Mapping[str, object]) -> None:
+        """Check that `save_checkpointables` can save objects, and `load_checkpointables` restore them. See `check`."""
+        self._check(dict(checkpointables))
+
+    def _check(self, values: Mapping[str, object]) -> None:
+        self._expect_open()
+        check_values(values, self._layout, self._context, self._agree("check"))
 
     @explains_arguments
     def save(

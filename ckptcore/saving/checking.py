@@ -1,0 +1,91 @@
+"""Check before the training that values can be saved and restored. Reads no array, and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ckptcore.context import Context
+from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.job.agreement import Agreement
+from ckptcore.loading.matching import match_leaves
+from ckptcore.loading.stored_trees import stored_at
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import Layout
+from ckptcore.runtime import runtime_of
+from ckptcore.saving.parts import describe_part, naming
+from ckptcore.saving.preparing import refuse_per_process_objects
+from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.tree.flattening import PerProcess, flatten
+
+__all__ = ["check_values"]
+
+_SHOWN: Final = 50
+"""Limit of refusals in the text of the error."""
+
+
+def check_values(values: Mapping[str, object], layout: str | Layout, context: Context, agreement: Agreement) -> None:
+    """Check that values can be saved and restored. Every process of a job calls it, and all of them raise an error.
+
+    Args:
+        values: by name; one tree has an empty name.
+        layout: the layout of the saves.
+        context: options.
+        agreement: gathers the errors of all processes.
+
+    Raises:
+        UnsupportedLeafError: lists everything in the values of this process that cannot be saved or restored.
+        RankFailedError: another process has such values.
+    """
+    with agreement.stage("check", meaning="nothing was saved"):
+        runtime = runtime_of(context)
+        found = runtime.registry.layout(layout)
+        lines: list[str] = []
+        for name in sorted(values):  # in one order on every process, because `state_dict` may be collective
+            executor = runtime.workers()
+            refusals: list[CheckpointError] = []
+            try:
+                with naming(name):
+                    description = describe_part(
+                        name,
+                        values[name],
+                        found,
+                        runtime.registry,
+                        rank=agreement.rank,
+                        size=agreement.size,
+                        executor=executor,
+                        refusals=refusals,
+                    )
+                    if isinstance(description, TreeDescription) and not refusals:
+                        if agreement.size > 1 and not description.own and context.job.replicas.objects == "refuse":
+                            refuse_per_process_objects(description, agreement.size)
+                        _restore_abstractly(values[name], description, runtime.registry, agreement.rank)
+            except TreeMismatchError as error:
+                lines.extend(f"cannot be restored: {difference}" for difference in error.differences)
+            except CheckpointError as error:
+                lines.append(str(error))
+            where = f"in {name!r}: " if name else ""
+            lines[:0] = [f"{where}{refusal}" for refusal in refusals]
+        if lines:
+            raise _refusal(lines)
+
+
+def _restore_abstractly(value: object, description: TreeDescription, plugins: Plugins, rank: int) -> None:
+    """Request what was described, as a load into the value would.
+
+    Raises:
+        TreeMismatchError: the value would not accept its own state.
+        UnsupportedLeafError: a part of it cannot be loaded.
+    """
+    if isinstance(value, PerProcess):
+        value = value.value
+    find = stored_at(description.tree, plugins)
+    flat = flatten(value, plugins, rank=rank, stored_at=find)
+    match_leaves(flat, description.tree, "the state", by_name=False)
+
+
+def _refusal(lines: Sequence[str]) -> UnsupportedLeafError:
+    unique = list(dict.fromkeys(line.removesuffix(". Nothing was written") for line in lines))
+    shown = "".join(f"\n  {line}" for line in unique[:_SHOWN])
+    more = f"\n  and {len(unique) - _SHOWN} more" if len(unique) > _SHOWN else ""
+    return UnsupportedLeafError(f"the state cannot be saved and restored:{shown}{more}")
