@@ -28,10 +28,10 @@ STATE = {"w": np.arange(8.0)}
     ("call", "nested"),
     [
         ("save", "save"),
-        ("save_async", "save_async"),
         ("load", "save"),
-        ("checkpointer", "save"),
         ("step", "step"),
+        pytest.param("save_async", "save_async", marks=pytest.mark.slow),
+        pytest.param("checkpointer", "save", marks=pytest.mark.slow),
         pytest.param("save", "load", marks=pytest.mark.slow),
         pytest.param("load", "policies", marks=pytest.mark.slow),
         pytest.param("save_checkpointables", "checkpointer", marks=pytest.mark.slow),
