@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import sys
 import threading
 import weakref
 import zlib
@@ -168,7 +170,20 @@ class LateRanks:
             )
         if self._rank != 0 and list(ranks) == [0]:
             hint += ". Rank 0 leads: it may itself wait for others, which its own log names"
-        logger.warning("%s: rank %d has waited %g s for %s. %s", self._call, self._rank, seconds, missing, hint)
+        text = f"{self._call}: rank {self._rank} has waited {seconds:g} s for {missing}. {hint}"
+        logger.warning("%s", text)
+        if logger.isEnabledFor(logging.WARNING) and not _is_shown(logger):
+            print(f"ckptcore: {text}", file=sys.stderr)  # a job that seems to hang would otherwise say nothing
+
+
+def _is_shown(logger: logging.Logger) -> bool:
+    """Return True if the program has configured a handler for the records of a logger."""
+    found: logging.Logger | None = logger
+    while found is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in found.handlers):
+            return True
+        found = found.parent if found.propagate else None
+    return False
 
 
 def _awaited(coordinator: Coordinator, key: str, ranks: Sequence[int]) -> Sequence[int]:

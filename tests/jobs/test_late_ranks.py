@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ NEVER = 1e6
 
 
 class Lines(logging.Handler):
-    """The lines about late ranks, by the rank that waits."""
+    """The lines about late ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +172,38 @@ def test_a_coordinator_that_does_not_report(tmp_path: Path, lines: Lines) -> Non
 
     run(work, 2)
     assert "rank 0 has waited 0.05 s for some of 2 ranks. All ranks of the job must make this call" in lines.texts[0]
+
+
+def test_without_logging_the_line_is_on_stderr(tmp_path: Path) -> None:
+    code = f"""
+import ckptcore, threading
+from ckptcore_testing import ThreadJob
+from ckptcore.context import JobOptions
+from ckptcore.job.gathering import LateRanks
+import logging
+
+LateRanks.first_seconds = 0.05
+came = threading.Event()
+class Came(logging.Filter):
+    def filter(self, record):
+        came.set()
+        return True
+logging.getLogger("ckptcore.job").addFilter(Came())
+
+def save(one):
+    if one.rank:
+        assert came.wait(60)
+    context = ckptcore.Context(job=JobOptions(coordinator=one), durability="none")
+    ckptcore.save({str(tmp_path / "x")!r}, {{"n": 1}}, context=context)
+
+ThreadJob(2).run(save)
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(
+        f"ckptcore: save of {tmp_path / 'x'}: rank 0 has waited 0.05 s for 1 of 2 ranks: 1. All ranks"
+    )
 
 
 def test_no_line_if_all_call(tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
