@@ -1,4 +1,4 @@
-"""Runtime: the state of a Context: its plugins, threads, memory and running saves. Calls that may not use it now."""
+"""Runtime: the state of a Context: its plugins, threads, memory and running saves."""
 
 from __future__ import annotations
 

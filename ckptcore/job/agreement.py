@@ -75,7 +75,7 @@ class Agreement:
             call = key if recording is None else f"{recording.operation} of {recording.location}"
         self._late = LateRanks(call, coordinator.rank, coordinator.size)
         self._coordinator = coordinator
-        self._gathering = Gathering(coordinator, self._late, block_ranks=block_ranks)
+        self._gathering = Gathering(coordinator, late=self._late, block_ranks=block_ranks)
         self._block_ranks = block_ranks
         self._key = key
         self._recording = recording
@@ -95,7 +95,7 @@ class Agreement:
         agreement = Agreement(self._coordinator, key, recording, block_ranks=self._block_ranks)
         agreement._is_verified = self._is_verified
         agreement._late = self._late
-        agreement._gathering = Gathering(self._coordinator, self._late, block_ranks=self._block_ranks)
+        agreement._gathering = Gathering(self._coordinator, late=self._late, block_ranks=self._block_ranks)
         return agreement
 
     @contextmanager

@@ -200,16 +200,18 @@ def _awaited(coordinator: Coordinator, key: str, ranks: Sequence[int]) -> Sequen
 class Gathering:
     """Sends data from all ranks to the leader, and from the leader to all. Stateless and thread-safe."""
 
-    def __init__(self, coordinator: Coordinator, late: LateRanks, *, block_ranks: int = BLOCK_RANKS) -> None:
+    def __init__(
+        self, coordinator: Coordinator, *, late: LateRanks | None = None, block_ranks: int = BLOCK_RANKS
+    ) -> None:
         """Divide a large job into blocks if its coordinator supports groups.
 
         Args:
             coordinator: connects the processes.
-            late: logs the ranks for which an exchange waits long.
+            late: logs the ranks for which an exchange waits long; None: one without the name of an operation.
             block_ranks: the number of ranks of a block; equal in every process.
         """
         self._coordinator = coordinator
-        self._late = late
+        self._late = late or LateRanks("an exchange", coordinator.rank, coordinator.size)
         self._block_ranks = block_ranks
         self.rank = coordinator.rank
         self.size = coordinator.size
