@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import xxhash
 
 from ckptcore.model.arrays import Box
@@ -59,6 +58,7 @@ def _digest(handler: LeafHandler, leaf: object, record: ArrayRecord, box: Box) -
     hasher = xxhash.xxh3_64()
     for part in sample:
         elements = part.result()
-        native = elements.astype(elements.dtype.newbyteorder("="), order="C", copy=False)
-        hasher.update(native.reshape(-1).view(np.uint8))
+        if not elements.dtype.isnative:  # ranks may have other byte orders
+            elements = elements.astype(elements.dtype.newbyteorder("="))
+        hasher.update(elements.tobytes())
     return hasher.intdigest()

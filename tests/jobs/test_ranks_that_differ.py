@@ -12,7 +12,7 @@ import torch
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore import ArrayShard, Context, PerProcess, ShardedArray
+from ckptcore import ArrayShard, Context, Export, PerProcess, ShardedArray, Update, WithExports
 from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
@@ -196,3 +196,48 @@ def test_safetensors_stores_the_array_of_the_lowest_rank(tmp_path: Path) -> None
     run(save)
     loaded = ckptcore.load(tmp_path / "x")
     assert all(torch.equal(torch.from_numpy(loaded[name]), make(0)) for name, make in state.items())
+
+
+def _partial(path: Path, state: Any, context: Context) -> None:
+    session = ckptcore.partial(path, layout="dcp", context=context)
+    session.save(state)
+    session.finalize()
+
+
+def _update(path: Path, state: Any, context: Context) -> None:
+    strategy = Update(base=path.parent / "base")
+    ckptcore.save(path, {"w": ckptcore.PLACEHOLDER, **state}, layout="dcp", strategy=strategy, context=context)
+
+
+def _step(path: Path, state: Any, context: Context) -> None:
+    with ckptcore.Checkpointer(path, layout="dcp", context=context) as checkpointer:
+        checkpointer.save(1, state)
+
+
+SAVES: dict[str, Callable[[Path, Any, Context], None]] = {"partial": _partial, "update": _update, "step": _step}
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_every_kind_of_save_compares(tmp_path: Path, kind: str) -> None:
+    ckptcore.save(tmp_path / "base", {"w": np.ones(3), "own": np.zeros((), int)}, layout="dcp")
+
+    def save(rank: int, context: Context) -> None:
+        with pytest.raises(CheckpointError, match="own: different on rank 0; rank 1"):
+            SAVES[kind](tmp_path / "refused", {"own": np.array(rank)}, context)
+        SAVES[kind](tmp_path / "saved", {"own": np.array(7)}, context)
+
+    run(save, 2)
+
+
+def test_an_export_that_one_rank_writes(tmp_path: Path) -> None:
+    """With an export to safetensors the lowest rank writes what all have, in every layout: nothing is mixed."""
+
+    def save(rank: int, context: Context) -> None:
+        export = WithExports([Export(location=tmp_path / "export", layout="safetensors")])
+        state = {"own": half_and_half(rank), "small": np.array(rank)}
+        ckptcore.save(tmp_path / "x", state, layout="dcp", strategy=export, context=context)
+
+    run(save, 2)
+    for name in ("x", "export"):
+        loaded = ckptcore.load(tmp_path / name)
+        assert not loaded["own"].any() and loaded["small"] == 0

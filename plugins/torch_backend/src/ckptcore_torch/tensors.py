@@ -137,8 +137,8 @@ class TensorHandler(LeafHandler):
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
         """Return the sample of a box. A device samples a large tensor itself, and transfers only the sample."""
-        encoding = encoding_of(leaf.dtype)
-        if leaf.is_cpu or box.size * encoding.host.itemsize <= WHOLE_SAMPLE_BYTES:
+        encoding = None if leaf.is_cpu else encoding_of(leaf.dtype)
+        if encoding is None or box.size * encoding.host.itemsize <= WHOLE_SAMPLE_BYTES:
             (view,) = self.view_on_host(leaf, [box])
             return [Ready(part) for part in sampled(view.result())]
         parts = sampled_on_device(leaf[box.slices], encoding.host.itemsize)
