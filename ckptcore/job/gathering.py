@@ -155,9 +155,9 @@ class LateRanks:
             timer.cancel()
         self._has_answer = self._has_answer or answers
 
-    def _log(self, seconds: float, awaited: Callable[[], Sequence[int]]) -> None:
+    def _log(self, seconds: float, awaited: Callable[[], Sequence[int] | None]) -> None:
         ranks = awaited()
-        if not self._logged.acquire(blocking=False):
+        if ranks is None or not self._logged.acquire(blocking=False):
             return
         shown = ", ".join(map(str, ranks[:_SHOWN_LATE])) + (", ..." if len(ranks) > _SHOWN_LATE else "")
         missing = f"{len(ranks)} of {self._size} ranks: {shown}" if ranks else f"some of {self._size} ranks"
@@ -186,15 +186,16 @@ def _is_shown(logger: logging.Logger) -> bool:
     return False
 
 
-def _awaited(coordinator: Coordinator, key: str, ranks: Sequence[int]) -> Sequence[int]:
-    """Return the ranks of the job for which an exchange waits; empty if unknown."""
-    found: Sequence[int] = ()
-    if isinstance(coordinator, ReportsAwaited):
-        with suppress(CheckpointError):  # the exchange itself raises the error of its service
-            found = coordinator.awaited(key)
-    if not found and coordinator.rank != 0:
-        found = [0]  # ranks other than the leader wait only for the leader
-    return [ranks[rank] for rank in found]
+def _awaited(coordinator: Coordinator, key: str, ranks: Sequence[int]) -> Sequence[int] | None:
+    """Return the ranks of the job for which an exchange waits; empty if unknown, None if it has just ended."""
+    if coordinator.rank != 0:
+        return [0]  # other ranks wait for the leader of the job, also in the first gather of a coordinator
+    if not isinstance(coordinator, ReportsAwaited):
+        return ()
+    try:
+        return [ranks[rank] for rank in coordinator.awaited(key)] or None
+    except CheckpointError:
+        return None  # the exchange itself raises the error of its service
 
 
 class Gathering:
