@@ -173,7 +173,14 @@ def refuse_in_signal_handler(call: str) -> None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
             between.append(frame)
         elif between:
-            if any(map(_is_signal_handler, between)):
+            for other in between:
+                code, count = other.f_code, other.f_code.co_argcount
+                values = [other.f_locals.get(name) for name in code.co_varnames[:count]]
+                if code.co_flags & _VARIABLE_ARGUMENTS:
+                    values += other.f_locals.get(code.co_varnames[count + code.co_kwonlyargcount], ())
+                # Python calls a handler with the number of the signal and the interrupted frame, which is its caller.
+                if id(other.f_back) not in map(id, values):
+                    continue
                 raise CheckpointError(
                     f"{call}: called by a signal handler that interrupted another call of ckptcore, which may hold "
                     "locks or import modules. Set a flag in the handler and save at the end of the step, or use "
@@ -181,13 +188,3 @@ def refuse_in_signal_handler(call: str) -> None:
                 )
             between.clear()
         frame = frame.f_back
-
-
-def _is_signal_handler(frame: FrameType) -> bool:
-    """Return True if Python called a function with the number of a signal and the interrupted frame, its caller."""
-    code = frame.f_code
-    count = code.co_argcount
-    values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
-    if code.co_flags & _VARIABLE_ARGUMENTS:
-        values += frame.f_locals.get(code.co_varnames[count + code.co_kwonlyargcount], ())
-    return any(value is frame.f_back for value in values)

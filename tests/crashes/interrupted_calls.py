@@ -46,10 +46,17 @@ def run(directory: Path, call: str, nested: str, at: int) -> dict[str, Any]:
         "load": lambda path: ckptcore.load(directory.parent / "there"),
         "save_checkpointables": lambda path: ckptcore.save_checkpointables(path, {"a": STATE}),
         "checkpointer": lambda path: ckptcore.Checkpointer(path).save(1, STATE),
-        "step": lambda path: checkpointer.save(2, STATE) if checkpointer is not None else None,
+        "step": lambda path: step(),
         "policies": lambda path: ckptcore.policies.EveryStep(),
     }
     checkpointer = ckptcore.Checkpointer(directory / "run") if "step" in (call, nested) else None
+
+    def step() -> None:
+        assert checkpointer is not None
+        handle = checkpointer.save(2, STATE)
+        assert handle is not None
+        handle.result()
+
     finder = SignalAtImport(at)
     outcomes: list[str] = []
     inside = False
