@@ -16,6 +16,7 @@ missing, the error has the command that installs it.
 import importlib
 import logging
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 # Names are imported at their first use, so that importing this package is fast. Type checkers read the imports below; a
@@ -120,11 +121,11 @@ else:  # type checkers do not see `__getattr__`: with it, they would accept any 
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            found: object = getattr(importlib.import_module(_HOMES[name]), name)
+            found: object = getattr(_imported(_HOMES[name], name), name)
             globals()[name] = found
             return found
         if name in _MODULES:
-            return importlib.import_module(f"{__name__}.{name}")
+            return _imported(f"{__name__}.{name}", name)
         if name == "__version__":
             from ckptcore.installed import version_of  # rarely used
 
@@ -139,6 +140,28 @@ else:  # type checkers do not see `__getattr__`: with it, they would accept any 
 
 # A library is silent unless the program configures logging; without this, Python prints its warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def _imported(module: str, name: str) -> ModuleType:
+    """Import a module for a name of this package. In a signal handler, its import may be interrupted and unfinished."""
+    try:
+        found = importlib.import_module(module)
+        unfinished = _is_unfinished(found)
+    except ImportError:
+        unfinished = any(_is_unfinished(other) for key, other in [*sys.modules.items()] if key.startswith(__name__))
+        if not unfinished:
+            raise
+    if unfinished:
+        raise ImportError(
+            f"{__name__}.{name}: called by a signal handler that interrupted another call of {__name__}, which imports "
+            "modules. Set a flag in the handler, and make the call at the end of the step",
+            name=module,
+        ) from None
+    return found
+
+
+def _is_unfinished(module: ModuleType) -> bool:
+    return getattr(module.__spec__, "_initializing", False)
 
 
 def _unknown_name(name: str) -> Exception:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.commit.location import Storages
 from ckptcore.commit.support import StorageSupport
 from ckptcore.context import Context
+from ckptcore.errors import CheckpointError
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
 from ckptcore.io.requests import IOThreads
@@ -22,9 +26,12 @@ if TYPE_CHECKING:
     from ckptcore.commit.root import ParsedRoots
     from ckptcore.io.chunk_reads import StoredFormat
 
-__all__ = ["Runtime", "runtime_of", "with_registry"]
+__all__ = ["Runtime", "refuse_in_signal_handler", "runtime_of", "with_registry"]
 
 _ATTRIBUTE = "_runtime"
+
+_VARIABLE_ARGUMENTS: Final = 4
+"""`inspect.CO_VARARGS`. The module takes long to import."""
 
 
 class Runtime:
@@ -144,3 +151,40 @@ def with_registry(context: Context, registry: Plugins) -> Context:
     own = replace(context)
     own.__dict__[_ATTRIBUTE] = Runtime(own, registry)
     return own
+
+
+def refuse_in_signal_handler(call: str) -> None:
+    """Refuse a call from a signal handler that interrupted another call of ckptcore, in the main thread.
+
+    The interrupted call may hold locks for which this one would wait forever, may be importing modules that this one
+    would see unfinished, and may be in an exchange with other processes.
+
+    Args:
+        call: the call, for the error.
+
+    Raises:
+        CheckpointError: with the remedy. If the handler does not catch it, it also ends the interrupted call.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python runs signal handlers in the main thread only
+    between: list[FrameType] = []  # frames of other code, between frames of ckptcore
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
+            between.append(frame)
+        elif between:
+            for other in between:
+                code, count = other.f_code, other.f_code.co_argcount
+                values = [other.f_locals.get(name) for name in code.co_varnames[:count]]
+                if code.co_flags & _VARIABLE_ARGUMENTS:
+                    values += other.f_locals.get(code.co_varnames[count + code.co_kwonlyargcount], ())
+                # Python calls a handler with the number of the signal and the interrupted frame, which is its caller.
+                if id(other.f_back) not in map(id, values):
+                    continue
+                raise CheckpointError(
+                    f"{call}: called by a signal handler that interrupted another call of ckptcore, which may hold "
+                    "locks or import modules. Set a flag in the handler and save at the end of the step, or use "
+                    "Checkpointer(save_policy=...) with PreemptionCheckpointing(). Nothing was done by this call"
+                )
+            between.clear()
+        frame = frame.f_back

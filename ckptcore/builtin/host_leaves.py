@@ -12,7 +12,16 @@ from typing import Any, Final, cast
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
-from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, StridedMemory, name_of_dtype
+from ckptcore.model.arrays import (
+    AbstractArray,
+    ArraySpec,
+    Box,
+    HostArray,
+    Shard,
+    StridedMemory,
+    name_of_dtype,
+    sampled,
+)
 from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
@@ -175,6 +184,11 @@ class HostValueHandler(LeafHandler):
         """Return the bytes of a str or bytes."""
         array = _encode_text(leaf)
         return [Ready(array[box.slices]) for box in boxes]
+
+    def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]]:
+        """Return the sample of any length: a str is encoded, which is not a transfer from a device."""
+        (view,) = self.view_on_host(leaf, [box])
+        return [Ready(part) for part in sampled(view.result())]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the whole array."""

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from ckptcore.errors import CommitUnknownError, CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore.events import Recording
-from ckptcore.job.gathering import BLOCK_RANKS, Gathering
+from ckptcore.job.gathering import BLOCK_RANKS, Gathering, LateRanks
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
 
@@ -59,6 +59,7 @@ class Agreement:
         key: str,
         recording: Recording | None = None,
         *,
+        call: str | None = None,
         block_ranks: int = BLOCK_RANKS,
     ) -> None:
         """Exchange nothing yet.
@@ -67,10 +68,14 @@ class Agreement:
             coordinator: connects the processes.
             key: unique to the operation and equal on every rank.
             recording: records the time of exchanges.
+            call: the operation, for a line in the log if other ranks are late; None: that of the recording.
             block_ranks: see `Gathering`.
         """
+        if call is None:
+            call = key if recording is None else f"{recording.operation} of {recording.location}"
+        self._late = LateRanks(call, coordinator.rank, coordinator.size)
         self._coordinator = coordinator
-        self._gathering = Gathering(coordinator, block_ranks=block_ranks)
+        self._gathering = Gathering(coordinator, late=self._late, block_ranks=block_ranks)
         self._block_ranks = block_ranks
         self._key = key
         self._recording = recording
@@ -89,6 +94,8 @@ class Agreement:
     def _like(self, key: str, recording: Recording | None) -> Agreement:
         agreement = Agreement(self._coordinator, key, recording, block_ranks=self._block_ranks)
         agreement._is_verified = self._is_verified
+        agreement._late = self._late
+        agreement._gathering = Gathering(self._coordinator, late=self._late, block_ranks=self._block_ranks)
         return agreement
 
     @contextmanager
@@ -230,7 +237,7 @@ class Agreement:
             return decide()
         key = f"{self._key}/{name}"
         if self.rank != 0:
-            response = json.loads(self._coordinator.broadcast(key, None))
+            response = json.loads(self._gathering.receive(key))
             if response["error"] is not None:
                 raise RankFailedError(f"rank 0: {response['error']}")
             decision: T = response["decision"]

@@ -2,28 +2,33 @@
 
 In a small job every rank sends its data to the leader. A larger job is divided into blocks of ranks, and the first rank
 of a block sends the data of its block. The leader then receives one message for each block, and the work of all other
-ranks does not grow with the job.
+ranks does not grow with the job. One line in the log names ranks for which an operation waits long.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
+import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, Final
 
 import xxhash
 
-from ckptcore.errors import CoordinationTimeoutError
-from ckptcore.protocols import Coordinator, GathersInGroups
+from ckptcore.errors import CheckpointError, CoordinationTimeoutError
+from ckptcore.events import logger_named
+from ckptcore.protocols import Coordinator, GathersInGroups, ReportsAwaited
 
 __all__ = [
     "BLOCK_RANKS",
     "ExchangeCounts",
     "Gathering",
+    "LateRanks",
     "exchange_counts",
 ]
 
@@ -83,6 +88,9 @@ def _drop(
         del counts[address]
 
 
+logger = logger_named("ckptcore.job")
+
+
 @functools.cache
 def exchange_counts() -> ExchangeCounts:
     """Return the counts of this process."""
@@ -93,21 +101,118 @@ BLOCK_RANKS: Final = 64
 """Number of ranks in a block. A job of up to this many ranks is not divided."""
 
 _SHOWN: Final = 100
+_SHOWN_LATE: Final = 20
 _COMPRESSION: Final = 1
 """The fastest level of zlib. It is enough, because the messages of a block are similar."""
+
+
+class LateRanks:
+    """Logs which ranks an exchange of an operation waits for, once per operation. Thread-safe.
+
+    Attributes:
+        first_seconds: the wait before the line if no answer of another rank was received in this operation. Often a
+            rank never calls: only rank 0 saves, or one skips a step.
+        later_seconds: the same in later exchanges, where a rank may write for minutes, or have failed.
+    """
+
+    first_seconds: ClassVar[float] = 10.0
+    later_seconds: ClassVar[float] = 60.0
+
+    def __init__(self, call: str, rank: int, size: int) -> None:
+        """Log nothing yet.
+
+        Args:
+            call: the operation, such as ``save of /data/run/step-100``.
+            rank, size: the rank of this process, and the number of processes of the job.
+        """
+        self._call = call
+        self._rank = rank
+        self._size = size
+        self._has_answer = False
+        self._logged = threading.Lock()  # acquired by the line, and never released
+
+    @contextmanager
+    def watch(self, coordinator: Coordinator, key: str, *, ranks: Sequence[int], answers: bool) -> Iterator[None]:
+        """Watch an exchange in the body.
+
+        Args:
+            coordinator: exchanges the messages.
+            key: the key of the exchange.
+            ranks: the rank in the job of each rank of the coordinator for which it may wait.
+            answers: True if the exchange ends with the messages that this rank waits for in the operation.
+        """
+        if self._logged.locked():
+            yield
+            return
+        seconds = self.later_seconds if self._has_answer else self.first_seconds
+        timer = threading.Timer(seconds, self._log, [seconds, lambda: _awaited(coordinator, key, ranks)])
+        timer.daemon = True
+        with suppress(RuntimeError):  # the program is ending, or the system has no more threads: then without the line
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        self._has_answer = self._has_answer or answers
+
+    def _log(self, seconds: float, awaited: Callable[[], Sequence[int] | None]) -> None:
+        ranks = awaited()
+        if ranks is None or not self._logged.acquire(blocking=False):
+            return
+        shown = ", ".join(map(str, ranks[:_SHOWN_LATE])) + (", ..." if len(ranks) > _SHOWN_LATE else "")
+        missing = f"{len(ranks)} of {self._size} ranks: {shown}" if ranks else f"some of {self._size} ranks"
+        if self._has_answer:
+            hint = "They have not finished this stage, or have failed: see their logs"
+        else:
+            hint = (
+                "All ranks of the job must make this call. Look for a condition such as `if rank == 0:` around it, for "
+                "a rank that skipped a step, and for errors in their logs"
+            )
+        if self._rank != 0 and list(ranks) == [0]:
+            hint += ". Rank 0 leads: it may itself wait for others, which its own log names"
+        text = f"{self._call}: rank {self._rank} has waited {seconds:g} s for {missing}. {hint}"
+        logger.warning("%s", text)
+        if logger.isEnabledFor(logging.WARNING) and not _is_shown(logger):
+            print(f"ckptcore: {text}", file=sys.stderr)  # a job that seems to hang would otherwise say nothing
+
+
+def _is_shown(logger: logging.Logger) -> bool:
+    """Return True if the program has configured a handler for the records of a logger."""
+    found: logging.Logger | None = logger
+    while found is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in found.handlers):
+            return True
+        found = found.parent if found.propagate else None
+    return False
+
+
+def _awaited(coordinator: Coordinator, key: str, ranks: Sequence[int]) -> Sequence[int] | None:
+    """Return the ranks of the job for which an exchange waits; empty if unknown, None if it has just ended."""
+    if coordinator.rank != 0:
+        return [0]  # other ranks wait for the leader of the job, also in the first gather of a coordinator
+    if not isinstance(coordinator, ReportsAwaited):
+        return ()
+    try:
+        return [ranks[rank] for rank in coordinator.awaited(key)] or None
+    except CheckpointError:
+        return None  # the exchange itself raises the error of its service
 
 
 class Gathering:
     """Sends data from all ranks to the leader, and from the leader to all. Stateless and thread-safe."""
 
-    def __init__(self, coordinator: Coordinator, *, block_ranks: int = BLOCK_RANKS) -> None:
+    def __init__(
+        self, coordinator: Coordinator, *, late: LateRanks | None = None, block_ranks: int = BLOCK_RANKS
+    ) -> None:
         """Divide a large job into blocks if its coordinator supports groups.
 
         Args:
             coordinator: connects the processes.
+            late: logs the ranks for which an exchange waits long; None: one without the name of an operation.
             block_ranks: the number of ranks of a block; equal in every process.
         """
         self._coordinator = coordinator
+        self._late = late or LateRanks("an exchange", coordinator.rank, coordinator.size)
         self._block_ranks = block_ranks
         self.rank = coordinator.rank
         self.size = coordinator.size
@@ -134,13 +239,15 @@ class Gathering:
                 sent in time.
         """
         if self._groups is None:
-            return self._coordinator.gather(key, payload)
+            return self._gather_on(self._coordinator, key, payload, range(self.size), of_all=True)
         number = self.rank // self._block_ranks
         block = self._block(number)
         missing: list[int] = []
         of_block: Sequence[bytes] | None = None
         try:
-            of_block = self._groups.within(block).gather(f"{key}/block-{number}", payload)
+            of_block = self._gather_on(
+                self._groups.within(block), f"{key}/block-{number}", payload, block, of_all=False
+            )
         except CoordinationTimeoutError as error:
             if self.rank != block[0]:
                 raise  # this rank could not send its own payload
@@ -152,7 +259,9 @@ class Gathering:
         batch = b"" if self.rank == 0 else _pack(of_block or (), missing)
         try:
             # Other relays may start one deadline later than this rank, and wait up to one deadline for their blocks.
-            batches = self._groups.within(relays, deadlines=2).gather(f"{key}/blocks", batch)
+            batches = self._gather_on(
+                self._groups.within(relays, deadlines=2), f"{key}/blocks", batch, relays, of_all=True
+            )
         except CoordinationTimeoutError as error:
             raise self._timed_out(key, [*missing, *[relays[index] for index in error.missing]]) from error
         if batches is None:
@@ -169,6 +278,11 @@ class Gathering:
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Return the payload of the leader on every rank. Other ranks pass None."""
         return self._broadcast_on(self._coordinator, key, payload)
+
+    def receive(self, key: str) -> bytes:
+        """Return the payload of the leader on another rank, which the leader sends without a gather before."""
+        with self._late.watch(self._coordinator, key, ranks=[0], answers=True):
+            return self._coordinator.broadcast(key, None)
 
     def broadcast_to_blocks(self, key: str, message: Callable[[range], bytes] | None) -> bytes:
         """Return the message of the leader to the block of this rank.
@@ -188,6 +302,12 @@ class Gathering:
                 self._groups.within(ranks).broadcast(f"{key}-{number}", message(block))
         return message(self._block(0))
 
+    def _gather_on(
+        self, coordinator: Coordinator, key: str, payload: bytes, ranks: Sequence[int], *, of_all: bool
+    ) -> Sequence[bytes] | None:
+        with self._late.watch(coordinator, key, ranks=ranks, answers=of_all and self.rank == 0):
+            return coordinator.gather(key, payload)
+
     def _broadcast_on(self, coordinator: Coordinator, key: str, payload: bytes | None) -> bytes:
         """Broadcast from the leader to the ranks of a coordinator. The receivers wait for several deadlines.
 
@@ -196,12 +316,13 @@ class Gathering:
         """
         if payload is not None:
             return coordinator.broadcast(key, payload)
-        for _ in range(1 if self._groups is None else 3):
-            try:
-                return coordinator.broadcast(key, None)
-            except CoordinationTimeoutError:
-                continue
-        return coordinator.broadcast(key, None)
+        with self._late.watch(coordinator, key, ranks=[0], answers=True):
+            for _ in range(1 if self._groups is None else 3):
+                try:
+                    return coordinator.broadcast(key, None)
+                except CoordinationTimeoutError:
+                    continue
+            return coordinator.broadcast(key, None)
 
     def _block(self, number: int) -> range:
         first = number * self._block_ranks

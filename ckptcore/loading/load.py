@@ -19,7 +19,7 @@ from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.tree import format_path, leaf_paths
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import ReadStrategy, ReadThrough, Transforms
-from ckptcore.runtime import Runtime, runtime_of
+from ckptcore.runtime import Runtime, refuse_in_signal_handler, runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.loading.collective.joint import CollectiveRead
@@ -266,6 +266,7 @@ def recorded_load(
     location: AnyLocation, context: Context, *, step: int | None = None, report: ProgressCallback | None = None
 ) -> Iterator[Recording]:
     """Record a load until the end of the with block, and report its progress to a function."""
+    refuse_in_signal_handler(f"the load of {location}")
     progress = None if report is None else ByteProgress(report)
     rank = runtime_of(context).job().rank
     recording = Recording("load", str(location), context.observers, step=step, rank=rank, progress=progress)

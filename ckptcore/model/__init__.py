@@ -6,6 +6,7 @@ hash, to compare and to define.
 """
 
 from ckptcore.model.arrays import (
+    WHOLE_SAMPLE_BYTES,
     AbstractArray,
     ArraySpec,
     Box,
@@ -14,6 +15,8 @@ from ckptcore.model.arrays import (
     StridedMemory,
     dtype_from_name,
     name_of_dtype,
+    sample_steps,
+    sampled,
 )
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
@@ -66,6 +69,7 @@ __all__ = [
     "LEAF",
     "PLAIN_ARRAY",
     "UNREADABLE",
+    "WHOLE_SAMPLE_BYTES",
     "AbstractArray",
     "ArrayRecord",
     "ArraySegment",
@@ -107,4 +111,6 @@ __all__ = [
     "float_to_json",
     "format_path",
     "name_of_dtype",
+    "sample_steps",
+    "sampled",
 ]

@@ -16,6 +16,7 @@ import numpy as np
 from ckptcore.errors import UnsupportedLeafError
 
 __all__ = [
+    "WHOLE_SAMPLE_BYTES",
     "AbstractArray",
     "ArraySpec",
     "Box",
@@ -24,6 +25,8 @@ __all__ = [
     "StridedMemory",
     "dtype_from_name",
     "name_of_dtype",
+    "sample_steps",
+    "sampled",
 ]
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -340,3 +343,34 @@ def _addresses(memory: StridedMemory) -> HostArray:
         "typestr": f"|V{memory.itemsize}",
     }
     return np.asarray(_Interface(interface))
+
+
+WHOLE_SAMPLE_BYTES: Final = 256 << 10
+"""Size of the largest array of which `sampled` returns all elements, in bytes."""
+
+_SAMPLE_EVERY_BYTES: Final = 4096
+_SAMPLE_BYTES: Final = 64
+
+
+def sample_steps(itemsize: int) -> tuple[int, int]:
+    """Return the distance of the parts of a sample, and the size of a part, in elements of `itemsize` bytes.
+
+    Every process must sample equally, also of an array that is on a device or not contiguous in one of them. Therefore
+    parts are counted in elements of the array in C order.
+    """
+    taken = max(1, _SAMPLE_BYTES // itemsize)
+    return max(taken, _SAMPLE_EVERY_BYTES // itemsize), taken
+
+
+def sampled(array: HostArray) -> Sequence[HostArray]:
+    """Return the elements of an array that are compared with those of other processes.
+
+    All elements of a small array. Of a larger one, 64 bytes of every 4 KiB and the last 64 bytes, so that arrays which
+    differ in 4 KiB or more in a row have different samples. See ``docs/design/ranks-with-different-trees.md``.
+    """
+    if array.nbytes <= WHOLE_SAMPLE_BYTES:
+        return (array,)
+    step, taken = sample_steps(array.itemsize)
+    flat = array.reshape(-1)
+    rows = flat.size // step
+    return (flat[: rows * step].reshape(rows, step)[:, :taken], flat[-taken:])

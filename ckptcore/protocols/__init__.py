@@ -19,6 +19,7 @@ from ckptcore.protocols.job import (
     Executor,
     GathersInGroups,
     Rejoinable,
+    ReportsAwaited,
     WantedLeaf,
     WorkerCapture,
 )
@@ -121,6 +122,7 @@ __all__ = [
     "ReadStrategy",
     "ReadThrough",
     "Rejoinable",
+    "ReportsAwaited",
     "SaveCommit",
     "SaveStrategy",
     "Snapshot",

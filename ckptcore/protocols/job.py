@@ -16,6 +16,7 @@ __all__ = [
     "Executor",
     "GathersInGroups",
     "Rejoinable",
+    "ReportsAwaited",
     "WantedLeaf",
     "WorkerCapture",
 ]
@@ -77,6 +78,24 @@ class GathersInGroups(Protocol):
         Args:
             ranks: the ranks of the group in this coordinator, each once, including the rank of this process.
             deadlines: the time that an exchange of the group waits, as a multiple of this coordinator's deadline.
+        """
+        ...
+
+
+@runtime_checkable
+class ReportsAwaited(Protocol):
+    """A `Coordinator` that knows for which ranks a running exchange waits.
+
+    The core logs them after ten seconds.
+    """
+
+    def awaited(self, key: str) -> Sequence[int]:
+        """Return the ranks whose payloads are missing in an exchange in which this rank waits; empty if unknown.
+
+        Called on another thread while the exchange runs, or right after it.
+
+        Args:
+            key: the key of the exchange.
         """
         ...
 

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemory
+from ckptcore.model.arrays import (
+    WHOLE_SAMPLE_BYTES,
+    ArraySpec,
+    Box,
+    HostArray,
+    Shard,
+    StridedMemory,
+    sampled,
+)
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
-from ckptcore.model.transfer import Pending
+from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, Key, NodeKind
 
 __all__ = [
@@ -351,6 +359,19 @@ class LeafHandler(Protocol):
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """Return the elements of each box, for blocking saves. They may alias the leaf and have any strides."""
         ...
+
+    def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
+        """Return the elements of a box that a save compares with those of other processes. None: do not compare.
+
+        Only called for arrays that are assumed to be equal in several processes, whose boxes are written by some of
+        these: see `shards`. The elements are those of `ckptcore.model.sampled`, in the same order. The default returns
+        None for a large box that `view_on_host` would transfer from a device. Implement it if the device can sample.
+        """
+        nbytes = box.size * stored.spec.numpy_dtype.itemsize
+        if nbytes > WHOLE_SAMPLE_BYTES and self.host_bytes(leaf, [box]).viewed:
+            return None
+        (view,) = self.view_on_host(leaf, [box])
+        return [Ready(part) for part in sampled(view.result())]
 
     @abstractmethod
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:

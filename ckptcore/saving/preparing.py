@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import xxhash
 
@@ -40,6 +40,9 @@ __all__ = ["keeps_others", "prepare_save", "refuse_per_process_objects", "save_c
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
+_MOST_DIFFERENT: Final = 32
+"""Limit of ranks that send the digests of their arrays because these differ. An error names so many."""
+
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> Save:
     """Describe the values and the target of a save, and refuse values that cannot be saved. On every rank.
@@ -53,6 +56,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         BackgroundSaveError: the error of an earlier save of this process was not retrieved. In a job, on every rank.
     """
     runtime, size, strategy = runtime_of(context), agreement.size, request.strategy
+    digests: Mapping[str, Mapping[str, int]] = {}
     with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
         runtime.saves.raise_unnoticed()
         info = request.notes.info()
@@ -66,12 +70,16 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if agreement.rank == 0:
             _refuse_target(request, target, info, context)
         if size > 1:
-            stage.payload = _digests(info.members, descriptions, strategy)
+            from ckptcore.saving.replica_digests import replica_digests  # needed only in a job
+
+            common = _common_trees(descriptions)
+            digests = {name: replica_digests(one, agreement.rank, size) for name, one in common.items()}
+            stage.payload = _digests(info.members, descriptions, strategy, digests)
     payloads = stage.payloads
     decided = agreement.lead("save", lambda: _decide(payloads, descriptions, has_others=keeps_others(target)))
     recording.save_id = decided["save_id"]
     if decided["different"]:
-        descriptions = _merge_trees(agreement, descriptions, decided["different"], payloads)
+        descriptions = _merge_trees(agreement, descriptions, digests, decided["different"], payloads)
     if decided["own_names"] and info.members is None:
         (one,) = descriptions
         descriptions = [one._replace(layout=one.layout.with_own_names(decided["save_id"]) or one.layout)]
@@ -179,16 +187,20 @@ def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], reg
 
 
 def _digests(
-    members: Mapping[str, Member] | None, descriptions: _Descriptions, strategy: SaveStrategy[SaveDraft, Save]
+    members: Mapping[str, Member] | None,
+    descriptions: _Descriptions,
+    strategy: SaveStrategy[SaveDraft, Save],
+    arrays: Mapping[str, Mapping[str, int]],
 ) -> JSON:
-    """Return digests of the names and trees of this rank. Digests are equal only if names and trees are.
+    """Return digests of the names, trees and arrays of this rank. Digests are equal only if names and trees are.
 
     Ignores notes: each rank names the device of an array differently.
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     trees = {name: tree_digest(description) for name, description in _common_trees(descriptions).items()}
     signature = strategy.signature if isinstance(strategy, FurtherSaves) else ""
-    return {"names": _digest(names), "strategy": signature, "trees": trees}
+    of_arrays = {name: _digest(dict(digests)) for name, digests in arrays.items()}
+    return {"names": _digest(names), "strategy": signature, "trees": trees, "arrays": of_arrays}
 
 
 def _common_trees(descriptions: _Descriptions) -> dict[str, TreeDescription]:
@@ -252,10 +264,12 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, has_others:
             )
     for name, description in _common_trees(descriptions).items():
         groups = _groups(name, payloads)
-        if len(groups) > 1:
-            decision["different"][name] = [ranks[0] for ranks in groups]
-        else:
+        senders = [ranks[0] for ranks in groups]
+        others = [ranks[0] for ranks in _groups(name, payloads, "arrays") if ranks[0] not in senders]
+        if len(groups) == 1:
             _refuse_unheld_arrays(description)
+        if len(groups) > 1 or others:
+            decision["different"][name] = [*senders, *others[:_MOST_DIFFERENT]]
     return decision
 
 
@@ -270,23 +284,29 @@ def _refuse_unheld_arrays(description: TreeDescription) -> None:
         )
 
 
-def _groups(name: str, payloads: Sequence[Any]) -> list[list[int]]:
-    """Return the groups of ranks that have the same tree under a name."""
-    ranks: dict[str, list[int]] = {}
+def _groups(name: str, payloads: Sequence[Any], *further: str) -> list[list[int]]:
+    """Return the groups of ranks that have the same tree under a name, and the same `further` digests."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, payload in enumerate(payloads):
-        ranks.setdefault(payload["trees"][name], []).append(rank)
+        ranks.setdefault(tuple([payload[digest][name] for digest in ("trees", *further)]), []).append(rank)
     return list(ranks.values())
 
 
 def _merge_trees(
-    agreement: Agreement, descriptions: _Descriptions, senders: Mapping[str, Sequence[int]], payloads: Sequence[Any]
+    agreement: Agreement,
+    descriptions: _Descriptions,
+    digests: Mapping[str, Mapping[str, int]],
+    senders: Mapping[str, Sequence[int]],
+    payloads: Sequence[Any],
 ) -> _Descriptions:
     """Replace trees that differ between ranks by their union, on every rank.
 
-    One rank of each group with equal trees sends its tree to the leader, so that messages do not grow with the job.
+    One rank of each group with equal trees and digests of arrays sends them to the leader, so that messages do not grow
+    with the job.
 
     Raises:
-        TreeMismatchError: on the leader, if trees cannot be merged. Other ranks raise RankFailedError with its text.
+        TreeMismatchError: on the leader, if trees cannot be merged, or arrays differ that must be equal. Other ranks
+            raise RankFailedError with its text.
     """
     own = _common_trees(descriptions)
     with agreement.stage("trees", meaning=NOTHING_COMMITTED) as stage:
@@ -295,6 +315,7 @@ def _merge_trees(
                 own[name].tree.to_json(),
                 sorted(own[name].holders.remote_leaves),
                 sorted(per_process_leaves(own[name].flat)),
+                digests[name],
             ]
             for name, ranks in senders.items()
             if agreement.rank in ranks
@@ -302,18 +323,25 @@ def _merge_trees(
     sent: Sequence[Any] = stage.payloads
 
     def merge() -> dict[str, str]:
-        from ckptcore.tree.merge import merge_trees  # needed only if ranks have different trees
+        from ckptcore.tree.merge import merge_trees, refuse_different_arrays  # needed only if ranks differ
 
         merged = {}
         for name, ranks in senders.items():
-            trees, remote_leaves, may_differ = zip(*[sent[rank][name] for rank in ranks], strict=True)
+            received = {rank: sent[rank][name] for rank in ranks}
+            trees = {rank: TreeMetadata.from_json(tree) for rank, (tree, *_) in received.items()}
+            groups = _groups(name, payloads)
+            first = [received[ranks[0]] for ranks in groups]
             with naming(name):
                 tree = merge_trees(
-                    [TreeMetadata.from_json(tree) for tree in trees],
-                    _groups(name, payloads),
+                    [trees[ranks[0]] for ranks in groups],
+                    groups,
                     size=agreement.size,
-                    remote_leaves=remote_leaves,
-                    may_differ=may_differ,
+                    remote_leaves=[remote_leaves for _, remote_leaves, _, _ in first],
+                    may_differ=[may_differ for _, _, may_differ, _ in first],
+                )
+                alike = [ranks for ranks in _groups(name, payloads, "arrays") if ranks[0] in trees]
+                refuse_different_arrays(
+                    [trees[ranks[0]] for ranks in alike], alike, [received[ranks[0]][3] for ranks in alike]
                 )
                 own[name].layout.check(tree, agreement.size)
             merged[name] = json.dumps(tree.to_json())

@@ -19,7 +19,7 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.progress import ByteProgress
 from ckptcore.protocols import FurtherSaves, Snapshot, WorkerCapture
-from ckptcore.runtime import runtime_of
+from ckptcore.runtime import refuse_in_signal_handler, runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, SavePart, SharedItems, TreeCaptured
 from ckptcore.saving.preparing import prepare_save
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveRequest, fail_before_claim, fail_everywhere
@@ -37,6 +37,7 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     Raises:
         CheckpointError: the save failed.
     """
+    refuse_in_signal_handler(f"the save to {request.destination.location}")
     runtime = runtime_of(context)
     # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
     key = runtime.exchange_key(request.destination.exchange_name)
@@ -75,6 +76,7 @@ def begin_save(
     Raises:
         CheckpointError: the save cannot start. The handle raises later errors.
     """
+    refuse_in_signal_handler(f"the save to {request.destination.location}")
     runtime = runtime_of(context)
     # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
     key = runtime.exchange_key(request.destination.exchange_name)

@@ -261,7 +261,13 @@ def exchanges_of(run: str, context: Context, job: Coordinator) -> Callable[[str]
         context: options.
         job: the processes.
     """
-    return lambda what: Agreement(job, runtime_of(context).exchange_key(f"{run}/{what}", job=job))
+    calls = {"own": "opening", "look-back": "opening", "list": "reload", "name": "save", "decide": "save"}
+
+    def begin(what: str) -> Agreement:
+        call = f"{calls.get(what, what.replace('-', ' of step '))} of {run.removesuffix('/checkpointer')}"
+        return Agreement(job, runtime_of(context).exchange_key(f"{run}/{what}", job=job), call=call)
+
+    return begin
 
 
 def check_step_names(names: StepNames | None) -> StepNames:

@@ -16,6 +16,7 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator, Layout, SaveStrategy, StepStrategy
+from ckptcore.runtime import refuse_in_signal_handler
 from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveDraft, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.training.run_directory import OwnedRun, SavedStep
@@ -167,6 +168,7 @@ class StepSaver:
         Raises:
             ValueError: the step has no name, or the policy cannot decide.
         """
+        refuse_in_signal_handler(f"the save of step {step}")
         self._steps.names.name(step)  # raises for numbers without a name
         wanted = self._decider.decide(
             step,

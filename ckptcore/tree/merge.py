@@ -11,7 +11,7 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
 
-__all__ = ["merge_trees"]
+__all__ = ["merge_trees", "refuse_different_arrays"]
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _RULES: Final = {
@@ -64,6 +64,43 @@ def merge_trees(
     held_by = merge.held_by(skeleton, aliases)
     merge.expect_no_difference()
     return TreeMetadata(skeleton, tuple(merge.records), aliases, held_by)
+
+
+def refuse_different_arrays(
+    trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], digests: Sequence[Mapping[str, int]]
+) -> None:
+    """Refuse arrays that several ranks are assumed to have alike, and that differ.
+
+    Args:
+        trees: the trees of some ranks, one of each group of ranks with equal digests.
+        ranks: by tree, the ranks that have it with these digests.
+        digests: by tree, the result of `ckptcore.saving.replica_digests`.
+
+    Raises:
+        TreeMismatchError: lists the arrays, with the ranks that have equal elements.
+    """
+    found: dict[tuple[TreePath, str], dict[int, list[int]]] = {}
+    for tree, of_tree, having in zip(trees, digests, ranks, strict=True):
+        paths = tree.paths
+        for box, digest in of_tree.items():
+            leaf, _, part = box.partition(" ")
+            found.setdefault((paths[int(leaf)], part), {}).setdefault(digest, []).extend(having)
+    lines = {
+        path: f"{format_path(path)}: different on " + "; ".join([_ranks(group, "rank") for group in by_digest.values()])
+        for (path, _), by_digest in found.items()
+        if len(by_digest) > 1
+    }
+    if lines:
+        differences = list(lines.values())
+        shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
+        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise TreeMismatchError(
+            f"arrays that every rank has must be equal, because this layout writes some from each rank:{shown}{more}\n"
+            "To store the array of every rank, wrap it in PerProcess(...). To store one for all, copy it from one rank "
+            "to the others before the save, for example with torch.distributed.broadcast, or use the layout "
+            "safetensors, which stores that of the lowest rank. Nothing was written",
+            differences,
+        )
 
 
 class _TreeMerge:

@@ -250,6 +250,7 @@ CAPABILITIES = {
     "StampedReader",
     "NativeReader",
     "Rejoinable",
+    "ReportsAwaited",
     "StatefulCheckpointable",
 }
 """The only protocols that `isinstance` may test for. Other capabilities are defaults or fields: see

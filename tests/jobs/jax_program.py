@@ -19,6 +19,7 @@ from ckptcore import Context
 from tests.jobs.counting import Counting
 from tests.jobs.processes import Place
 from tests.jobs.topologies import WHOLE, assert_part
+from tests.jobs.unequal_ranks import refusals, wait_for_late_rank
 
 __all__ = ["TASKS", "run"]
 
@@ -269,6 +270,19 @@ def load(place: Place) -> Any:
     return found
 
 
+def unequal(place: Place) -> Any:
+    """Arrays of one process that differ between ranks, and a rank that is late. Arrays of the job are not compared."""
+    state = {
+        "key": jax.random.key(place.rank),
+        "position": jnp.array(100 + place.rank),
+        "large": jnp.full((1 << 20,), float(place.rank)),
+    }
+    found = refusals(place, state, lambda mine, other: bool((mine == other).all()))
+    mesh = NamedSharding(over_all(place.size * place.devices, 1), P())
+    ckptcore.save(place.directory / "of-job", {"own": sharded(ROWS + place.rank, mesh)}, layout="dcp", context=QUICK)
+    return {"refused": found, "lines": wait_for_late_rank(place)}
+
+
 def quick(place: Place) -> Any:
     """A sample of all."""
     submeshes(place)
@@ -277,5 +291,5 @@ def quick(place: Place) -> Any:
 
 
 TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
-    task.__name__: task for task in (submeshes, offloaded, counted, save, load, quick)
+    task.__name__: task for task in (submeshes, offloaded, counted, save, load, quick, unequal)
 }

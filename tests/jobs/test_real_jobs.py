@@ -93,6 +93,30 @@ def test_a_sample_of_torch(tmp_path: Path) -> None:
     assert_frugal(found, "zarr3", shared=True)
 
 
+@pytest.mark.parametrize("job", [_of_jax, _of_torch], ids=["jax", "torch"])
+def test_ranks_that_differ_and_a_rank_that_is_late(job: Any, tmp_path: Path) -> None:
+    names = ["generator", "half and half"] if job is _of_torch else ["key", "position", "large"]
+    found = run_job(TORCH if job is _of_torch else JAX, "unequal", tmp_path, size=2, layouts=SHARING)
+    ranks = "; ".join([f"rank {rank}" for rank in range(len(found))])
+    for of_rank in found:
+        refused = of_rank["refused"]
+        for layout in SHARING:
+            for name in names:
+                message = refused.pop(f"{layout} {name}")
+                assert f"own: different on {ranks}\n" in message and "PerProcess" in message
+        if job is _of_torch:
+            statistics = refused.pop("statistics")
+            assert "['module.running_mean']: different on " in statistics
+            assert "torch.distributed.broadcast" in statistics
+        assert refused == {}
+    leader, *others, late = [of_rank["lines"] for of_rank in found]
+    size = len(found)
+    (line,) = leader
+    assert f"late: rank 0 has waited 0.1 s for 1 of {size} ranks: {size - 1}. All ranks of the job must" in line
+    assert all(len(lines) == 1 and f"for 1 of {size} ranks: 0." in lines[0] for lines in others)
+    assert late == []
+
+
 @pytest.mark.slow
 def test_arrays_on_some_processes_that_all_know_of(tmp_path: Path) -> None:
     for name, job, expect in (

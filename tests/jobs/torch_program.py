@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptcore
+from ckptcore.errors import CheckpointError
 from ckptcore.model import ArrayRecord
 from tests.jobs.counting import Counting
 from tests.jobs.optimizer_stages import optimizers
 from tests.jobs.processes import Place
 from tests.jobs.topologies import WHOLE, assert_part
+from tests.jobs.unequal_ranks import refusals, wait_for_late_rank
 
 __all__ = ["TASKS", "run"]
 
@@ -247,6 +249,26 @@ def counted(place: Place) -> Any:
     return {"whole": whole, "layouts": answers}
 
 
+def unequal(place: Place) -> Any:
+    """Arrays that differ between ranks, and a rank that is late."""
+    state = {
+        "generator": torch.Generator().manual_seed(place.rank).get_state(),
+        "half and half": torch.full((1 << 24,), float(place.rank)),
+    }
+    found = refusals(place, state, torch.equal)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(3))
+    model(torch.randn(5, 3) + place.rank).sum().backward()  # the statistics of each rank are those of its own batch
+    try:
+        ckptcore.save(place.directory / "statistics", model.state_dict(), layout="dcp", context=QUICK)
+    except CheckpointError as error:
+        found["statistics"] = str(error)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    ckptcore.save(place.directory / "statistics", model.state_dict(), layout="dcp", context=QUICK)
+    return {"refused": found, "lines": wait_for_late_rank(place)}
+
+
 def quick(place: Place) -> Any:
     """A sample of all."""
     submeshes(place)
@@ -257,5 +279,5 @@ def quick(place: Place) -> Any:
 
 
 TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
-    task.__name__: task for task in (stages, submeshes, strided, save, load, counted, quick, optimizers)
+    task.__name__: task for task in (stages, submeshes, strided, save, load, counted, quick, optimizers, unequal)
 }

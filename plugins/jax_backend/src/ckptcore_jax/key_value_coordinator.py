@@ -119,6 +119,14 @@ class KeyValueCoordinator:
             self._remove(prefix)
         return received
 
+    def awaited(self, key: str) -> Sequence[int]:
+        """Ranks for which the leader waits in a gather. See `ckptcore.protocols.ReportsAwaited`."""
+        if self._rank:
+            return (0,)
+        others = range(1, self._size)
+        heads = self._heads(f"ckptcore/gather/{quote(key, safe='')}", others)
+        return [rank for rank in others if rank not in heads]
+
     def _set_payload(self, prefix: str, payload: bytes) -> None:
         """Set the payload of this rank. The head is set last, so that its pieces exist."""
         inline = len(payload) <= _INLINE_BYTES

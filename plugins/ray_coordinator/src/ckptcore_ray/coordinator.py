@@ -13,6 +13,7 @@ from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedErr
 from ckptcore_ray.job_actor import process_token
 from ckptcore_ray.jobs import find_job, lost_job_message
 from ckptcore_ray.outcomes import Delivered, EndedIncarnation, LostRank, MissingRanks, Outcome, RankMembership
+from ckptcore_ray.progress import JobProgress
 
 __all__ = ["RayCoordinator"]
 
@@ -115,6 +116,19 @@ class RayCoordinator:
             return payload
         payloads = self._exchange(key, self._actor.broadcast, payload)
         return payloads[0] if payload is None else payload
+
+    def awaited(self, key: str) -> Sequence[int]:
+        """Ranks for which this rank waits in an exchange. See `ckptcore.protocols.ReportsAwaited`.
+
+        Raises:
+            RankFailedError: if the job's actor has failed.
+        """
+        try:
+            progress: JobProgress = self._actor.progress.remote().future().result(_ANSWER_SECONDS)
+        except (RayError, TimeoutError) as error:
+            raise RankFailedError(lost_job_message(self._job, self._size, error)) from error
+        waits = progress.ranks[self._rank].waiting
+        return next((wait.for_ranks for wait in waits if wait.key == key), ())
 
     def _exchange(self, key: str, method: Any, payload: bytes | None) -> tuple[bytes, ...]:
         if self._in_actor and _on_event_loop():

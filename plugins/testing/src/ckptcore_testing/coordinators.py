@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from ckptcore.errors import CoordinationTimeoutError
-from ckptcore.protocols import Coordinator, GathersInGroups
+from ckptcore.protocols import Coordinator, GathersInGroups, ReportsAwaited
 
 __all__ = ["CoordinatorTests"]
 
@@ -97,6 +97,11 @@ class CoordinatorTests:
         outcomes = self.run(several, _absent_leader, timeout_seconds=self.short_seconds)
         assert outcomes[1:] == [[0]] * (several - 1), "CoordinationTimeoutError.missing names the leader"
 
+    def test_the_leader_reports_the_ranks_that_it_waits_for(self, several: int) -> None:
+        """While the last rank has not sent its payload, if the coordinator supports that."""
+        found = self.run(several, _awaited_in_gather, timeout_seconds=self.long_seconds)[0]
+        assert found in (None, [several - 1])
+
     def test_a_broadcast_can_be_repeated_after_a_timeout(self, several: int) -> None:
         """The leader can be later than the others by one deadline, if it has waited for missing ranks before."""
         received = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
@@ -163,6 +168,29 @@ class _Gather:
     def __call__(self, coordinator: Coordinator) -> list[bytes] | None:
         gathered = coordinator.gather("payload", bytes([coordinator.rank]) * self.nbytes)
         return None if gathered is None else list(gathered)
+
+
+def _awaited_in_gather(coordinator: Coordinator) -> list[int] | None:
+    """Gather while the last rank waits until the leader has seen that only this rank is missing."""
+    if not isinstance(coordinator, ReportsAwaited):
+        return None
+    last = coordinator.size - 1
+    if coordinator.rank == last:
+        coordinator.broadcast("seen", None)
+    if coordinator.rank != 0:
+        coordinator.gather("late", b"")
+        if coordinator.rank != last:
+            coordinator.broadcast("seen", None)
+        return None
+    gathering = threading.Thread(target=coordinator.gather, args=("late", b""))
+    gathering.start()
+    found: list[int] = []
+    while found != [last]:
+        found = list(coordinator.awaited("late"))
+        time.sleep(0.005)
+    coordinator.broadcast("seen", b"")
+    gathering.join()
+    return found
 
 
 def _many_exchanges(coordinator: Coordinator) -> list[bytes]:

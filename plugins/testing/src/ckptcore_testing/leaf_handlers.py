@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, Pending, Shard, ValueRecord
+from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, Pending, Shard, ValueRecord, sampled
 from ckptcore.protocols import LeafHandler
 from ckptcore_testing.arrays import assert_same_bits, dtype_name, same_bits
 from ckptcore_testing.cases import check_each
@@ -279,6 +279,18 @@ class LeafHandlerTests:
         boxes = self._boxes(leaf)
         views = self.handler.view_on_host(leaf, boxes)
         self._assert_boxes(views, boxes, array_example.expected, "view_on_host")
+
+    @_for_each("array_example")
+    def test_a_sample_is_that_of_the_host_array(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        record = self._array_record(leaf)
+        for box in self._boxes(leaf):
+            found = self.handler.sample(leaf, record, box)
+            if found is not None:  # too large to transfer it from a device
+                expected = sampled(array_example.expected[box.slices])
+                assert len(found) == len(expected)
+                for part, elements in zip(found, expected, strict=True):
+                    assert_same_bits(part.result(), elements, "sample")
 
     @_for_each("array_example")
     def test_copy_to_host_returns_the_elements(self, array_example: LeafExample) -> None:

@@ -67,6 +67,11 @@ class ThreadJob:
             exchange[rank] = payload
             self._changed.notify_all()
 
+    def _missing(self, key: str, ranks: Sequence[int]) -> Sequence[int]:
+        with self._changed:
+            exchange = self._exchanges.get(key, {})
+            return [rank for rank in ranks if rank not in exchange]
+
     def _take(self, key: str, ranks: Sequence[int], size: int, timeout_seconds: float) -> Sequence[bytes]:
         """Wait for the payloads of these ranks, and return them."""
         deadline = time.monotonic() + timeout_seconds
@@ -121,6 +126,10 @@ class ThreadCoordinator:
             self._job._give(key, self._rank, payload)
             return payload
         return self._take(key, (0,))[0]
+
+    def awaited(self, key: str) -> Sequence[int]:
+        """See `ckptcore.protocols.ReportsAwaited`."""
+        return self._job._missing(key, range(self._size) if self._rank == 0 else (0,))
 
     def _take(self, key: str, ranks: Sequence[int]) -> Sequence[bytes]:
         return self._job._take(key, ranks, self._size, self._timeout_seconds)

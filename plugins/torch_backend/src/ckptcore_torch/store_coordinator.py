@@ -62,6 +62,7 @@ class StoreCoordinator:
         self._size: Final = size
         self._timeout_seconds: Final = timeout_seconds
         self._handshake: Final = handshake or handshakes().of(store, self._store, rank, size)
+        self._awaited: Final[dict[str, Sequence[int]]] = {}  # by key of a running exchange
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> StoreCoordinator:
@@ -123,6 +124,10 @@ class StoreCoordinator:
             self._exchange(key, lambda store, prefix: self._send(store, prefix, given))
         return payload
 
+    def awaited(self, key: str) -> Sequence[int]:
+        """Ranks for which a running exchange waits. See `ckptcore.protocols.ReportsAwaited`."""
+        return self._awaited.get(key, ())
+
     def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
         """Run an exchange with the key prefix of this run of the job."""
         timeout = self._timeout_seconds
@@ -130,7 +135,10 @@ class StoreCoordinator:
         def run(store: WatchedStore) -> T:
             return exchange(store, f"{self._handshake.run_id(store, key, timeout)}/{key}")
 
-        return run_watched(self._store, key, self._rank, timeout, run)
+        try:
+            return run_watched(self._store, key, self._rank, timeout, run)
+        finally:
+            self._awaited.pop(key, None)
 
     def _gather(self, store: WatchedStore, key: str, prefix: str, payload: bytes) -> Sequence[bytes] | None:
         if self._rank:
@@ -170,6 +178,7 @@ class StoreCoordinator:
             missing = {rank: name for rank, name in missing.items() if not store.has(name)}
             if not missing:
                 return
+            self._awaited[key] = tuple(missing)
             if time.monotonic() >= deadline:
                 raise CoordinationTimeoutError(
                     f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} "

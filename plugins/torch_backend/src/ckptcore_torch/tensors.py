@@ -12,6 +12,7 @@ import torch
 
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import (
+    WHOLE_SAMPLE_BYTES,
     ArrayRecord,
     ArraySpec,
     Box,
@@ -22,6 +23,8 @@ from ckptcore.model import (
     Shard,
     StridedMemory,
     ValueRecord,
+    sample_steps,
+    sampled,
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
@@ -37,6 +40,7 @@ __all__ = [
     "is_uninitialized",
     "overlaps_itself",
     "same_memory",
+    "sampled_on_device",
 ]
 
 
@@ -131,6 +135,15 @@ class TensorHandler(LeafHandler):
             return [start_copy(leaf[box.slices], np.empty(box.shape, encoding.host)) for box in boxes]
         whole = host_view(leaf)
         return [Ready(_view_box(whole, box)) for box in boxes]
+
+    def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
+        """Return the sample of a box. A device samples a large tensor itself, and transfers only the sample."""
+        encoding = None if leaf.is_cpu else encoding_of(leaf.dtype)
+        if encoding is None or box.size * encoding.host.itemsize <= WHOLE_SAMPLE_BYTES:
+            (view,) = self.view_on_host(leaf, [box])
+            return [Ready(part) for part in sampled(view.result())]
+        parts = sampled_on_device(leaf[box.slices], encoding.host.itemsize)
+        return [start_copy(part, np.empty(part.shape, encoding.host)) for part in parts]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the whole array."""
@@ -252,6 +265,10 @@ class SubclassHandler(LeafHandler):
         """View the plain tensor."""
         return _PLAIN.view_on_host(_as_plain(leaf), boxes)
 
+    def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
+        """Return the sample of the plain tensor."""
+        return _PLAIN.sample(_as_plain(leaf), stored, box)
+
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the whole array.
 
@@ -368,6 +385,14 @@ def _cast_elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[t
         difference = f"stored with the shape {shape}, requested as a tensor of the shape {tuple(abstract.shape)}"
         raise TreeMismatchError(f"{difference}; request a tensor of the stored shape", [difference])
     return elements_as(boxes[0][1], stored, abstract.dtype)
+
+
+def sampled_on_device(tensor: torch.Tensor, itemsize: int) -> Sequence[torch.Tensor]:
+    """Return the elements of a large tensor that `ckptcore.model.sampled` returns of its host array."""
+    step, taken = sample_steps(itemsize)
+    flat = tensor.detach().reshape(-1)
+    rows = flat.numel() // step
+    return (flat[: rows * step].view(rows, step)[:, :taken], flat[-taken:])
 
 
 def _check_has_memory(leaf: torch.Tensor) -> None:

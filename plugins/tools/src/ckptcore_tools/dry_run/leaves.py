@@ -84,6 +84,9 @@ class _RunningLeaves(LeafHandler):
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         _refuse()
 
+    def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
+        return None  # a dry run reads no elements, so it cannot find ranks that differ
+
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         _refuse()
 
