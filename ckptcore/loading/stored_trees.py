@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
-from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import default_handlers
-from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Transforms
@@ -44,13 +44,13 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     return list(map(leaf_of, tree.leaves))
 
 
-def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath], object]:
+def stored_at(checkpoint: Checkpoint, selection: Selection | None, context: Context) -> Callable[[TreePath], object]:
     """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
 
-    It raises UnsupportedLeafError if a part of that tree cannot be loaded.
+    It raises UnsupportedLeafError, or CorruptCheckpointError, if a selected part of that tree cannot be loaded.
     """
-    whole = functools.cache(lambda: abstract_tree(checkpoint.tree, registry))
-    all_readable = functools.cache(lambda: not any(record.kind == UNREADABLE for record in checkpoint.tree.leaves))
+    whole = functools.cache(lambda: abstract_tree(checkpoint.tree, runtime_of(context).registry))
+    errors = functools.cache(lambda: _unreadable_leaves(checkpoint, selection, context))
 
     def find(path: TreePath) -> object:
         found = whole()
@@ -60,24 +60,31 @@ def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath],
             if not isinstance(found, dict):
                 return None
             found = found.get(key.name if isinstance(key, Attribute) else key)
-        if not all_readable() and (unreadable := _first_unreadable(found, path)) is not None:
-            raise UnsupportedLeafError(
-                f"{format_path(unreadable)} cannot be loaded, which is a part of the stored state at "
-                f"{format_path(path)}: `ckptcore inspect` shows how it was saved"
-            )
+        for unreadable, error in errors().items():
+            if unreadable[: len(path)] == _plain(path):
+                raise type(error)(
+                    f"{format_path(unreadable)} cannot be loaded, which is a part of the stored state at "
+                    f"{format_path(path)}: {error}"
+                ) from error
         return found
 
     return find
 
 
-def _first_unreadable(stored: object, path: TreePath) -> TreePath | None:
-    """Return the path of a placeholder in a stored abstract tree; None if there is none."""
-    if stored is PLACEHOLDER:
-        return path
-    children = (
-        stored.items() if isinstance(stored, dict) else enumerate(stored if isinstance(stored, list | tuple) else ())
-    )
-    return next(filter(None, [_first_unreadable(child, (*path, key)) for key, child in children]), None)
+def _unreadable_leaves(
+    checkpoint: Checkpoint, selection: Selection | None, context: Context
+) -> dict[TreePath, CheckpointError]:
+    """Return the errors of selected leaves that cannot be loaded, by their paths with names instead of attributes."""
+    tree = checkpoint.tree
+    errors = {number: error for number, record in enumerate(tree.leaves) if (error := unreadable_error(record))}
+    if errors and selection is not None:
+        chosen = chosen_leaves(checkpoint, selection, context)
+        errors = {number: error for number, error in errors.items() if number in chosen}
+    return {_plain(tree.paths[number]): error for number, error in errors.items()}
+
+
+def _plain(path: TreePath) -> TreePath:
+    return tuple([key.name if isinstance(key, Attribute) else key for key in path])
 
 
 def files_instead(checkpoint: Checkpoint) -> TreeMismatchError:

@@ -209,7 +209,7 @@ class _NewValue:
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
         """Find the stored leaf for each abstract one."""
         with load.recording.phase("open"):
-            flat = _flatten_like(checkpoint, self._abstract, load.context)
+            flat = _flatten_like(checkpoint, self._abstract, load.context, load.request)
             self._shape = flat.shape
             return _match(checkpoint, flat, load.context, load.request)
 
@@ -228,7 +228,7 @@ class _FilledValue:
     def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
         """Find the stored leaf for each leaf of the target."""
         with load.recording.phase("open"):
-            self._flat = flat = _flatten_like(checkpoint, self._target, load.context)
+            self._flat = flat = _flatten_like(checkpoint, self._target, load.context, load.request)
             matched = _match_target(checkpoint, flat, load.context, load.request)
         return replace(matched, filled=[number is None for number in matched.numbers])  # unmatched leaves are kept
 
@@ -305,7 +305,7 @@ def check_target(checkpoint: Checkpoint, target: object, context: Context, reque
     """
     _refuse_placeholders(request)
     checkpoint = transformed(checkpoint, request.transforms, context)
-    _match_target(checkpoint, _flatten_like(checkpoint, target, context), context, request)
+    _match_target(checkpoint, _flatten_like(checkpoint, target, context, request), context, request)
 
 
 def holds_objects(tree: object, registry: Plugins) -> bool:
@@ -325,7 +325,7 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
     return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
 
 
-def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Flat:
+def _flatten_like(checkpoint: Checkpoint, value: object, context: Context, request: LoadRequest) -> Flat:
     """Flatten an abstract tree or a target. Handlers of objects in it can look up their stored abstract trees.
 
     Raises:
@@ -335,7 +335,7 @@ def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Fl
         raise files_instead(checkpoint)
     runtime = runtime_of(context)
     registry, job = runtime.registry, runtime.job()
-    found = stored_at(checkpoint, registry)
+    found = stored_at(checkpoint, request.select, context)
     flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found)
     for path in per_process_values(flat.shape):
         _expect_processes(checkpoint, path, job.size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ckptcore.commit.location import AnyLocation
@@ -33,7 +33,7 @@ from ckptcore.loading.opening import (
 )
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord
+from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord, unreadable_error
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
@@ -60,6 +60,8 @@ class VerifyReport:
         nbytes: bytes checked, including those of arrays in bases.
         unverified: keys of objects without checksums, which were only read.
         deleted: names of checkpointables that were deleted or lost after the save. This is not reported as a problem.
+        unused: by object, the names of arrays that other software stored and does not load, because its index names
+            other copies of them, or does not name them. They are not read, and not reported as a problem.
     """
 
     problems: tuple[Problem, ...]
@@ -67,6 +69,7 @@ class VerifyReport:
     nbytes: int
     unverified: tuple[str, ...]
     deleted: tuple[str, ...] = ()
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -122,6 +125,7 @@ def _verify_composite(
     objects, done = 0 if root is None else 1 + len(root.parts), 0
     progress.plan(sum(_bytes_to_check(one) for _, one in opened))
     unverified: list[str] = []
+    unused: dict[str, Sequence[str]] = {}
     for directory, one in opened:
         if root is not None and (one.root is None or one.root.role != "member" or one.root.save_id != root.save_id):
             message = f"{directory} was replaced by another save"
@@ -129,9 +133,10 @@ def _verify_composite(
         report = _Verification(one, context, progress).run()
         problems.extend(_in_directory(directory, problem) for problem in report.problems)
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
+        unused.update({f"{directory}/{key}": names for key, names in report.unused.items()})
         objects += report.objects
         done += report.nbytes
-    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted))
+    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted), unused)
 
 
 def _bytes_to_check(opened: Checkpoint) -> int:
@@ -171,7 +176,8 @@ class _Verification:
         opened, root = self._opened, self._opened.root
         if root is None:
             unverified = self._read_files() if opened.is_files else self._read_arrays()
-            return VerifyReport(tuple(self._problems), len(unverified), self._done, unverified)
+            unused = opened.origin.unused
+            return VerifyReport(tuple(self._problems), len(unverified), self._done, unverified, unused=unused)
         parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
         for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
         for_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
@@ -280,6 +286,9 @@ class _Verification:
         opened = self._opened
         array, _ = default_handlers(runtime_of(self._context).registry)
         for number, record in enumerate(opened.tree.leaves):
+            if isinstance(damage := unreadable_error(record), CorruptCheckpointError):
+                path = format_path(opened.tree.paths[number])
+                self._problems.append(Problem(damage.key, None, None, (path,), f"{path}: {damage}"))
             if isinstance(record, ArrayRecord):
                 try:
                     with naming_arrays(opened):

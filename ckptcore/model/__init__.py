@@ -26,6 +26,8 @@ from ckptcore.model.metadata import (
     ValueRecord,
     check_directory_key,
     check_key,
+    unreadable_error,
+    unreadable_leaf,
 )
 from ckptcore.model.transfer import (
     ArraySegment,
@@ -105,4 +107,6 @@ __all__ = [
     "float_to_json",
     "format_path",
     "name_of_dtype",
+    "unreadable_error",
+    "unreadable_leaf",
 ]
