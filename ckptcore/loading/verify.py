@@ -11,7 +11,7 @@ from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, InsufficientMemoryError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InsufficientMemoryError, UnsupportedLeafError
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import (
@@ -62,6 +62,7 @@ class VerifyReport:
         deleted: names of checkpointables that were deleted or lost after the save. This is not reported as a problem.
         unused: by object, the names of arrays that other software stored and does not load, because its index names
             other copies of them, or does not name them. They are not read, and not reported as a problem.
+        unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
     """
 
     problems: tuple[Problem, ...]
@@ -70,6 +71,7 @@ class VerifyReport:
     unverified: tuple[str, ...]
     deleted: tuple[str, ...] = ()
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unsupported: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -126,6 +128,7 @@ def _verify_composite(
     progress.plan(sum(_bytes_to_check(one) for _, one in opened))
     unverified: list[str] = []
     unused: dict[str, Sequence[str]] = {}
+    unsupported: list[str] = []
     for directory, one in opened:
         if root is not None and (one.root is None or one.root.role != "member" or one.root.save_id != root.save_id):
             message = f"{directory} was replaced by another save"
@@ -134,9 +137,10 @@ def _verify_composite(
         problems.extend(_in_directory(directory, problem) for problem in report.problems)
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
         unused.update({f"{directory}/{key}": names for key, names in report.unused.items()})
+        unsupported.extend(f"{directory}: {path}" for path in report.unsupported)
         objects += report.objects
         done += report.nbytes
-    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted), unused)
+    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted), unused, tuple(unsupported))
 
 
 def _bytes_to_check(opened: Checkpoint) -> int:
@@ -168,6 +172,7 @@ class _Verification:
         self._progress = progress
         self._done = 0
         self._problems: list[Problem] = []
+        self._unsupported: list[str] = []
         self._readable: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -176,8 +181,10 @@ class _Verification:
         opened, root = self._opened, self._opened.root
         if root is None:
             unverified = self._read_files() if opened.is_files else self._read_arrays()
-            unused = opened.origin.unused
-            return VerifyReport(tuple(self._problems), len(unverified), self._done, unverified, unused=unused)
+            return VerifyReport(
+                tuple(self._problems), len(unverified), self._done, unverified,
+                unused=opened.origin.unused, unsupported=tuple(self._unsupported),
+            )  # fmt: skip
         parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
         for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
         for_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
@@ -286,9 +293,12 @@ class _Verification:
         opened = self._opened
         array, _ = default_handlers(runtime_of(self._context).registry)
         for number, record in enumerate(opened.tree.leaves):
-            if isinstance(damage := unreadable_error(record), CorruptCheckpointError):
-                path = format_path(opened.tree.paths[number])
-                self._problems.append(Problem(damage.key, None, None, (path,), f"{path}: {damage}"))
+            path = format_path(opened.tree.paths[number])
+            error = unreadable_error(record)
+            if isinstance(error, CorruptCheckpointError):
+                self._problems.append(Problem(error.key, None, None, (path,), f"{path}: {error}"))
+            elif error is not None:
+                self._unsupported.append(path)
             if isinstance(record, ArrayRecord):
                 try:
                     with naming_arrays(opened):
@@ -296,8 +306,10 @@ class _Verification:
                             read_leaves(opened, [number], [array], [None], self._context)
                         except InsufficientMemoryError:
                             _read_in_pieces(opened, number, record.spec)
-                except CorruptCheckpointError as error:
-                    self._add(error)
+                except CorruptCheckpointError as damage:
+                    self._add(damage)
+                except UnsupportedLeafError:
+                    self._unsupported.append(path)
                 self._advance(record.spec.nbytes)
         return tuple(sorted({key for _, key, _, _ in extents_of(opened)}))
 

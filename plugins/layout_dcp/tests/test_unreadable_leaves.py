@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptcore
-from ckptcore import PLACEHOLDER
-from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore import PLACEHOLDER, select
+from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import UNREADABLE
 
 
@@ -164,3 +165,53 @@ def test_an_index_of_several_files(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded["c"], torch.ones(3))
     with pytest.raises(UnsupportedLeafError, match="odd: it cannot be loaded, because it was saved as a"):
         ckptcore.load(tmp_path)
+
+
+_MISSING = {
+    "file": ("gone.bin", "lists 'lost' in gone.bin, which does not exist: restore gone.bin"),
+    "tensor": ("second.bin", "lists 'lost' in second.bin, which does not have it: restore second.bin"),
+    "value": ("value.bin", "lists 'lost' in value.bin, which does not have it"),
+    "file of text": ("text.bin", "lists 'lost' in text.bin, which is not a file of torch.save"),
+    "cut off file": ("cut.bin", "lists 'lost' in cut.bin, which cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", _MISSING)
+def test_an_index_that_lists_what_does_not_exist(name: str, tmp_path: Path) -> None:
+    file, message = _MISSING[name]
+    torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "first.bin")
+    torch.save({"b": torch.ones(2)}, tmp_path / "second.bin")
+    torch.save({"lost": 3}, tmp_path / "value.bin")
+    (tmp_path / "text.bin").write_text("text")
+    torch.save({"lost": torch.ones(2)}, tmp_path / "cut.bin")
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-50])
+    weight_map = {"a": "first.bin", "lost": file, "b": "second.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for location in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
+        with ckptcore.open(location) as opened:
+            assert opened["b"][0] == 1
+            with pytest.raises(CorruptCheckpointError, match=f"lost: it cannot be loaded, because .*{message}"):
+                opened["lost"]
+        assert ckptcore.metadata(location).unused == {"first.bin": ["b"]}
+    loaded = ckptcore.load(tmp_path, {"a": torch.empty(2), "b": torch.empty(2), "lost": PLACEHOLDER})
+    assert torch.equal(loaded["b"], torch.ones(2))
+    assert ckptcore.load(tmp_path, select=~select.names("lost")).keys() == {"a", "b"}
+    with pytest.raises(CorruptCheckpointError, match=message):
+        ckptcore.load(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        ckptcore.load(tmp_path, dict.fromkeys(weight_map, torch.empty(2)))
+    (problem,) = ckptcore.verify(tmp_path).problems
+    assert (problem.key, problem.arrays) == (file, ("lost",))
+
+
+def test_a_file_without_the_elements_of_one_tensor(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "lost": torch.zeros(3)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "state.pt", "w") as part:
+        for name in whole.namelist():
+            if not name.endswith("data/1"):
+                part.writestr(name, whole.read(name))
+    with ckptcore.open(tmp_path / "state.pt") as opened:
+        assert opened["w"][0] == 1
+        with pytest.raises(CorruptCheckpointError, match="lost.* has no elements: the storage '1' is missing"):
+            opened["lost"]
+    assert [problem.arrays for problem in ckptcore.verify(tmp_path / "state.pt").problems] == [("lost",)]

@@ -232,6 +232,7 @@ class VerifyDocument(TypedDict):
     unverified: list[str]  #: objects of which no checksums are kept
     deleted: list[str]  #: names of what was saved too and is not there: deleted since, or lost
     unused: dict[str, list[str]]  #: of other software's, by object the arrays that its index leaves out
+    unsupported: list[str]  #: of other software's, the leaves that nothing that is installed reads
     problems: list[ProblemDocument]
 
 

@@ -77,6 +77,10 @@ def _print(report: VerifyReport) -> None:
     if deleted:
         others = f" and {len(deleted) - 8:,} more" if len(deleted) > 8 else ""
         print_line(("missing ", "yellow"), ", ".join(map(printable, deleted[:8])), others, ": deleted or lost")
+    if report.unsupported:
+        others = f" and {len(report.unsupported) - 8:,} more" if len(report.unsupported) > 8 else ""
+        shown = ", ".join(map(printable, report.unsupported[:8]))
+        print_line(("cannot be read ", "yellow"), shown, others, ": no installed plugin supports them")
     checked = f"{format_count(report.objects, 'object')}, {format_size(report.nbytes)} checked"
     if not report.ok:
         print_line((format_count(len(report.problems), "problem"), "bold red"), f": {checked}")
