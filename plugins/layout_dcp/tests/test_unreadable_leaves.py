@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ckptcore
 from ckptcore import PLACEHOLDER, select
@@ -215,3 +218,101 @@ def test_a_file_without_the_elements_of_one_tensor(tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpointError, match="lost.* has no elements: the storage '1' is missing"):
             opened["lost"]
     assert [problem.arrays for problem in ckptcore.verify(tmp_path / "state.pt").problems] == [("lost",)]
+
+
+def _save_in_files(directory: Path, **entries: Any) -> dict[str, Path]:
+    """Save with DCP, an item in each file. Return the file of each entry."""
+    writer = dcp.FileSystemWriter(directory, single_file_per_rank=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"a": torch.arange(3.0), "n": 3, **entries}, storage_writer=writer)
+        stored = dcp.FileSystemReader(directory).read_metadata().storage_data
+    return {index.fqn: directory / info.relative_path for index, info in stored.items()}
+
+
+def _assert_others_are_readable(
+    directory: Path, error: type[Exception], message: str, *, names: set[str], damaged: bool
+) -> None:
+    with ckptcore.open(directory) as opened:
+        assert opened["a"][2] == 2
+        assert set(opened) == {*names, "lost"}
+    assert ckptcore.metadata(directory).tree is not None
+    assert ckptcore.load(directory, select=~select.names("lost")).keys() == names
+    with pytest.raises(error, match=message):
+        ckptcore.load(directory)
+    report = ckptcore.verify(directory)
+    assert report.ok is not damaged
+    assert report.unsupported == (() if damaged else ("lost",))
+
+
+def test_a_dtype_of_dcp_that_no_array_has(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        lost = torch.ones(2, dtype=torch.complex32)
+    _save_in_files(tmp_path, lost=lost)
+    _assert_others_are_readable(
+        tmp_path, UnsupportedLeafError, "lost: .*dtype torch.complex32", names={"a", "n"}, damaged=False
+    )
+
+
+@pytest.mark.parametrize("lost", [torch.ones(2), 5], ids=["tensor", "value"])
+@pytest.mark.parametrize("damage", ["missing", "cut off", "zeros"])
+def test_an_item_of_dcp_that_is_damaged(lost: object, damage: str, tmp_path: Path) -> None:
+    file = _save_in_files(tmp_path, lost=lost)["lost"]
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(data[:-20] if damage == "cut off" else bytes(len(data)))
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, file.name, names={"a", "n"}, damaged=True)
+
+
+def test_a_value_of_dcp_without_an_item(tmp_path: Path) -> None:
+    _save_in_files(tmp_path, lost=5)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "lost")]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    message = "lost: .*lists no file for the value 'lost'"
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, message, names={"a", "n"}, damaged=True)
+
+
+def test_ranks_that_list_an_entry_differently(tmp_path: Path) -> None:
+    _save_in_files(tmp_path, lost=torch.ones(2))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (tmp_path / ".metadata").unlink()
+    for rank in range(2):
+        metadata.state_dict_metadata["lost"].size = torch.Size((2 + rank,))
+        (tmp_path / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+    message = "lost: .*the processes saved different states"
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, message, names={"a", "n"}, damaged=True)
+
+
+def _change_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    data = path.read_bytes()
+    stop = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:stop])
+    change(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[stop:])
+
+
+def test_shards_of_dcp_with_a_dtype_that_no_array_has(tmp_path: Path) -> None:
+    state = {"a": torch.arange(3.0), "lost": torch.ones(2, dtype=torch.uint8)}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
+    (path,) = tmp_path.glob("shard-*.safetensors")
+    _change_header(path, lambda header: header["lost"].update(dtype="F6_E2M3"))
+    _assert_others_are_readable(
+        tmp_path, UnsupportedLeafError, "'lost' .* has the dtype 'F6_E2M3'", names={"a"}, damaged=False
+    )
+
+
+def test_shards_of_dcp_with_different_dtypes(tmp_path: Path) -> None:
+    for number, dtype in enumerate((torch.int32, torch.float32), start=1):
+        state = {"a": torch.arange(3.0), "lost": torch.ones(2, dtype=dtype)}
+        dcp.save(
+            state, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "save"), save_distributed=True), no_dist=True
+        )
+        (path,) = (tmp_path / "save").glob("shard-*.safetensors")
+        path.rename(tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors")
+    shutil.rmtree(tmp_path / "save")
+    message = "lost: .*the shards of the tensor 'lost' have different dtypes"
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, message, names={"a"}, damaged=True)
