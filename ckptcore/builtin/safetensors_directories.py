@@ -211,7 +211,7 @@ def _find_tensors(store: ReadStore, entry: str | None) -> _Content | None:
             return _read_index(store, entry)
         return _content(_read_file(store, entry)) if entry.endswith(_FILE) or _has_header(store, entry) else None
     names = store.list_names("")
-    indexes = {stem: name for name in sorted(names, key=_is_older_index) if (stem := _stem_of_index(name)) is not None}
+    indexes = {stem: name for name in sorted(names, key=_is_newer_index) if (stem := _stem_of_index(name)) is not None}
     files = [name for name in names if name.endswith(_FILE)]
     if not indexes and not files:
         return None
@@ -244,8 +244,8 @@ def _stem_of_index(name: str) -> str | None:
     return None if found is None else ".".join([part for part in found.groups() if part is not None])
 
 
-def _is_older_index(name: str) -> bool:
-    """Return False for an index as older versions of diffusers name it, so that a newer one replaces it in a dict."""
+def _is_newer_index(name: str) -> bool:
+    """Return True for an index as diffusers names it today. Sorted by this, it replaces an older one in a dict."""
     found = _INDEX.fullmatch(name)
     return found is not None and found[2] is None
 
@@ -354,19 +354,19 @@ def _read_index(store: ReadStore, index: str, others: Sequence[str] = ()) -> _Co
             files[key] = error
     read = [file for file in files.values() if isinstance(file, _File)]
     leaves = list(_leaves_of_index(index, weight_map, files))
-    listed = {leaf.name for leaf in leaves}
-    for file in read:  # the writer of an index may leave out names that are in the metadata only
-        leaves.extend([file.leaves[name] for name in file.leaves if name in file.others and name not in listed])
-        listed |= file.others
+    names = {leaf.name for leaf in leaves}
+    metadata: dict[str, str] = {}
+    for file in read:
+        metadata.update(file.metadata)
+        # The writer of an index may leave out names that are in the metadata only.
+        leaves.extend([file.leaves[name] for name in file.leaves if name in file.others - names])
+        names |= file.others
     for key in others:
         if key not in files:
             with suppress(CheckpointError):  # it is not loaded
                 read.append(_read_file(store, key))
-    unused = {file.key: _unused(file, weight_map) for file in read}
-    metadata: dict[str, str] = {}
-    for file in files.values():
-        metadata.update(file.metadata if isinstance(file, _File) else {})
-    return _Content(leaves, metadata, {key: names for key, names in unused.items() if names})
+    unused = {file.key: unlisted for file in read if (unlisted := _unused(file, weight_map))}
+    return _Content(leaves, metadata, unused)
 
 
 def _unused(file: _File, weight_map: _Names) -> Sequence[str]:

@@ -84,8 +84,9 @@ def unreadable_leaf(error: CheckpointError) -> ValueRecord:
         error: a message about this leaf alone: what is stored, why it cannot be loaded, what to do. If it is a
             CorruptCheckpointError, data are missing or damaged, which `ckptcore.verify` reports.
     """
-    damaged = isinstance(error, CorruptCheckpointError)
-    return ValueRecord(UNREADABLE, {"reason": str(error), "damaged": damaged, "key": error.key if damaged else None})
+    if isinstance(error, CorruptCheckpointError):
+        return ValueRecord(UNREADABLE, {"reason": str(error), "damaged": True, "key": error.key})
+    return ValueRecord(UNREADABLE, {"reason": str(error), "damaged": False})
 
 
 def unreadable_error(record: LeafRecord) -> CorruptCheckpointError | UnsupportedLeafError | None:

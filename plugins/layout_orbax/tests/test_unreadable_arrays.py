@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.serialization
+import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -145,3 +147,28 @@ def test_an_array_of_a_step_of_axlearn(damage: str, tmp_path: Path) -> None:
     assert ckptcore.load(step, select=~select.where(lambda path, _: path == lost))
     with pytest.raises(CorruptCheckpointError, match=f"{lost}: it cannot be loaded, because .*{message}"):
         ckptcore.load(step)
+
+
+def test_a_dtype_of_axlearn_that_is_not_supported(tmp_path: Path) -> None:
+    golden = Path(__file__).parent / "golden" / "axlearn" / "step_00000004"
+    shutil.copytree(golden, tmp_path / golden.name)
+    index = tmp_path / golden.name / "index"
+    entries = json.loads(index.read_bytes())
+    path, _ = next(entry for entry in entries if isinstance(entry[1], dict))
+    changed = [[name, {**value, "dtype": "float9"} if name == path else value] for name, value in entries]
+    index.write_text(json.dumps(changed))
+    with pytest.raises(UnsupportedLeafError, match=f"{path}: it cannot be loaded, because .*float9"):
+        ckptcore.load(index.parent)
+    assert ckptcore.load(index.parent, select=~select.where(lambda name, _: name == path))
+
+
+def test_a_dtype_of_flax_that_is_not_supported(tmp_path: Path) -> None:
+    elements = np.arange(3, dtype=np.float32)
+    entries = msgpack.unpackb(flax.serialization.msgpack_serialize({"a": elements, "b": {"n": 3}}))
+    lost = msgpack.ExtType(1, msgpack.packb([[3], "float9", elements.tobytes()]))
+    (tmp_path / "checkpoint").write_bytes(msgpack.packb({**entries, "lost": lost}))
+    with pytest.raises(UnsupportedLeafError, match="lost: it cannot be loaded, because .*float9"):
+        ckptcore.load(tmp_path)
+    loaded = ckptcore.load(tmp_path, select=~select.names("lost"))
+    assert loaded["a"].tolist() == [0, 1, 2]
+    assert loaded["b"] == {"n": 3}
