@@ -299,7 +299,7 @@ class _Verification:
                 self._problems.append(Problem(error.key, None, None, (path,), f"{path}: {error}"))
             elif error is not None:
                 self._unsupported.append(path)
-            if isinstance(record, ArrayRecord):
+            if isinstance(record, ArrayRecord) and number not in opened.tree.aliases:
                 try:
                     with naming_arrays(opened):
                         try:
