@@ -123,20 +123,21 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
         CompositeCheckpointError: it is the directory of a pipeline.
         CorruptCheckpointError: a file of a directory is part of a checkpoint of ckptcore, which has lost its root.
     """
-    if entry is None and (pipeline := inspect_pipeline(store)) is not None:
-        names = list(pipeline.members)
+    names = () if entry is not None else store.list_names("")
+    if (pipeline := _pipeline_of(store, names)) is not None:
+        members = list(pipeline.members)
         raise CompositeCheckpointError(
-            f"the directory has a pipeline of several models ({', '.join(names)}): use load_checkpointables, or load "
+            f"the directory has a pipeline of several models ({', '.join(members)}): use load_checkpointables, or load "
             "one by its own location",
-            names,
+            members,
         )
-    found = _find_tensors(store, entry)
+    found = _find_in_directory(store, names) if entry is None else _find_in_file(store, entry)
     if found is None:
         return None
     leaves, metadata, unused = found
     files = sorted({leaf.key for leaf in leaves if leaf.offset >= 0})
     if entry is None:
-        keys = files or [name for name in store.list_names("") if name.endswith(_FILE)]
+        keys = files or [name for name in names if name.endswith(_FILE)]
         refuse_lost_root(keys[0] if keys else "", metadata)
     if SHARDING in metadata and (slices := [key for key in files if _SLICES.fullmatch(key.rpartition("/")[2])]):
         raise CheckpointNotFoundError(
@@ -166,7 +167,10 @@ def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
     Raises:
         CorruptCheckpointError: the list of models is damaged.
     """
-    names = store.list_names("")
+    return _pipeline_of(store, store.list_names(""))
+
+
+def _pipeline_of(store: ReadStore, names: Sequence[str]) -> InspectedComposite | None:
     key = next((name for name in _PIPELINES if name in names), None)
     if key is None:
         return None
@@ -199,18 +203,19 @@ def _aliases(leaves: Sequence[_Leaf]) -> dict[int, int]:
     return aliases
 
 
-def _find_tensors(store: ReadStore, entry: str | None) -> _Content | None:
-    if entry is not None:
-        if entry == f"{_ADAPTER}{_FILE}":
-            found = _content(_read_file(store, entry))
-            try:
-                return _with_config(store, found)
-            except CorruptCheckpointError:
-                return found  # the user named this file, so other files of its directory may be damaged
-        if _INDEX.fullmatch(entry.rpartition("/")[2]):
-            return _read_index(store, entry)
-        return _content(_read_file(store, entry)) if entry.endswith(_FILE) or _has_header(store, entry) else None
-    names = store.list_names("")
+def _find_in_file(store: ReadStore, entry: str) -> _Content | None:
+    if entry == f"{_ADAPTER}{_FILE}":
+        found = _content(_read_file(store, entry))
+        try:
+            return _with_config(store, found)
+        except CorruptCheckpointError:
+            return found  # the user named this file, so other files of its directory may be damaged
+    if _INDEX.fullmatch(entry.rpartition("/")[2]):
+        return _read_index(store, entry)
+    return _content(_read_file(store, entry)) if entry.endswith(_FILE) or _has_header(store, entry) else None
+
+
+def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | None:
     indexes = {stem: name for name in sorted(names, key=_is_newer_index) if (stem := _stem_of_index(name)) is not None}
     files = [name for name in names if name.endswith(_FILE)]
     if not indexes and not files:
