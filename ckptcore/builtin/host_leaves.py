@@ -22,7 +22,7 @@ from ckptcore.model.arrays import (
     name_of_dtype,
     sampled,
 )
-from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, ValueRecord
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord, unreadable_error
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
@@ -353,10 +353,10 @@ def _encode_value(leaf: Any) -> JSON:
 
 def _decode_value(record: ValueRecord) -> object:
     value = record.value
-    if record.kind == UNREADABLE:
-        raise UnsupportedLeafError(
-            f"it cannot be loaded, because it was saved as {value}. To load other leaves, request PLACEHOLDER for it"
-        )
+    if (error := unreadable_error(record)) is not None:
+        raise type(error)(
+            f"it cannot be loaded, because {error}. To load other leaves, request PLACEHOLDER for it"
+        ) from error
     try:
         match record.kind, value:
             case "none", None:

@@ -45,7 +45,16 @@ from ckptcore.model.transfer import (
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.planning.partition import flat_range
-from ckptcore.protocols import ChunkIndex, Inspection, Layout, LayoutCapabilities, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import (
+    ChunkIndex,
+    InspectedComposite,
+    Inspection,
+    Layout,
+    LayoutCapabilities,
+    ReadStore,
+    Snapshot,
+    WriteStore,
+)
 
 __all__ = ["SafetensorsLayout"]
 
@@ -282,9 +291,15 @@ class SafetensorsLayout(Layout):
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Inspect a file of any name, an index, or a directory with a file ``*.safetensors`` or an index."""
-        from ckptcore.builtin.safetensors_files import inspect_files  # needed only for files of other software
+        from ckptcore.builtin.safetensors_directories import inspect_files  # only for files of other software
 
         return inspect_files(store, entry)
+
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        """Inspect the directory of a pipeline of diffusers."""
+        from ckptcore.builtin.safetensors_directories import inspect_pipeline  # only for files of other software
+
+        return inspect_pipeline(store)
 
 
 def _finish_sessions(

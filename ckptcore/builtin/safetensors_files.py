@@ -1,13 +1,11 @@
-"""Safetensors files of other software, and JSON files in their directories. All content is hostile until checked."""
+"""Headers of safetensors files, and JSON files in their directories. All content is hostile until checked."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.builtin.safetensors_writing import (
@@ -20,23 +18,22 @@ from ckptcore.builtin.safetensors_writing import (
     RAW,
     SHARDING,
 )
-from ckptcore.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ObjectNotFoundError,
-)
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.tree import JSON, LEAF, Node
-from ckptcore.protocols import Inspection, ReadStore
+from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.tree import JSON
+from ckptcore.protocols import ReadStore
 
 __all__ = [
+    "READER_OF_SLICES",
     "Constants",
     "FileHeader",
     "TensorEntry",
-    "inspect_files",
+    "fits",
+    "parse_json_object",
     "read_header",
     "read_json_object",
+    "record_of",
     "refuse_lost_root",
 ]
 
@@ -76,8 +73,8 @@ _OURS: Final = {theirs: ours for ours, theirs in DTYPES.items()}
 _NAME: Final = r"(?a)\w{1,40}"
 
 
-def _record_of(entry: TensorEntry) -> ArrayRecord | None:
-    """Return the array that a header describes; None if there is none.
+def record_of(entry: TensorEntry) -> ArrayRecord | None:
+    """Return the array that a header describes; None if there is none, or its dtype is no name.
 
     A tensor of F4 whose last axis has an even length is an array of bytes with two elements each, the first in the
     lower half. Any other tensor of a dtype that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes`
@@ -96,82 +93,8 @@ def _record_of(entry: TensorEntry) -> ArrayRecord | None:
     return ArrayRecord(ArraySpec((entry.stop - entry.start,), "uint8"), f"{RAW}{dtype}", notes=notes)
 
 
-_FILE: Final = ".safetensors"
-_INDEX: Final = ".safetensors.index.json"
-_ADAPTER: Final = "adapter_model"
-_ADAPTER_CONFIG: Final = "adapter_config.json"
-_KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", _ADAPTER)
-"""Names that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), in order of preference."""
-
-_SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-_SLICES: Final = re.compile(r"shard-\d+-.+-\d+-of-\d+\.safetensors")
-"""Files with slices of arrays. Their headers have `SHARDING`, which files of whole arrays may have as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorEntry:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        name: its name.
-        record: its array.
-        key: the file.
-        offset: the position of its first element in the file, in bytes.
-    """
-
-    name: str
-    record: ArrayRecord
-    key: str
-    offset: int
-
-
-_Found: TypeAlias = tuple[Sequence["_TensorEntry"], Mapping[str, JSON]]
-"""Tensors, and the metadata of their files."""
-
-
-def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
-    """Inspect safetensors files of other software. Return None if the location has none.
-
-    The metadata of an adapter has the content of ``adapter_config.json`` as ``adapter_config``.
-
-    Args:
-        store: the files of the location.
-        entry: the file that the user named, with any suffix, or None for a directory.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged.
-        CheckpointNotFoundError: there are several files, and no index lists which belong together; or a file has slices
-            of arrays.
-        CorruptCheckpointError: a file of a directory is part of a checkpoint of ckptcore, which has lost its root.
-    """
-    found = _find_tensors(store, entry)
-    if found is None:
-        return None
-    entries, metadata = found
-    files = sorted({entry.key for entry in entries})
-    if entry is None:
-        keys = files or [name for name in store.list_names("") if name.endswith(_FILE)]
-        refuse_lost_root(keys[0], metadata)
-    if SHARDING in metadata and (slices := [key for key in files if _SLICES.fullmatch(key.rpartition("/")[2])]):
-        raise CheckpointNotFoundError(
-            f"{slices[0]} has slices of arrays, and not whole arrays: name the directory of its checkpoint as the "
-            f"location. Without {_ROOT} there, load the arrays alone with {_READER_OF_SLICES}"
-        )
-    metadata = {name: text for name, text in metadata.items() if name != PART}
-    numbers = {key: number for number, key in enumerate(files)}
-    skeleton = Node("dict", tuple([entry.name for entry in entries]), (LEAF,) * len(entries))
-    state: JSON = {
-        "files": files,
-        "leaf": list(range(len(entries))),
-        "file": [numbers[entry.key] for entry in entries],
-        "offset": [entry.offset for entry in entries],
-    }
-    tree = TreeMetadata(skeleton, tuple([entry.record for entry in entries]))
-    return Inspection(tree, state, "safetensors", dict(metadata))
-
-
 _ROOT: Final = "checkpoint.json"
-_READER_OF_SLICES: Final = "HuggingFaceStorageReader of torch.distributed.checkpoint"
+READER_OF_SLICES: Final = "HuggingFaceStorageReader of torch.distributed.checkpoint"
 
 
 def refuse_lost_root(key: str, metadata: Mapping[str, object]) -> None:
@@ -187,7 +110,7 @@ def refuse_lost_root(key: str, metadata: Mapping[str, object]) -> None:
     if PART not in metadata:
         return
     way = (
-        f"The files have slices of arrays: {_READER_OF_SLICES} loads the arrays alone, without checks"
+        f"The files have slices of arrays: {READER_OF_SLICES} loads the arrays alone, without checks"
         if SHARDING in metadata
         else "To load the arrays alone, without checks, name the file, or the index of several files, as the location"
     )
@@ -198,141 +121,10 @@ def refuse_lost_root(key: str, metadata: Mapping[str, object]) -> None:
     )
 
 
-def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:
-    if entry is not None:
-        if entry == f"{_ADAPTER}{_FILE}":
-            found = _read_header(store, entry)
-            try:
-                return _with_config(store, *found)
-            except CorruptCheckpointError:
-                return found  # the user named this file, so other files of its directory may be damaged
-        if entry.endswith(_INDEX):
-            return _read_index(store, entry)
-        return _read_header(store, entry) if entry.endswith(_FILE) or _has_header(store, entry) else None
-    names = store.list_names("")
-    indexes = [name for name in names if name.endswith(_INDEX)]
-    files = [name for name in names if name.endswith(_FILE)]
-    if not indexes and not files:
-        return None
-    stem = _choose_stem(indexes, files)
-    if stem is None:
-        for key in files[:1]:  # all files of a lost checkpoint are marked
-            refuse_lost_root(key, _read_header(store, key)[1])
-        raise CheckpointNotFoundError(
-            "the directory has several safetensors files and no index lists which belong together: "
-            f"{', '.join([*indexes, *files])}. Name one of them as the location"
-        )
-    entries, metadata = _read_stem(store, stem, indexes, files)
-    return _with_config(store, entries, metadata) if stem == _ADAPTER else (entries, metadata)
-
-
-def _with_config(store: ReadStore, entries: Sequence[_TensorEntry], metadata: Mapping[str, JSON]) -> _Found:
-    """Add the config of an adapter to its metadata, if there is one."""
-    try:
-        config = read_json_object(store, _ADAPTER_CONFIG)
-    except ObjectNotFoundError:
-        return entries, metadata
-    return entries, {**metadata, "adapter_config": config}
-
-
-def _read_stem(
-    store: ReadStore, stem: str, indexes: Sequence[str], files: Sequence[str]
-) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
-    """Read the files with a stem: the files that the index lists, the single file, or all shards."""
-    if f"{stem}{_INDEX}" in indexes:
-        return _read_index(store, f"{stem}{_INDEX}")
-    if f"{stem}{_FILE}" in files:
-        return _read_header(store, f"{stem}{_FILE}")
-    shards = [shard for name in files if (shard := _SHARD.fullmatch(name)) and shard[1] == stem]
-    counts = sorted({int(shard[3]) for shard in shards})
-    if counts != [len(shards)]:
-        raise CorruptCheckpointError(
-            f"expected {counts[0] if len(counts) == 1 else counts} safetensors shards that belong together, found "
-            f"{len(shards)}: {[shard[0] for shard in shards]}"
-        )
-    return _read_files(store, [shard[0] for shard in shards])
-
-
-def _choose_stem(indexes: Sequence[str], files: Sequence[str]) -> str | None:
-    """Return the stem of the files to load; None if it is ambiguous.
-
-    If a directory has several checkpoints, the main one of a known library is loaded: a model that was trained with an
-    adapter has the files of the adapter too.
-    """
-    indexed = {name.removesuffix(_INDEX) for name in indexes}
-    stems = {shard[1] if (shard := _SHARD.fullmatch(name)) else name.removesuffix(_FILE) for name in files}
-    for stem in _KNOWN_STEMS:
-        if stem in indexed or stem in stems:
-            return stem
-    for found in (indexed, stems):
-        if len(found) == 1:
-            return found.pop()
-    return None
-
-
-def _read_files(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
-    entries: dict[str, _TensorEntry] = {}
-    metadata: dict[str, str] = {}
-    for key in files:
-        found, own = _read_header(store, key)
-        metadata.update(own)
-        for entry in found:
-            if entry.name in entries:
-                raise CorruptCheckpointError(
-                    f"the tensor {entry.name!r} is both in {entries[entry.name].key} and in {key}", key=key
-                )
-            entries[entry.name] = entry
-    return list(entries.values()), metadata
-
-
-def _read_index(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
-    index = _parse_json_object(store.get(key), key)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CorruptCheckpointError(f"{key} has no weight_map from names to files", key=key)
-    directory = key.rpartition("/")[0]
-    files = sorted({f"{directory}/{file}" if directory else file for file in weight_map.values()})
-    try:
-        entries, metadata = _read_files(store, files)
-    except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(f"{key} lists a file that does not exist: {error}", key=key) from error
-    missing = weight_map.keys() - {entry.name for entry in entries}
-    if missing:
-        raise CorruptCheckpointError(
-            f"{key} lists tensors that are in none of its files: {sorted(missing)[:5]}", key=key
-        )
-    return [entry for entry in entries if entry.name in weight_map], metadata
-
-
-def _has_header(store: ReadStore, key: str) -> bool:
-    """Return True if a file starts like a safetensors file: the length of a header that fits into it, then "{".
-
-    Files of torch.save, and others that start with letters, state a length beyond any limit.
-    """
-    file_bytes = store.size(key)
-    begin = store.get(key, 0, min(file_bytes, 9))
-    return _fits(int.from_bytes(begin[:8], "little"), file_bytes) and begin[8:] == b"{"
-
-
-def _read_header(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
-    header = read_header(partial(store.get, key), store.size(key), key)
-    entries = []
-    for name, entry in header.tensors.items():
-        record = _record_of(entry)
-        if record is None:
-            raise CorruptCheckpointError(
-                f"the header of {key} is damaged: the tensor {name!r} has dtype {entry.dtype[:40]!r} and shape "
-                f"{list(entry.shape)}, which cannot be",
-                key=key,
-            )
-        entries.append(_TensorEntry(name, record, key, entry.start))
-    return entries, header.metadata or {}
-
-
 _MAX_AXES: Final = 64
 
 
-def _fits(header_bytes: int, file_bytes: int) -> bool:
+def fits(header_bytes: int, file_bytes: int) -> bool:
     """Return True if a header of this length fits into a file of that length."""
     return 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8)
 
@@ -354,7 +146,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
     if file_bytes < 8:
         raise CorruptCheckpointError(f"{name} is not a safetensors file: it has {file_bytes} bytes", key=name)
     header_bytes = int.from_bytes(read(0, 8), "little")
-    if not _fits(header_bytes, file_bytes):
+    if not fits(header_bytes, file_bytes):
         raise CorruptCheckpointError(
             f"{name} is not a safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
             f"{header_bytes}",
@@ -364,7 +156,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
     encoded = read(8, start)
     if (scanned := _scan_header(encoded, file_bytes)) is not None:
         return scanned
-    header = _parse_json_object(encoded, name)
+    header = parse_json_object(encoded, name)
     metadata = header.pop(METADATA, None)
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
@@ -504,7 +296,7 @@ def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refu
             "alone",
             key=key,
         )
-    config: dict[str, JSON] = _parse_json_object(store.get(key), key, constants=constants)
+    config: dict[str, JSON] = parse_json_object(store.get(key), key, constants=constants)
     level: list[JSON] = [config]
     for _ in range(_MAX_JSON_DEPTH):
         level = [
@@ -518,7 +310,7 @@ def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refu
     raise CorruptCheckpointError(f"the JSON in {key} is nested deeper than {_MAX_JSON_DEPTH} levels", key=key)
 
 
-def _parse_json_object(data: bytes, key: str, *, constants: Constants = "refused") -> dict[str, Any]:
+def parse_json_object(data: bytes, key: str, *, constants: Constants = "refused") -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:

@@ -55,12 +55,14 @@ class Origin:
         custom: metadata of the user.
         metrics: measurements saved with it.
         created: start of the save, ISO 8601 in UTC; None if other software wrote it and does not state it.
+        unused: by object, the names of arrays that other software stored and does not load. See `Inspection`.
     """
 
     writer: str = ""
     custom: Mapping[str, JSON] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     created: str | None = None
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def of_root(cls, root: Root | CompositeRoot) -> Origin:

@@ -14,7 +14,6 @@ from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
-    CorruptCheckpointError,
     StorageError,
     UncommittedCheckpointError,
 )
@@ -57,6 +56,7 @@ class TreeContents:
     layout: str
     objects: Mapping[str, ObjectRecord]
     bases: tuple[str, ...] = ()
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +71,8 @@ class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
         deleted: names of objects that were deleted.
         processes: by name, the number of processes that saved a separate state. Names that all processes saved together
             are left out.
-        unreadable: by name, the reason why no installed layout reads an object that other software wrote. The other
-            objects can be loaded by name.
+        unreadable: by name, the reason why an object that other software wrote cannot be read: no installed layout
+            reads it, or it is damaged. The other objects can be loaded by name.
     """
 
     members: Mapping[str, CheckpointMetadata] = field(default_factory=dict)
@@ -160,6 +160,13 @@ class CheckpointMetadata(ShownInNotebooks):
         return self._one("bases").bases
 
     @property
+    def unused(self) -> Mapping[str, Sequence[str]]:
+        """By object, the names of arrays that other software stored and does not load: its index names other copies,
+        or does not name them. Raises CompositeCheckpointError for several objects.
+        """
+        return self._one("unused").unused
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays and files. Counts tied arrays once. Of states saved per process, counts one."""
         if self.contents is None or self.is_composite:
@@ -229,6 +236,7 @@ def describe_opened(opened: Checkpoint, context: Context) -> CheckpointMetadata:
         layout=opened.layout.name,
         objects=opened.objects,
         bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
+        unused=opened.origin.unused,
     )
     return _metadata(opened, contents, CheckpointablesMetadata())
 
@@ -267,7 +275,7 @@ def _describe_composite(composite: CompositeCheckpoint, context: Context, open_o
     for name in members:
         try:
             described = _describe_first(composite, name, present.get(name, ()), context, open_one)
-        except (CorruptCheckpointError, StorageError):
+        except StorageError:
             raise
         except CheckpointError as error:
             if root is not None:

@@ -89,7 +89,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     for layout in registry.layouts():
         found = layout.inspect(store, entry)
         if found is not None:
-            origin = Origin(found.writer, found.custom, found.metrics, found.created)
+            origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused)
             return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
     if entry is None and has_members(storage, storage.list_names()):
         raise _lost_root(location)

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from ckptcore.builtin.host_leaves import HostValueHandler
-from ckptcore.errors import UnsupportedLeafError
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.loading.load_options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import PLAIN_ARRAY, UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
+from ckptcore.model.metadata import (
+    PLAIN_ARRAY,
+    ArrayRecord,
+    LeafRecord,
+    TreeMetadata,
+    ValueRecord,
+    unreadable_error,
+)
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
@@ -95,6 +102,7 @@ def match_leaves(
 
     Raises:
         TreeMismatchError: lists every difference that is not allowed.
+        CorruptCheckpointError: the data of a requested leaf are missing or damaged.
         UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
     paths = list(flat.paths())
@@ -271,7 +279,10 @@ class _Comparison:
         ]
 
     def unexpected(self, skipped: Sequence[TreePath], skeleton: Skeleton) -> list[int]:
-        """Return the numbers of stored leaves that are neither requested nor skipped."""
+        """Return the numbers of stored leaves that are neither requested nor skipped.
+
+        Other software may store an array under several names: all of them are requested if one is.
+        """
         tree, by_name = self.tree, self.by_name
         loaded = {number for number in self.found if number is not None}
         if len(loaded) == len(tree.leaves):
@@ -280,10 +291,12 @@ class _Comparison:
         skips = {form(prefix) for prefix in skipped}
         dotted = tuple([".".join(map(str, prefix)) + "." for prefix in skipped]) if by_name else ()
         leafless = _leafless(skeleton) if by_name else set[TreePath]()
+        arrays = {tree.aliases.get(number, number) for number in loaded} if by_name else set[int]()
         return [
             number
             for number, path in enumerate(tree.paths)
             if number not in loaded
+            and tree.aliases.get(number, number) not in arrays
             and number not in tree.held_by
             and not _is_skipped(form(path), skips, dotted)
             and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
@@ -318,6 +331,8 @@ class _Comparison:
             requested = self._described(handler, position)
             if requested is record:
                 continue
+            if isinstance(damage := unreadable_error(record), CorruptCheckpointError):
+                raise CorruptCheckpointError(f"{format_path(self.paths[position])} cannot be loaded: {damage}")
             if isinstance(requested, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(requested, record):
                 if requested.spec != record.spec:
                     from ckptcore.loading.differences import adjust  # only if the trees differ
@@ -396,8 +411,8 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         if requested.spec.shape != stored.spec.shape:
             return f"shape: {requested.spec} is requested, {stored.spec} is stored"
         return f"dtype: {requested.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
-    if isinstance(stored, ValueRecord) and stored.kind == UNREADABLE:
-        return f"kind: the stored leaf cannot be loaded: {stored.value}"
+    if (error := unreadable_error(stored)) is not None:
+        return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"
     requested_kind, stored_kind = (
         record.kind
         if not isinstance(record, ArrayRecord) or record.kind in ("str", "bytes")

@@ -130,7 +130,7 @@ def plan_leaf_reads(
             else:
                 boxes = handler.wanted(abstract, record)
                 nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
-        except UnsupportedLeafError as error:
+        except (CorruptCheckpointError, UnsupportedLeafError) as error:
             raise _naming_leaf(tree, number, error) from error
         original, at_workers = tree.aliases.get(number, number), builder is executor
         leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
@@ -257,9 +257,11 @@ def _read_at_workers(reading: TreeRead, leaf_reads: Sequence[LeafRead], context:
             reading.progress.complete(leaf_read.nbytes)
 
 
-def _naming_leaf(tree: TreeMetadata, leaf: int, error: UnsupportedLeafError) -> UnsupportedLeafError:
+def _naming_leaf(
+    tree: TreeMetadata, leaf: int, error: CorruptCheckpointError | UnsupportedLeafError
+) -> CorruptCheckpointError | UnsupportedLeafError:
     """Add the path of the leaf to an error of its handler."""
-    return UnsupportedLeafError(f"{format_path(tree.paths[leaf])}: {error}")
+    return type(error)(f"{format_path(tree.paths[leaf])}: {error}")
 
 
 def _batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[LeafRead]]:

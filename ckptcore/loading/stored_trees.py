@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
-from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import default_handlers
-from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Transforms
@@ -21,7 +21,7 @@ from ckptcore.tree.flattening import PLACEHOLDER, rebuild
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
-__all__ = ["abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_at", "transformed"]
+__all__ = ["abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_at", "stored_in", "transformed"]
 
 
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
@@ -44,13 +44,27 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     return list(map(leaf_of, tree.leaves))
 
 
-def stored_at(tree: TreeMetadata, registry: Plugins) -> Callable[[TreePath], object]:
+def stored_in(checkpoint: Checkpoint, selection: Selection | None, context: Context) -> Callable[[TreePath], object]:
     """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
 
-    It raises UnsupportedLeafError if a part of that tree cannot be loaded.
+    It raises UnsupportedLeafError, or CorruptCheckpointError, if a selected part of that tree cannot be loaded.
+    """
+    registry = runtime_of(context).registry
+    return stored_at(checkpoint.tree, registry, lambda: _unreadable_leaves(checkpoint, selection, context))
+
+
+def stored_at(
+    tree: TreeMetadata, registry: Plugins, unreadable: Callable[[], Mapping[TreePath, CheckpointError]] = dict
+) -> Callable[[TreePath], object]:
+    """Return a function that looks up the abstract tree at a path of a tree; see `stored_in`.
+
+    Args:
+        tree: the tree.
+        registry: its plugins build values.
+        unreadable: returns the errors of leaves that cannot be loaded, by their paths.
     """
     whole = functools.cache(lambda: rebuild(tree.skeleton, _abstract_leaves_of(tree, registry), names_objects=True))
-    all_readable = functools.cache(lambda: not any(record.kind == UNREADABLE for record in tree.leaves))
+    errors = functools.cache(unreadable)
 
     def find(path: TreePath) -> object:
         found = whole()
@@ -60,24 +74,31 @@ def stored_at(tree: TreeMetadata, registry: Plugins) -> Callable[[TreePath], obj
             if not isinstance(found, dict):
                 return None
             found = found.get(key.name if isinstance(key, Attribute) else key)
-        if not all_readable() and (unreadable := _first_unreadable(found, path)) is not None:
-            raise UnsupportedLeafError(
-                f"{format_path(unreadable)} cannot be loaded, which is a part of the stored state at "
-                f"{format_path(path)}: `ckptcore inspect` shows how it was saved"
-            )
+        for leaf, error in errors().items():
+            if leaf[: len(path)] == _plain(path):
+                raise type(error)(
+                    f"{format_path(leaf)} cannot be loaded, which is a part of the stored state at "
+                    f"{format_path(path)}: {error}"
+                ) from error
         return found
 
     return find
 
 
-def _first_unreadable(stored: object, path: TreePath) -> TreePath | None:
-    """Return the path of a placeholder in a stored abstract tree; None if there is none."""
-    if stored is PLACEHOLDER:
-        return path
-    children = (
-        stored.items() if isinstance(stored, dict) else enumerate(stored if isinstance(stored, list | tuple) else ())
-    )
-    return next(filter(None, [_first_unreadable(child, (*path, key)) for key, child in children]), None)
+def _unreadable_leaves(
+    checkpoint: Checkpoint, selection: Selection | None, context: Context
+) -> dict[TreePath, CheckpointError]:
+    """Return the errors of selected leaves that cannot be loaded, by their paths with names instead of attributes."""
+    tree = checkpoint.tree
+    errors = {number: error for number, record in enumerate(tree.leaves) if (error := unreadable_error(record))}
+    if errors and selection is not None:
+        chosen = chosen_leaves(checkpoint, selection, context)
+        errors = {number: error for number, error in errors.items() if number in chosen}
+    return {_plain(tree.paths[number]): error for number, error in errors.items()}
+
+
+def _plain(path: TreePath) -> TreePath:
+    return tuple([key.name if isinstance(key, Attribute) else key for key in path])
 
 
 def files_instead(checkpoint: Checkpoint) -> TreeMismatchError:

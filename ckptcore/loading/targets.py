@@ -25,7 +25,7 @@ from ckptcore.loading.stored_trees import (
     chosen_leaves,
     files_instead,
     prune,
-    stored_at,
+    stored_in,
     transformed,
 )
 from ckptcore.loading.stored_values import with_stored_values
@@ -379,7 +379,7 @@ def _flatten_like(checkpoint: Checkpoint, value: object, context: Context, reque
         raise files_instead(checkpoint)
     runtime = runtime_of(context)
     registry, job = runtime.registry, runtime.job()
-    found = stored_at(checkpoint.tree, registry)
+    found = stored_in(checkpoint, request.select, context)
     flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found)
     for path in per_process_values(flat.shape):
         _expect_processes(checkpoint, path, job.size)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, InsufficientMemoryError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InsufficientMemoryError, UnsupportedLeafError
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import (
@@ -33,7 +33,7 @@ from ckptcore.loading.opening import (
 )
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord
+from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord, unreadable_error
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
@@ -60,6 +60,9 @@ class VerifyReport:
         nbytes: bytes checked, including those of arrays in bases.
         unverified: keys of objects without checksums, which were only read.
         deleted: names of checkpointables that were deleted or lost after the save. This is not reported as a problem.
+        unused: by object, the names of arrays that other software stored and does not load, because its index names
+            other copies of them, or does not name them. They are not read, and not reported as a problem.
+        unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
     """
 
     problems: tuple[Problem, ...]
@@ -67,6 +70,8 @@ class VerifyReport:
     nbytes: int
     unverified: tuple[str, ...]
     deleted: tuple[str, ...] = ()
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unsupported: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -122,6 +127,8 @@ def _verify_composite(
     objects, done = 0 if root is None else 1 + len(root.parts), 0
     progress.plan(sum(_bytes_to_check(one) for _, one in opened))
     unverified: list[str] = []
+    unused: dict[str, Sequence[str]] = {}
+    unsupported: list[str] = []
     for directory, one in opened:
         if root is not None and (one.root is None or one.root.role != "member" or one.root.save_id != root.save_id):
             message = f"{directory} was replaced by another save"
@@ -129,9 +136,11 @@ def _verify_composite(
         report = _Verification(one, context, progress).run()
         problems.extend(_in_directory(directory, problem) for problem in report.problems)
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
+        unused.update({f"{directory}/{key}": names for key, names in report.unused.items()})
+        unsupported.extend(f"{directory}: {path}" for path in report.unsupported)
         objects += report.objects
         done += report.nbytes
-    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted))
+    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted), unused, tuple(unsupported))
 
 
 def _bytes_to_check(opened: Checkpoint) -> int:
@@ -163,6 +172,7 @@ class _Verification:
         self._progress = progress
         self._done = 0
         self._problems: list[Problem] = []
+        self._unsupported: list[str] = []
         self._readable: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -171,7 +181,10 @@ class _Verification:
         opened, root = self._opened, self._opened.root
         if root is None:
             unverified = self._read_files() if opened.is_files else self._read_arrays()
-            return VerifyReport(tuple(self._problems), len(unverified), self._done, unverified)
+            return VerifyReport(
+                tuple(self._problems), len(unverified), self._done, unverified,
+                unused=opened.origin.unused, unsupported=tuple(self._unsupported),
+            )  # fmt: skip
         parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
         for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
         for_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
@@ -280,15 +293,23 @@ class _Verification:
         opened = self._opened
         array, _ = default_handlers(runtime_of(self._context).registry)
         for number, record in enumerate(opened.tree.leaves):
-            if isinstance(record, ArrayRecord):
+            path = format_path(opened.tree.paths[number])
+            error = unreadable_error(record)
+            if isinstance(error, CorruptCheckpointError):
+                self._problems.append(Problem(error.key, None, None, (path,), f"{path}: {error}"))
+            elif error is not None:
+                self._unsupported.append(path)
+            if isinstance(record, ArrayRecord) and number not in opened.tree.aliases:
                 try:
                     with naming_arrays(opened):
                         try:
                             read_leaves(opened, [number], [array], [None], self._context)
                         except InsufficientMemoryError:
                             _read_in_pieces(opened, number, record.spec)
-                except CorruptCheckpointError as error:
-                    self._add(error)
+                except CorruptCheckpointError as damage:
+                    self._add(damage)
+                except UnsupportedLeafError:
+                    self._unsupported.append(path)
                 self._advance(record.spec.nbytes)
         return tuple(sorted({key for _, key, _, _ in extents_of(opened)}))
 

@@ -29,6 +29,8 @@ from ckptcore.model.metadata import (
     ValueRecord,
     check_directory_key,
     check_key,
+    unreadable_error,
+    unreadable_leaf,
 )
 from ckptcore.model.transfer import (
     ArraySegment,
@@ -113,4 +115,6 @@ __all__ = [
     "name_of_dtype",
     "sample_steps",
     "sampled",
+    "unreadable_error",
+    "unreadable_leaf",
 ]

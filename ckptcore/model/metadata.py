@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
 from ckptcore.model.tree import JSON, Skeleton, TreePath, leaf_count, leaf_paths, skeleton_from_json, skeleton_to_json
 
@@ -26,6 +26,8 @@ __all__ = [
     "ValueRecord",
     "check_directory_key",
     "check_key",
+    "unreadable_error",
+    "unreadable_leaf",
 ]
 
 PLAIN_ARRAY: Final = "array"
@@ -69,7 +71,7 @@ class ValueRecord(NamedTuple):
 
     Attributes:
         kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name of its leaf handler;
-            `UNREADABLE` for a leaf of other software that no load can return: `value` says why.
+            `UNREADABLE` for a leaf of other software that no load can return: see `unreadable_leaf`.
         value: the value as JSON, in the encoding of its leaf handler.
     """
 
@@ -79,6 +81,31 @@ class ValueRecord(NamedTuple):
 
 LeafRecord: TypeAlias = ArrayRecord | ValueRecord
 """The record of one leaf."""
+
+
+def unreadable_leaf(error: CheckpointError) -> ValueRecord:
+    """Return the record of a leaf of other software that cannot be loaded, while the other leaves can be.
+
+    Args:
+        error: a message about this leaf alone: what is stored, why it cannot be loaded, what to do. If it is a
+            CorruptCheckpointError, data are missing or damaged, which `ckptcore.verify` reports.
+    """
+    if isinstance(error, CorruptCheckpointError):
+        return ValueRecord(UNREADABLE, {"reason": str(error), "damaged": True, "key": error.key})
+    return ValueRecord(UNREADABLE, {"reason": str(error), "damaged": False})
+
+
+def unreadable_error(record: LeafRecord) -> CorruptCheckpointError | UnsupportedLeafError | None:
+    """Return the error for a request of a leaf that cannot be loaded; None for other leaves."""
+    if not isinstance(record, ValueRecord) or record.kind != UNREADABLE:
+        return None
+    match record.value:
+        case {"reason": str() as reason, "damaged": True, "key": str() | None as key}:
+            return CorruptCheckpointError(reason, key=key)
+        case {"reason": reason}:
+            return UnsupportedLeafError(str(reason))
+        case value:
+            return UnsupportedLeafError(f"it was saved as {value}")
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,8 @@ class Inspection(NamedTuple):
         custom: metadata of the user.
         metrics: measurements.
         created: the time at which it was written, ISO 8601 in UTC; None if unknown.
+        unused: by object, the names of stored arrays that are no leaves, because an index of the checkpoint names
+            another copy of them, or does not name them. Shown to the user.
     """
 
     tree: TreeMetadata
@@ -169,6 +171,7 @@ class Inspection(NamedTuple):
     custom: Mapping[str, JSON] = _EMPTY
     metrics: Mapping[str, float] = _EMPTY
     created: str | None = None
+    unused: Mapping[str, Sequence[str]] = _EMPTY
 
 
 class InspectedComposite(NamedTuple):

@@ -143,6 +143,24 @@ def test_shards_are_read_by_hugging_face_and_back(tmp_path: Path) -> None:
         assert all(same(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_two_copies_of_a_tensor_load_as_in_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.BertModel(config)
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())["weight_map"]
+    name = "pooler.dense.weight"
+    other = next(file for file in sorted(set(weight_map.values())) if file < weight_map[name])
+    old = safetensors.torch.load_file(tmp_path / other)
+    safetensors.torch.save_file({**old, name: torch.zeros(16, 16)}, tmp_path / other, {"format": "pt"})
+    theirs = transformers.BertModel.from_pretrained(tmp_path, local_files_only=True).state_dict()
+    ours = ckptcore.load(tmp_path, model.state_dict())
+    assert torch.equal(ours[name], model.state_dict()[name])
+    assert all(torch.equal(ours[one], theirs[one]) for one in theirs)
+
+
 def test_shards_without_an_index_belong_together_by_name(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(CorruptCheckpointError, match="expected 2 safetensors shards that belong together, found 1"):

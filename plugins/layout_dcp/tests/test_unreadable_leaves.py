@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ckptcore
-from ckptcore import PLACEHOLDER
-from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore import PLACEHOLDER, select
+from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import UNREADABLE
 
 
@@ -164,3 +168,155 @@ def test_an_index_of_several_files(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded["c"], torch.ones(3))
     with pytest.raises(UnsupportedLeafError, match="odd: it cannot be loaded, because it was saved as a"):
         ckptcore.load(tmp_path)
+
+
+_MISSING = {
+    "file": ("gone.bin", "lists 'lost' in gone.bin, which does not exist: restore gone.bin"),
+    "tensor": ("second.bin", "lists 'lost' in second.bin, which does not have it: restore second.bin"),
+    "value": ("value.bin", "lists 'lost' in value.bin, which does not have it"),
+    "file of text": ("text.bin", "lists 'lost' in text.bin, which is not a file of torch.save"),
+    "cut off file": ("cut.bin", "lists 'lost' in cut.bin, which cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", _MISSING)
+def test_an_index_that_lists_what_does_not_exist(name: str, tmp_path: Path) -> None:
+    file, message = _MISSING[name]
+    torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "first.bin")
+    torch.save({"b": torch.ones(2)}, tmp_path / "second.bin")
+    torch.save({"lost": 3}, tmp_path / "value.bin")
+    (tmp_path / "text.bin").write_text("text")
+    torch.save({"lost": torch.ones(2)}, tmp_path / "cut.bin")
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-50])
+    weight_map = {"a": "first.bin", "lost": file, "b": "second.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for location in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
+        with ckptcore.open(location) as opened:
+            assert opened["b"][0] == 1
+            with pytest.raises(CorruptCheckpointError, match=f"lost: it cannot be loaded, because .*{message}"):
+                opened["lost"]
+        assert ckptcore.metadata(location).unused == {"first.bin": ["b"]}
+    loaded = ckptcore.load(tmp_path, {"a": torch.empty(2), "b": torch.empty(2), "lost": PLACEHOLDER})
+    assert torch.equal(loaded["b"], torch.ones(2))
+    assert ckptcore.load(tmp_path, select=~select.names("lost")).keys() == {"a", "b"}
+    with pytest.raises(CorruptCheckpointError, match=message):
+        ckptcore.load(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        ckptcore.load(tmp_path, dict.fromkeys(weight_map, torch.empty(2)))
+    (problem,) = ckptcore.verify(tmp_path).problems
+    assert (problem.key, problem.arrays) == (file, ("lost",))
+
+
+def test_a_file_without_the_elements_of_one_tensor(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "lost": torch.zeros(3)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "state.pt", "w") as part:
+        for name in whole.namelist():
+            if not name.endswith("data/1"):
+                part.writestr(name, whole.read(name))
+    with ckptcore.open(tmp_path / "state.pt") as opened:
+        assert opened["w"][0] == 1
+        with pytest.raises(CorruptCheckpointError, match="lost.* has no elements: the storage '1' is missing"):
+            opened["lost"]
+    assert [problem.arrays for problem in ckptcore.verify(tmp_path / "state.pt").problems] == [("lost",)]
+
+
+def _save_in_files(directory: Path, **entries: Any) -> dict[str, Path]:
+    """Save with DCP, an item in each file. Return the file of each entry."""
+    writer = dcp.FileSystemWriter(directory, single_file_per_rank=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"a": torch.arange(3.0), "n": 3, **entries}, storage_writer=writer)
+        stored = dcp.FileSystemReader(directory).read_metadata().storage_data
+    return {index.fqn: directory / info.relative_path for index, info in stored.items()}
+
+
+def _assert_others_are_readable(
+    directory: Path, error: type[Exception], message: str, *, names: set[str], damaged: bool
+) -> None:
+    with ckptcore.open(directory) as opened:
+        assert opened["a"][2] == 2
+        assert set(opened) == {*names, "lost"}
+    assert ckptcore.metadata(directory).tree is not None
+    assert ckptcore.load(directory, select=~select.names("lost")).keys() == names
+    with pytest.raises(error, match=message):
+        ckptcore.load(directory)
+    report = ckptcore.verify(directory)
+    assert report.ok is not damaged
+    assert report.unsupported == (() if damaged else ("lost",))
+
+
+def test_a_dtype_of_dcp_that_no_array_has(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        lost = torch.ones(2, dtype=torch.complex32)
+    _save_in_files(tmp_path, lost=lost)
+    _assert_others_are_readable(
+        tmp_path, UnsupportedLeafError, "lost: .*dtype torch.complex32", names={"a", "n"}, damaged=False
+    )
+
+
+@pytest.mark.parametrize("lost", [torch.ones(2), 5], ids=["tensor", "value"])
+@pytest.mark.parametrize("damage", ["missing", "cut off", "zeros"])
+def test_an_item_of_dcp_that_is_damaged(lost: object, damage: str, tmp_path: Path) -> None:
+    file = _save_in_files(tmp_path, lost=lost)["lost"]
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(data[:-20] if damage == "cut off" else bytes(len(data)))
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, file.name, names={"a", "n"}, damaged=True)
+
+
+def test_a_value_of_dcp_without_an_item(tmp_path: Path) -> None:
+    _save_in_files(tmp_path, lost=5)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "lost")]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    message = "lost: .*lists no file for the value 'lost'"
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, message, names={"a", "n"}, damaged=True)
+
+
+def test_ranks_that_list_an_entry_differently(tmp_path: Path) -> None:
+    _save_in_files(tmp_path, lost=torch.ones(2))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (tmp_path / ".metadata").unlink()
+    for rank in range(2):
+        metadata.state_dict_metadata["lost"].size = torch.Size((2 + rank,))
+        (tmp_path / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+    message = "lost: .*the processes saved different states"
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, message, names={"a", "n"}, damaged=True)
+
+
+def _change_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    data = path.read_bytes()
+    stop = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:stop])
+    change(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[stop:])
+
+
+def _save_shards(directory: Path, state: dict[str, torch.Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+
+
+def test_shards_of_dcp_with_a_dtype_that_no_array_has(tmp_path: Path) -> None:
+    state = {"a": torch.arange(3.0), "lost": torch.ones(2, dtype=torch.uint8)}
+    _save_shards(tmp_path, state)
+    (path,) = tmp_path.glob("shard-*.safetensors")
+    _change_header(path, lambda header: header["lost"].update(dtype="F6_E2M3"))
+    _assert_others_are_readable(
+        tmp_path, UnsupportedLeafError, "'lost' .* has the dtype 'F6_E2M3'", names={"a"}, damaged=False
+    )
+
+
+def test_shards_of_dcp_with_different_dtypes(tmp_path: Path) -> None:
+    for number, dtype in enumerate((torch.int32, torch.float32), start=1):
+        state = {"a": torch.arange(3.0), "lost": torch.ones(2, dtype=dtype)}
+        _save_shards(tmp_path / "save", state)
+        (path,) = (tmp_path / "save").glob("shard-*.safetensors")
+        path.rename(tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors")
+    shutil.rmtree(tmp_path / "save")
+    message = "lost: .*the shards of the tensor 'lost' have different dtypes"
+    _assert_others_are_readable(tmp_path, CorruptCheckpointError, message, names={"a"}, damaged=True)

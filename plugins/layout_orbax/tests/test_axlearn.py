@@ -11,7 +11,7 @@ from ckptcore_testing.hostile_json import tampered
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
-from ckptcore.model import ArraySpec, TreeMetadata
+from ckptcore.model import ArraySpec, TreeMetadata, unreadable_error
 
 GOLDEN = Path(__file__).parent / "golden" / "axlearn" / "step_00000004"
 ITERATOR = "<class 'some.Iterator'>"
@@ -26,6 +26,11 @@ def leaves_of(path):
     tree = find_axlearn(DirectoryReadStore(path)).tree
     paths = TreeMetadata(tree.skeleton, (None,) * len(tree.leaves)).paths
     return dict(zip(paths, tree.leaves, strict=True))
+
+
+def problem_of(path, name):
+    """Return the reason why a leaf cannot be loaded. The other leaves can be."""
+    return unreadable_error(leaves_of(path)[name,].value)
 
 
 def write_index(path, *entries):
@@ -60,8 +65,8 @@ def test_what_is_no_shape_is_refused(step, text):
 
 def test_a_dtype_that_is_not_known_is_named(step):
     write_index(step, ["a", {"dtype": "key<fry>", "shape": "()"}])
-    with pytest.raises(UnsupportedLeafError, match="key<fry>"):
-        leaves_of(step)
+    error = problem_of(step, "a")
+    assert isinstance(error, UnsupportedLeafError) and "key<fry>" in str(error)
 
 
 def test_values_in_the_index_are_leaves(step):
@@ -105,18 +110,18 @@ def test_what_only_tensorflow_reads_is_named_and_the_rest_is_read(step):
     assert ("model", "decoder", "emb", "weight") in leaves_of(step)
 
 
-def test_a_value_of_an_extension_type_is_refused(step):
+def test_a_value_of_an_extension_type_is_named(step):
     (step / "python_0" / "input_iter").write_bytes(msgpack.packb({"x": msgpack.ExtType(7, b"")}))
-    with pytest.raises(CorruptCheckpointError, match="extension type 7") as raised:
-        leaves_of(step)
-    assert raised.value.key == "python_0/input_iter"
+    error = problem_of(step, "input_iter")
+    assert isinstance(error, CorruptCheckpointError) and "extension type 7" in str(error)
+    assert error.key == "python_0/input_iter"
 
 
-def test_a_state_that_ends_too_early_is_refused(step):
+def test_a_state_that_ends_too_early_is_named(step):
     data = (step / "python_0" / "input_iter").read_bytes()
     (step / "python_0" / "input_iter").write_bytes(data[:-3])
-    with pytest.raises(CorruptCheckpointError, match="python_0/input_iter"):
-        leaves_of(step)
+    error = problem_of(step, "input_iter")
+    assert isinstance(error, CorruptCheckpointError) and "python_0/input_iter" in str(error)
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, -1])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import LEAF, ArrayRecord, Box, Node, TreeMetadata
+from ckptcore.model import LEAF, ArrayRecord, Box, LeafRecord, Node, TreeMetadata, unreadable_leaf
 from ckptcore.plain_safetensors import refuse_lost_root
 from ckptcore.planning import ChunkColumns, cuts_of
 from ckptcore.protocols import Inspection, ReadStore
@@ -57,21 +57,31 @@ _PAIRS: Final = "F4"
 
 @dataclass(frozen=True, slots=True)
 class _ShardBox:
-    """A box of a tensor in a file, and the offset of its elements, in bytes."""
+    """A box of a tensor in a file.
+
+    Attributes:
+        name: the tensor.
+        dtype: its torch dtype; None for a dtype that ckptcore does not support, which `stored_dtype` names.
+        box: the box.
+        key: the file.
+        offset, nbytes: its elements in the file, in bytes.
+        stored_dtype: the dtype in the header of the file.
+    """
 
     name: str
-    dtype: str
+    dtype: str | None
     box: Box
     key: str
     offset: int
+    nbytes: int
+    stored_dtype: str
 
 
 def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
     """Inspect a directory of safetensors shards with these file names. Return None for other directories.
 
     Raises:
-        CorruptCheckpointError: a header cannot be read, or shards of a tensor have different dtypes.
-        UnsupportedLeafError: ckptcore does not support the dtype of a tensor.
+        CorruptCheckpointError: a header cannot be read.
     """
     files = [name for name in names if _SHARD.fullmatch(name)]
     by_name: dict[str, list[_ShardBox]] = {}
@@ -84,13 +94,13 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
     if not files:
         return None
     columns = ChunkColumns()
-    leaves: list[ArrayRecord] = []
+    leaves: list[LeafRecord] = []
     for name, parts in by_name.items():
         first = parts[0]
-        if any(part.dtype != first.dtype or len(part.box.stop) != len(first.box.stop) for part in parts):
-            raise CorruptCheckpointError(
-                f"the shards of the tensor {name!r} have different dtypes or numbers of axes", key=first.key
-            )
+        if (problem := _problem(name, parts)) is not None or first.dtype is None:
+            assert problem is not None  # of the dtype
+            leaves.append(unreadable_leaf(problem))
+            continue
         shape = tuple([max(stops) for stops in zip(*[part.box.stop for part in parts], strict=True)])
         spec, kind = spec_and_kind(first.dtype, shape)
         if not spec.is_possible:
@@ -112,6 +122,22 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
     )
 
 
+def _problem(name: str, parts: Sequence[_ShardBox]) -> CorruptCheckpointError | UnsupportedLeafError | None:
+    """Return the reason why a tensor cannot be loaded; None if it can be."""
+    first = parts[0]
+    if any(part.stored_dtype != first.stored_dtype or len(part.box.stop) != len(first.box.stop) for part in parts):
+        return CorruptCheckpointError(
+            f"the shards of the tensor {name!r} have different dtypes or numbers of axes: restore {first.key} from a "
+            "copy, or load another checkpoint",
+            key=first.key,
+        )
+    if first.dtype is None:
+        return UnsupportedLeafError(
+            f"the tensor {name!r} of {first.key} has the dtype {first.stored_dtype[:40]!r}, which NumPy cannot hold"
+        )
+    return None
+
+
 def _read_boxes(store: ReadStore, key: str) -> Sequence[_ShardBox] | None:
     """Return the boxes in a file, or None if its header has no sharding info."""
     file_bytes = store.size(key)
@@ -130,13 +156,13 @@ def _read_boxes(store: ReadStore, key: str) -> Sequence[_ShardBox] | None:
     info = _parse_json(metadata[_INFO].encode("utf-8", "surrogatepass"), key)
     parts = [_shard_box(name, described, info, key, 8 + header_bytes, file_bytes) for name, described in header.items()]
     position = 8 + header_bytes
-    for part in sorted(parts, key=lambda part: (part.offset, part.box.size)):
+    for part in sorted(parts, key=lambda part: (part.offset, part.nbytes)):
         if part.offset != position:
             raise CorruptCheckpointError(
                 f"the tensor {part.name!r} of {key} begins at byte {part.offset}; expected byte {position}",
                 key=key,
             )
-        position += spec_and_kind(part.dtype, part.box.shape)[0].nbytes
+        position += part.nbytes
     return parts
 
 
@@ -146,15 +172,16 @@ def _shard_box(name: str, described: Any, info: Any, key: str, start: int, file_
         offsets = info[name]["saved_offsets"]
         if not (isinstance(shape, list) and isinstance(offsets, list) and len(shape) == len(offsets) <= 64):
             raise ValueError("shape and offsets have different numbers of axes")
+        if not isinstance(dtype, str):
+            raise TypeError("the dtype is no text")
         for number in (*shape, *offsets, first, last):
             if type(number) is not int or not 0 <= number < _MAX_COUNT:
                 raise ValueError(f"{str(number)[:40]} is not a valid count")
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpointError(f"the header of {key} does not describe {name!r}: {error!r}", key=key) from error
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise UnsupportedLeafError(
-            f"the tensor {name!r} of {key} has the dtype {str(dtype)[:40]!r}, which NumPy cannot hold"
-        )
+    stop = tuple([offset + extent for offset, extent in zip(offsets, shape, strict=True)])
+    if dtype not in _DTYPES:
+        return _ShardBox(name, None, Box(tuple(offsets), stop), key, start + first, last - first, dtype)
     if dtype == _PAIRS:
         if not shape or shape[-1] % 2:
             raise CorruptCheckpointError(
@@ -163,6 +190,7 @@ def _shard_box(name: str, described: Any, info: Any, key: str, start: int, file_
         # The writer states offsets in pairs (torch's unit) and shapes in elements (the format's
         # unit).
         shape = [*shape[:-1], shape[-1] // 2]
+        stop = (*stop[:-1], offsets[-1] + shape[-1])
     spec, _ = spec_and_kind(_DTYPES[dtype], tuple(shape))
     if spec.nbytes != last - first or start + last > file_bytes:
         raise CorruptCheckpointError(
@@ -170,8 +198,7 @@ def _shard_box(name: str, described: Any, info: Any, key: str, start: int, file_
             f"{first} to {last} of {file_bytes - start}",
             key=key,
         )
-    stop = tuple([offset + extent for offset, extent in zip(offsets, shape, strict=True)])
-    return _ShardBox(name, _DTYPES[dtype], Box(tuple(offsets), stop), key, start + first)
+    return _ShardBox(name, _DTYPES[dtype], Box(tuple(offsets), stop), key, start + first, spec.nbytes, dtype)
 
 
 def _parse_json(data: bytes, key: str) -> dict[str, Any]:

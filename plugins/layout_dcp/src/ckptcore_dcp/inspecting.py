@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model import JSON, LEAF, HostArray, LeafRecord, Skeleton, TreeMetadata
+from ckptcore.model import JSON, LEAF, HostArray, LeafRecord, Skeleton, TreeMetadata, ValueRecord, unreadable_leaf
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
 from ckptcore_dcp.directories import WRITER, find_dcp_files
@@ -33,7 +33,7 @@ from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, Dcp
 from ckptcore_dcp.names import tree_of_names
 from ckptcore_dcp.pickled_trees import leaf_record
 from ckptcore_dcp.storages import LocationColumns
-from ckptcore_dcp.values import DecodedValue, read_value_items, read_values
+from ckptcore_dcp.values import DecodedValue, ItemProblem, read_value_items, read_values
 
 __all__ = ["InspectedChunks", "inspect_dcp", "inspect_entries"]
 
@@ -101,41 +101,57 @@ def _find_metadata(store: ReadStore, entry: str | None) -> DcpMetadata | Inspect
 
 
 def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
-    """Merge the metadata of processes that saved without communicating."""
+    """Merge the metadata of processes that saved without communicating.
+
+    An entry that they list differently cannot be loaded.
+    """
     tensors: dict[str, DcpTensor] = {}
     chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk]] = {}
     values: dict[str, DcpValue] = {}
     paths: dict[str, DcpPath] = {}
+    unreadable: dict[str, ValueRecord] = {}
     for part, key in zip(parts, keys, strict=True):
+        unreadable.update(part.unreadable)
         for name, tensor in part.tensors.items():
             first = tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape) or name in values:
-                raise CorruptCheckpointError(
+                error = CorruptCheckpointError(
                     f"{key} lists {name!r} as {tensor.dtype}{list(tensor.shape)}, but the file of another process "
                     "lists something else: the processes saved different states. Load the files of one rank with torch",
                     key=key,
                 )
+                unreadable[name] = unreadable_leaf(error)
+                continue
             known = chunks.setdefault(name, {})
             for chunk in tensor.chunks:
                 known.setdefault((chunk.offsets, chunk.sizes), chunk)
         for name, value in part.values.items():
             if name in tensors:
-                raise CorruptCheckpointError(
+                error = CorruptCheckpointError(
                     f"{key} lists {name!r} as a value, but the file of another process lists it as a tensor", key=key
                 )
+                unreadable[name] = unreadable_leaf(error)
+                continue
             values.setdefault(name, value)
         paths.update(part.paths or {})
     united = {
         name: DcpTensor(tensor.dtype, tensor.shape, tuple(chunks[name].values()), tensor.requires_grad)
         for name, tensor in tensors.items()
+        if name not in unreadable
     }
+    values = {name: value for name, value in values.items() if name not in unreadable}
     known_paths = paths if all(part.paths is not None for part in parts) else None
-    return DcpMetadata(united, values, known_paths, parts[0].save_id, parts[0].checkpoint_id)
+    return DcpMetadata(united, values, known_paths, parts[0].save_id, parts[0].checkpoint_id, unreadable)
 
 
-def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue]) -> Inspection:
+def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemProblem]) -> Inspection:
+    decoded = {name: value for name, value in values.items() if isinstance(value, DecodedValue)}
     entries: dict[str, Skeleton] = {
-        name: LEAF if name in metadata.tensors else values[name].skeleton for name in metadata.names
+        name: decoded[name].skeleton if name in decoded else LEAF for name in metadata.names
+    }
+    unreadable = {
+        **metadata.unreadable,
+        **{name: unreadable_leaf(value) for name, value in values.items() if not isinstance(value, DecodedValue)},
     }
     skeleton, order = tree_of_names(entries, metadata.paths)
     locations = LocationColumns()
@@ -147,7 +163,10 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue]) -> In
             tensors[len(leaves)] = tensor
             leaves.append(record_of_tensor(tensor.dtype, tensor.shape))
             continue
-        value = values[name]
+        if name in unreadable:
+            leaves.append(unreadable[name])
+            continue
+        value = decoded[name]
         for leaf in value.leaves:
             if value.storages is None:
                 leaves.append(leaf_record(leaf))

@@ -10,7 +10,18 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import JSON, ArrayRecord, Box, ChunkRead, HostArray, LeafRecord, ReadItem, TreeMetadata, format_path
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    Box,
+    ChunkRead,
+    HostArray,
+    LeafRecord,
+    ReadItem,
+    TreeMetadata,
+    format_path,
+    unreadable_leaf,
+)
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
@@ -104,34 +115,6 @@ def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) ->
     }
 
 
-def _storage_of_tensor(
-    tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key: str, path: str
-) -> StoredBytes:
-    """Return the storage of a tensor.
-
-    Args:
-        tensor: the tensor, from a pickle.
-        storages: the storages of the same file.
-        key: the object, for errors.
-        path: path in the tree, for errors.
-
-    Raises:
-        CorruptCheckpointError: the storage is missing or too short.
-        UnsupportedLeafError: the tensor expands a few bytes to too many elements.
-    """
-    storage = storages.get(tensor.storage)
-    if storage is None:
-        if 0 not in tensor.shape:
-            raise CorruptCheckpointError(
-                f"{path} in {key!r} has no elements: the storage {tensor.storage[:80]!r} is missing; restore the "
-                "file from a copy, or load another checkpoint",
-                key=key,
-            )
-        storage = StoredBytes(key, 0, 0)
-    check_bounds(tensor, storage.size, key=key, path=path)
-    return storage
-
-
 @dataclass(frozen=True, slots=True)
 class ArrayLocation:
     """Location of the elements of an array.
@@ -189,12 +172,21 @@ class LocationColumns:
             path: path in the tree, for errors.
 
         Raises:
-            CorruptCheckpointError: the storage of an array is missing or too short.
+            CorruptCheckpointError: the storage of an array is too short.
         """
         if isinstance(leaf, StoredTensor):
+            storage = storages.get(leaf.storage) or (StoredBytes(key, 0, 0) if 0 in leaf.shape else None)
+            if storage is None:
+                error = CorruptCheckpointError(
+                    f"{path} in {key!r} has no elements: the storage {leaf.storage[:80]!r} is missing; restore the "
+                    "file from a copy, or load another checkpoint",
+                    key=key,
+                )
+                return unreadable_leaf(error)
             try:
-                self._add_array(number, leaf, _storage_of_tensor(leaf, storages, key=key, path=path))
-            except UnsupportedLeafError as error:
+                check_bounds(leaf, storage.size, key=key, path=path)
+                self._add_array(number, leaf, storage)
+            except UnsupportedLeafError as error:  # it expands a few bytes to too many elements
                 leaf = Unreadable.of(error, path)
         return leaf_record(leaf)
 

@@ -275,7 +275,9 @@ def _dtype_of(value: Value, key: str, path: str) -> tuple[str, str]:
     if (known := known_dtype(value.name)) is not None:
         spec, kind = spec_and_kind(known, ())
         return spec.dtype, kind
-    raise _unsupported(path, f"of torch.{value.name[:40]}, which NumPy cannot represent: save a view of it as integers")
+    raise _unsupported(
+        path, f"a tensor of torch.{value.name[:40]}, which NumPy cannot represent: save a view of it as integers"
+    )
 
 
 def _first_arguments(arguments: tuple[Value, ...], count: int, key: str, path: str) -> tuple[Value, ...]:

@@ -9,12 +9,18 @@ as Hugging Face transformers writes it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
-from ckptcore.model import JSON, LEAF, LeafRecord, Node, Receipt, Skeleton, TreeMetadata, format_path
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UnsupportedLeafError,
+)
+from ckptcore.model import JSON, LEAF, LeafRecord, Node, Receipt, Skeleton, TreeMetadata, format_path, unreadable_leaf
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files
@@ -27,14 +33,11 @@ from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_mem
 
 __all__ = ["TorchLayout"]
 
-_INDEX: Final = ".bin.index.json"
-_PREFERRED: Final = (
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-    "diffusion_pytorch_model.bin",
-    "adapter_model.bin",
-)
-"""File names that transformers, diffusers and PEFT look for if there is no safetensors file."""
+_INDEX: Final = re.compile(r"(.+?)\.bin(?:\.(.+))?\.index(?:\.(.+))?\.json")
+"""The stem, and the variant as older and newer versions of diffusers place it."""
+_KNOWN_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
+"""Names that transformers, diffusers and PEFT look for if there is no safetensors file, in order of preference."""
+_VARIANT: Final = re.compile(rf"(?:{'|'.join(_KNOWN_STEMS)})\.(?!.*-\d+-of-\d+).+\.bin")
 _MAX_INDEX_BYTES: Final = 1 << 28
 _HEAD_BYTES: Final = 64
 
@@ -79,19 +82,42 @@ class TorchLayout(Layout):
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a file of torch.save with any name, an index of several files, or a directory.
 
-        A directory is recognised by a file name in `_PREFERRED`, or by a single index. A directory
+        A directory is recognised by the name of a file or index, see `_main_name`. A directory
         that contains nothing but one file per process, such as ``extra_state_rank_0.pt``, becomes a
         mapping from file names.
         """
-        if entry is not None:
-            return _inspect_index(store, entry) if entry.endswith(_INDEX) else _inspect_file(store, entry)
-        names = store.list_names("")
-        indexes = [name for name in names if name.endswith(_INDEX)]
-        for name in (*_PREFERRED, *(indexes if len(indexes) == 1 else ())):
-            if name in names:
-                return _inspect_index(store, name) if name.endswith(_INDEX) else _inspect_file(store, name)
+        names = () if entry is not None else store.list_names("")
+        name = entry if entry is not None else _main_name(names)
+        if name is not None:
+            return _inspect_index(store, name) if _stem_of_index(name) is not None else _inspect_file(store, name)
         ranked = find_rank_files(names)
         return None if ranked is None else _inspect_files(store, ranked)
+
+
+def _main_name(names: Sequence[str]) -> str | None:
+    """Return the file or index to load: of a known stem, else the only index, else the only variant.
+
+    Raises:
+        CheckpointNotFoundError: there are several variants, and no plain file.
+    """
+    indexes = {stem: name for name in names if (stem := _stem_of_index(name)) is not None}
+    for stem in _KNOWN_STEMS:
+        if stem in indexes or f"{stem}.bin" in names:
+            return indexes.get(stem, f"{stem}.bin")
+    if len(indexes) == 1:
+        return next(iter(indexes.values()))
+    variants = [name for name in names if _VARIANT.fullmatch(name)]
+    if len(variants) > 1:
+        raise CheckpointNotFoundError(
+            f"the directory has several variants of a model: {', '.join(variants)}. Name one of them as the location"
+        )
+    return variants[0] if variants else None
+
+
+def _stem_of_index(key: str) -> str | None:
+    """Return the stem and the variant that an index is for; None for other files."""
+    found = _INDEX.fullmatch(key.rpartition("/")[2])
+    return None if found is None else ".".join([part for part in found.groups() if part is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,31 +195,46 @@ def _read_file(store: ReadStore, key: str) -> _TorchFile | None:
 
 
 def _inspect_index(store: ReadStore, key: str) -> Inspection:
+    """Inspect the files that an index lists. A tensor that its file does not have is a leaf that cannot be loaded."""
     weight_map = _read_weight_map(store, key)
     directory = key.rpartition("/")[0]
     names: list[str] = []
     records: list[LeafRecord] = []
     columns = LocationColumns()
+    unused: dict[str, Sequence[str]] = {}
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not file or "/" in file or "\\" in file or "\0" in file or file in (".", ".."):
             raise CorruptCheckpointError(f"{key} lists the invalid file name {file[:80]!r}", key=key)
         by_file.setdefault(f"{directory}/{file}" if directory else file, []).append(name)
     for file, listed in sorted(by_file.items()):
+        content, problem = None, "is not a file of torch.save"
         try:
             content = _read_file(store, file)
-        except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(f"{key} lists a file that is missing: {error}", key=key) from error
+        except ObjectNotFoundError:
+            problem = "does not exist"
+        except (CorruptCheckpointError, UnsupportedLeafError) as error:
+            problem = f"cannot be read ({error})"
         tensors = _outermost_tensors(content) if content is not None else {}
-        if content is None or (missing := [name for name in listed if name not in tensors]):
-            what = "is not a file of torch.save" if content is None else f"has no tensor {missing[0]!r}"
-            raise CorruptCheckpointError(f"{file} {what}, but {key} lists it", key=file)
         for name in listed:
+            if content is not None and name in tensors:
+                record = columns.add(len(records), tensors[name], content.storages, key=file, path=name)
+            else:
+                problem = problem if content is None else "does not have it"
+                record = unreadable_leaf(_missing(key, name, file, problem))
             names.append(name)
-            records.append(columns.add(len(records), tensors[name], content.storages, key=file, path=name))
+            records.append(record)
+        if others := [name for name in tensors if name not in listed]:
+            unused[file] = others
     skeleton = Node("dict", tuple(names), (LEAF,) * len(names))
     tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
-    return Inspection(tree, columns.to_json(), "torch.save")
+    return Inspection(tree, columns.to_json(), "torch.save", unused=unused)
+
+
+def _missing(index: str, name: str, file: str, problem: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{index} lists {name!r} in {file}, which {problem}: restore {file} from a copy, or correct {index}", key=file
+    )
 
 
 def _outermost_tensors(content: _TorchFile) -> Mapping[str, StoredTensor | Unreadable]:

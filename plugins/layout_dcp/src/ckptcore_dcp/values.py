@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ckptcore.model import Skeleton
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.item_templates import TemplateCache
@@ -19,9 +19,11 @@ from ckptcore_dcp.transforms import undo_transforms
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["DecodedValue", "read_value_items", "read_values"]
+__all__ = ["DecodedValue", "ItemProblem", "read_value_items", "read_values"]
 
 _Templates: TypeAlias = TemplateCache[None, None]
+ItemProblem: TypeAlias = CorruptCheckpointError | UnsupportedLeafError
+"""The reason why an item cannot be read."""
 
 _NEAR_BYTES: Final = 1 << 16
 """Items at most this far apart are read in one request."""
@@ -51,15 +53,29 @@ class DecodedValue:
     storages: Mapping[str, StoredBytes] | None
 
 
-def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, DecodedValue]:
+def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, DecodedValue | ItemProblem]:
     """Read values. Neighbouring items share a request. No code in them is executed.
 
+    Returns:
+        Each value, or why it cannot be read: its item is missing or cut off, is not in the format of ``torch.save``,
+        or has an unknown transform.
+
     Raises:
-        CorruptCheckpointError: an item is not in the format of ``torch.save``, or two items overlap.
-        UnsupportedLeafError: an unknown transform was applied to an item.
+        CorruptCheckpointError: two items overlap.
     """
     templates: _Templates = TemplateCache()
-    return {name: _decode_item(name, values[name], item, templates) for name, item in _stored_items(values, store)}
+    return {name: _try_to_decode(name, values[name], item, templates) for name, item in _stored_items(values, store)}
+
+
+def _try_to_decode(
+    name: str, value: DcpValue, item: bytes | ItemProblem, templates: _Templates
+) -> DecodedValue | ItemProblem:
+    if not isinstance(item, bytes):
+        return item
+    try:
+        return _decode_item(name, value, item, templates)
+    except (CorruptCheckpointError, UnsupportedLeafError) as error:
+        return error
 
 
 def read_value_items(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, bytes]:
@@ -69,11 +85,16 @@ def read_value_items(values: Mapping[str, DcpValue], store: ReadStore) -> Mappin
         CorruptCheckpointError: an item is cut off or missing, or two items overlap.
         UnsupportedLeafError: an unknown transform was applied to an item.
     """
-    return {name: _without_transforms(name, values[name], item) for name, item in _stored_items(values, store)}
+    items: dict[str, bytes] = {}
+    for name, item in _stored_items(values, store):
+        if not isinstance(item, bytes):
+            raise item
+        items[name] = _without_transforms(name, values[name], item)
+    return items
 
 
-def _stored_items(values: Mapping[str, DcpValue], store: ReadStore) -> Iterator[tuple[str, bytes]]:
-    """Yield names and items as they are stored. Neighbouring items share a request."""
+def _stored_items(values: Mapping[str, DcpValue], store: ReadStore) -> Iterator[tuple[str, bytes | ItemProblem]]:
+    """Yield names and items as they are stored, or why they cannot be read. Neighbouring items share a request."""
     for group in _read_groups(values):
         path = values[group[0]].relative_path
         start = values[group[0]].offset
@@ -83,24 +104,33 @@ def _stored_items(values: Mapping[str, DcpValue], store: ReadStore) -> Iterator[
             last = start + _WINDOW_BYTES if stop - start <= _WINDOW_BYTES else store.size(path)
             data = store.get(path, start, min(stop, last))
         except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{path!r} is missing, which contains the value {group[0]!r}: {error}; restore it from a "
-                "copy, or load another checkpoint",
-                key=path,
-            ) from error
+            for name in group:
+                yield (
+                    name,
+                    CorruptCheckpointError(
+                        f"{path!r} is missing, which contains the value {name!r}: {error}; restore it from a copy, or "
+                        "load another checkpoint",
+                        key=path,
+                    ),
+                )
+            continue
         for name in group:
             value = values[name]
             first = value.offset - start
             item = data[first : first + value.length]
-            if len(item) != value.length:
-                raise CorruptCheckpointError(
+            whole = len(item) == value.length
+            yield (
+                name,
+                item
+                if whole
+                else CorruptCheckpointError(
                     f"{path!r} is cut off: it has {len(item)} of the {value.length} bytes of the value {name!r}; "
                     "restore it from a copy, or load another checkpoint",
                     key=path,
                     start=value.offset,
                     stop=value.offset + value.length,
-                )
-            yield name, item
+                ),
+            )
 
 
 def _read_groups(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:

@@ -152,6 +152,7 @@ class InspectDocument(TypedDict):
     timeline: list[EventDocument]  #: empty where none was kept
     problems: list[ProblemDocument]  #: files that are missing or have another size
     bases: list[str]  #: the checkpoints that have arrays of it, relative to the directory that it is in
+    unused: NotRequired[dict[str, list[str]]]  #: of other software's, by object the arrays that its index leaves out
 
 
 class CheckpointableDocument(TypedDict):
@@ -167,6 +168,7 @@ class CheckpointableDocument(TypedDict):
     leaves: list[LeafDocument]  #: of files none
     objects: list[ObjectDocument]
     totals: TotalsDocument
+    unused: NotRequired[dict[str, list[str]]]  #: of other software's, by object the arrays that its index leaves out
 
 
 class CheckpointablesDocument(TypedDict):
@@ -229,6 +231,8 @@ class VerifyDocument(TypedDict):
     nbytes: int  #: bytes checked
     unverified: list[str]  #: objects of which no checksums are kept
     deleted: list[str]  #: names of what was saved too and is not there: deleted since, or lost
+    unused: dict[str, list[str]]  #: of other software's, by object the arrays that its index leaves out
+    unsupported: list[str]  #: of other software's, the leaves that nothing that is installed reads
     problems: list[ProblemDocument]
 
 

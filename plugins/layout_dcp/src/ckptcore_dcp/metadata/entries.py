@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from ckptcore.model import ValueRecord
 from ckptcore_dcp.pickles import Global
 
 __all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpTensor", "DcpValue", "ItemRange", "torch_class_name"]
@@ -74,6 +75,7 @@ class DcpMetadata:
         paths: path of each name. None if the file has no paths. Some names may have no path.
         save_id: id of the save that wrote it, or None.
         checkpoint_id: location it was written to, or None.
+        unreadable: the records of entries that cannot be loaded, by name. They are not in `tensors` or `values`.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -81,13 +83,15 @@ class DcpMetadata:
     paths: Mapping[str, DcpPath] | None = None
     save_id: str | None = None
     checkpoint_id: str | None = None
+    unreadable: Mapping[str, ValueRecord] = field(default_factory=dict)
 
     @property
     def names(self) -> Sequence[str]:
         """All names, in the order of `paths`, followed by names without a path."""
-        known = [name for name in self.paths or () if name in self.tensors or name in self.values]
+        entries = {**self.tensors, **self.values, **self.unreadable}
+        known = [name for name in self.paths or () if name in entries]
         listed = set(known)
-        return [*known, *[name for name in (*self.tensors, *self.values) if name not in listed]]
+        return [*known, *[name for name in entries if name not in listed]]
 
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeAlias
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import ValueRecord, unreadable_leaf
 from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
 from ckptcore_dcp.metadata.chunk_rows import ChunkRows, DcpChunkColumns
 from ckptcore_dcp.metadata.entries import DcpMetadata, DcpPath, DcpTensor, DcpValue, ItemRange, torch_class_name
@@ -57,7 +58,6 @@ class MetadataDecoder:
 
         Raises:
             CorruptCheckpointError: it is not what torch.distributed.checkpoint writes.
-            UnsupportedLeafError: ckptcore does not support the dtype of a tensor.
         """
         state = self.attributes_of(value, "Metadata")
         item_ranges = self.item_ranges(state.get("storage_data"))
@@ -65,19 +65,27 @@ class MetadataDecoder:
         bounds = [0]
         chunks = _ListedChunks()
         values: dict[str, DcpValue] = {}
+        unreadable: dict[str, ValueRecord] = {}
         for name, entry in self.mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
             if type(name) is not str:
                 self.fail(f"the name of an entry is {brief(name)}; expected a string")
             if self.is_instance(entry, "BytesStorageMetadata"):
                 item_range = item_ranges.get((name, None))
                 if item_range is None:
-                    self.fail(
-                        f"no file is listed for the value {name!r}; its save was not finished. Load another checkpoint"
+                    error = CorruptCheckpointError(
+                        f"{self.key} lists no file for the value {name!r}; its save was not finished. Load another "
+                        "checkpoint",
+                        key=self.key,
                     )
-                values[name] = DcpValue(*item_range)
-            else:
+                    unreadable[name] = unreadable_leaf(error)
+                else:
+                    values[name] = DcpValue(*item_range)
+                continue
+            try:
                 tensors[name] = self.tensor(name, entry, item_ranges, chunks)
                 bounds.append(len(chunks.item_ranges))
+            except UnsupportedLeafError as unsupported:
+                unreadable[name] = unreadable_leaf(unsupported)
         save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
         paths = self.paths(state.get("planner_data"))
         columns = DcpChunkColumns.from_parts(chunks.offsets, chunks.sizes, chunks.item_ranges)
@@ -87,7 +95,7 @@ class MetadataDecoder:
                 tensors.items(), bounds, bounds[1:], strict=False
             )
         }
-        return DcpMetadata(found, values, paths, save_id, checkpoint_id)
+        return DcpMetadata(found, values, paths, save_id, checkpoint_id, unreadable)
 
     def item_ranges(self, found: Value) -> _ItemRanges:
         """Return the byte ranges of all items."""
@@ -316,7 +324,6 @@ def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
     Raises:
         CorruptCheckpointError: it is not ``.metadata``, a chunk exceeds its tensor, or a file path
             leaves the checkpoint.
-        UnsupportedLeafError: ckptcore does not support the dtype of a tensor.
     """
     try:
         return read_fast(data, key=key)

@@ -10,7 +10,7 @@ import msgpack  # type: ignore[import-untyped]  # it has no types
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import ArraySpec, HostArray, dtype_from_name
+from ckptcore.model import ArraySpec, HostArray, dtype_from_name, unreadable_leaf
 from ckptcore_orbax.orbax.json_files import unexpected
 from ckptcore_orbax.orbax.trees import MAX_DEPTH, OrbaxTree, TreeLeaf, plain_tree
 
@@ -40,7 +40,6 @@ def parse_aggregate(data: bytes, key: str) -> OrbaxTree:
 
     Raises:
         CorruptCheckpointError: the file is not msgpack, or does not contain a valid tree.
-        UnsupportedLeafError: an array has an unknown dtype.
     """
     return plain_tree(_replace_arrays(unpack(data, key, _Extensions(key)), key, 0), key)
 
@@ -83,7 +82,10 @@ class _Extensions:
         inner = unpack(data, self._key, self) if code in (_ARRAY, _COMPLEX, _SCALAR, _TUPLE) else None
         match code, inner:
             case ((1 | 3), [list() as shape, str() as dtype, bytes() as elements]):
-                array = _array(shape, dtype, elements, self._key)
+                try:
+                    array = _array(shape, dtype, elements, self._key)
+                except UnsupportedLeafError as error:
+                    return TreeLeaf("", value=unreadable_leaf(error))
                 kind = "numpy.scalar" if code == _SCALAR and not shape else None
                 return TreeLeaf("", "np.ndarray", embedded=array, spec=ArraySpec(array.shape, dtype), kind=kind)
             case 2, [float() | int() as real, float() | int() as imaginary]:
@@ -125,6 +127,8 @@ def _join_chunks(value: Mapping[str, Any], key: str) -> TreeLeaf:
     parts: list[HostArray] = []
     for number in range(len(chunks)):
         part = chunks.get(str(number))
+        if isinstance(part, TreeLeaf) and part.value is not None:
+            return part  # its dtype is unknown
         if not isinstance(part, TreeLeaf) or part.embedded is None:
             raise unexpected(key, "a chunk of an array", part)
         parts.append(part.embedded.reshape(-1))

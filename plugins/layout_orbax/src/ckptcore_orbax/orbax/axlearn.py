@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model import JSON, ArraySpec, dtype_from_name
+from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, ArraySpec, dtype_from_name, unreadable_leaf
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import unpack
 from ckptcore_orbax.orbax.json_files import expect_text, expect_type, parse_json, unexpected
@@ -56,7 +56,6 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
         CorruptCheckpointError: a file is invalid. Also for a truncated index, which AXLearn itself
             accepts as complete.
         UncommittedCheckpointError: there are arrays but no index.
-        UnsupportedLeafError: a dtype is unknown.
     """
     names = frozenset(store.list_names())
     if f"{_ARRAYS}/" not in names and not (_INDEX in names and any(map(_STATES.fullmatch, names))):
@@ -76,7 +75,7 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
         if path == "step" and type(value) is int and has_step:
             continue  # the state has its own leaf "step", which is loaded instead
         if isinstance(value, dict) and {"dtype", "shape"} <= value.keys():
-            found = TreeLeaf(f"{_ARRAYS}/{path}", "jax.Array", spec=_spec(value))
+            found = _array(path, value)
         elif not _is_iterator(value):
             found = value
         elif path in states:
@@ -135,9 +134,21 @@ def _state_files(store: ReadStore, names: frozenset[str], paths: set[str]) -> di
     return files
 
 
+def _array(path: str, value: Mapping[str, JSON]) -> TreeLeaf:
+    try:
+        return TreeLeaf(f"{_ARRAYS}/{path}", "jax.Array", spec=_spec(value))
+    except UnsupportedLeafError as error:
+        return TreeLeaf("", value=unreadable_leaf(error))
+
+
 def _state(store: ReadStore, files: Mapping[int, str]) -> object:
     """Return the iterator state of the only process, or a dict of all processes' states."""
-    states = {process: _decode_state(store.get(files[process]), files[process]) for process in sorted(files)}
+    states: dict[int, object] = {}
+    for process, key in sorted(files.items()):
+        try:
+            states[process] = _decode_state(store.get(key), key)
+        except CorruptCheckpointError as error:
+            states[process] = TreeLeaf("", value=unreadable_leaf(error))
     return next(iter(states.values())) if len(states) == 1 else states
 
 

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ckptcore.errors import CompositeCheckpointError, CorruptCheckpointError
+from ckptcore.errors import CompositeCheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -19,6 +19,7 @@ from ckptcore.model import (
     TreeMetadata,
     ValueRecord,
     format_path,
+    unreadable_leaf,
 )
 from ckptcore.protocols import InspectedComposite, Inspection, MemberKind, ReadStore
 from ckptcore_orbax.ocdbt.database import Database
@@ -40,6 +41,9 @@ __all__ = ["inspect_composite", "inspect_tree"]
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096
 """Maximum chunk boundaries per axis that count as shard boundaries; more belong to small read chunks."""
+
+_Problem = CorruptCheckpointError | UnsupportedLeafError
+"""The reason why an array cannot be read."""
 
 _PARSERS: Final[Mapping[str, Callable[[bytes, str], ArrayFormat]]] = {"zarr.json": parse_zarr3, ".zarray": parse_zarr2}
 
@@ -80,9 +84,8 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
     Raises:
         CompositeCheckpointError: the checkpoint is a composite without a tree, or with several
             trees of which none is the default.
-        CorruptCheckpointError: a metadata file is invalid, or an array is missing.
+        CorruptCheckpointError: a metadata file is invalid.
         UncommittedCheckpointError: the save did not finish.
-        UnsupportedLeafError: an array has an unknown dtype or format.
     """
     composite = find_composite(store)
     if composite is not None and composite.default_tree is None:
@@ -151,13 +154,12 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
             embedded[number] = leaf.embedded.astype(leaf.embedded.dtype.newbyteorder("<")).tobytes()
             arrays[number] = ZarrArray(leaf.name, format)
         else:
-            arrays[number] = stored[number]
+            found_array = stored[number]
+            if not isinstance(found_array, ZarrArray):
+                records.append(unreadable_leaf(found_array))
+                continue
+            arrays[number] = found_array
         format = arrays[number].format
-        if leaf.spec is not None and leaf.spec != format.spec:
-            raise CorruptCheckpointError(
-                f"{leaf.name!r} is {leaf.spec} in the tree, but stored as {format.spec}; the checkpoint is damaged: "
-                "load another one"
-            )
         records.append(_array_record(item, leaf, format))
         if leaf.value_type == "scalar":
             scalars.append(number)
@@ -196,12 +198,10 @@ def _array_record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecor
     return ArrayRecord(record.spec, record.kind, cuts, record.notes)
 
 
-def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Mapping[int, ZarrArray]:
-    """Return the name and the format of each leaf that is a stored array.
-
-    Raises:
-        CorruptCheckpointError: an array is missing.
-    """
+def _stored_arrays(
+    found: _UninspectedTree, store: ReadStore, databases: DatabaseCache
+) -> Mapping[int, ZarrArray | _Problem]:
+    """Return the name and the format of each leaf that is a stored array, or why it cannot be read."""
     item = found.item
     numbers = [number for number, leaf in enumerate(found.tree.leaves) if leaf.value is None and leaf.embedded is None]
     names = [found.tree.leaves[number].name for number in numbers]
@@ -209,27 +209,41 @@ def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: Databas
         name for name in _PARSERS if item.zarr_format is None or (name == "zarr.json") == (item.zarr_format == 3)
     ]
     prefix = f"{item.directory}/" if item.directory else ""
-    formats: Sequence[ArrayFormat | None]
+    formats: Sequence[ArrayFormat | _Problem | None]
     if item.database:
         formats = _in_database(names, documents, open_database(item.directory, store, databases), store)
     else:
         formats = _in_objects([f"{prefix}{array_prefix(name)}" for name in names], documents, store)
-    made: dict[int, ZarrArray] = {}
-    paths: Sequence[object] = ()
+    made: dict[int, ZarrArray | _Problem] = {}
     for number, name, format in zip(numbers, names, formats, strict=True):
+        spec = found.tree.leaves[number].spec
         if format is None:
-            paths = TreeMetadata(found.tree.skeleton, (ValueRecord("none", None),) * len(found.tree.leaves)).paths
-            raise CorruptCheckpointError(
-                f"{format_path(paths[number])} is in the tree, but its array {name!r} is missing; the checkpoint is "
-                "incomplete: restore it from a copy, or load another one"
+            made[number] = CorruptCheckpointError(
+                f"it is in the tree, but its array {name!r} is missing; the checkpoint is incomplete: restore it from "
+                "a copy, or load another one"
             )
-        made[number] = ZarrArray(name, format)
+        elif isinstance(format, _Problem):
+            made[number] = format
+        elif spec is not None and spec != format.spec:
+            made[number] = CorruptCheckpointError(
+                f"{name!r} is {spec} in the tree, but stored as {format.spec}; the checkpoint is damaged: load another "
+                "one"
+            )
+        else:
+            made[number] = ZarrArray(name, format)
     return made
+
+
+def _parse(document: str, data: bytes, key: str) -> ArrayFormat | _Problem:
+    try:
+        return _PARSERS[document](data, key)
+    except (CorruptCheckpointError, UnsupportedLeafError) as error:
+        return error
 
 
 def _in_database(
     names: Sequence[str], documents: Sequence[str], database: Database, store: ReadStore
-) -> Sequence[ArrayFormat | None]:
+) -> Sequence[ArrayFormat | _Problem | None]:
     """Return the array formats in a database, from the first document found per array, in one batch."""
     found: list[tuple[str, ValueLocation] | None] = []
     for name in names:
@@ -242,7 +256,7 @@ def _in_database(
         if value.inline is None
     ]
     read = iter(store.get_many(apart))
-    formats: list[ArrayFormat | None] = []
+    formats: list[ArrayFormat | _Problem | None] = []
     for name, entry in zip(names, found, strict=True):
         if entry is None:
             formats.append(None)
@@ -250,31 +264,50 @@ def _in_database(
         document, value = entry
         data = next(read) if value.inline is None else value.inline
         if data is None:
-            raise CorruptCheckpointError(
+            error = CorruptCheckpointError(
                 f"the metadata of {name!r} is missing: there is no object {value.file!r}; restore the checkpoint "
                 "from a copy, or load another one",
                 key=value.file,
             )
-        formats.append(_PARSERS[document](data, f"{name}/{document}"))
+            formats.append(error)
+            continue
+        formats.append(_parse(document, data, f"{name}/{document}"))
     return formats
 
 
-def _in_objects(directories: Sequence[str], documents: Sequence[str], store: ReadStore) -> Sequence[ArrayFormat | None]:
+def _in_objects(
+    directories: Sequence[str], documents: Sequence[str], store: ReadStore
+) -> Sequence[ArrayFormat | _Problem | None]:
     """Return the array formats in directories, from the first document found per array."""
-    formats: list[ArrayFormat | None] = [None] * len(directories)
+    formats: list[ArrayFormat | _Problem | None] = [None] * len(directories)
     for document in documents:
         left = [number for number, format in enumerate(formats) if format is None]
         found = store.get_many([(f"{directories[number]}{document}", 0, None) for number in left])
         for number, data in zip(left, found, strict=True):
             if data is not None:
-                formats[number] = _PARSERS[document](data, f"{directories[number]}{document}")
+                formats[number] = _parse(document, data, f"{directories[number]}{document}")
     return formats
 
 
 def _scalars(
     tree: TreeMetadata, state: ArraysState, numbers: Sequence[int], store: ReadStore, databases: DatabaseCache
 ) -> dict[int, ValueRecord]:
-    """Read Python numbers that are stored as arrays."""
+    """Read Python numbers that are stored as arrays. A number that cannot be read has a record that says why."""
+    try:
+        return _read_scalars(tree, state, numbers, store, databases)
+    except (CorruptCheckpointError, UnsupportedLeafError) as error:
+        if len(numbers) == 1:
+            return {numbers[0]: unreadable_leaf(error)}
+        return {
+            leaf: record
+            for number in numbers
+            for leaf, record in _scalars(tree, state, [number], store, databases).items()
+        }
+
+
+def _read_scalars(
+    tree: TreeMetadata, state: ArraysState, numbers: Sequence[int], store: ReadStore, databases: DatabaseCache
+) -> dict[int, ValueRecord]:
     if not numbers:
         return {}
     specs = [state.arrays[number].format.spec for number in numbers]

@@ -24,7 +24,7 @@ from ckptcore_tools.cli.output import (
     terminal_width,
 )
 from ckptcore_tools.cli.treeview import format_lines, tree_lines
-from ckptcore_tools.cli.verify import problem_documents
+from ckptcore_tools.cli.verify import print_unused, problem_documents
 from ckptcore_tools.elements import are_numbers
 from ckptcore_tools.formatting import format_count, format_metrics, format_problems, format_size
 from ckptcore_tools.locations import child_location, describe_and_check, first_directories
@@ -218,6 +218,7 @@ def _content_document(
             {"key": record.key, "size": record.size, "checksummed": bool(record.checksums)}
             for record in found.objects.values()
         ],
+        "unused": found.unused or UNSET,
         "totals": _totals(found),
     }
 
@@ -350,6 +351,7 @@ def _print_content(found: CheckpointMetadata, drawing: _Drawing | None, show_obj
             print_line("no leaf matches the filter")
         else:
             print_lines(format_lines(tree_lines(found.tree, outline, depth, statistics.get), terminal_width()))
+        print_unused(found.unused)
         if show_objects:
             print_line()
     if show_objects or drawing is None:

@@ -12,11 +12,11 @@ from ckptcore_tools.cli.output import byte_progress, print_document, print_line,
 from ckptcore_tools.formatting import format_count, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptcore.results import Problem, VerifyReport
 
-__all__ = ["command", "problem_documents"]
+__all__ = ["command", "print_unused", "problem_documents"]
 
 
 @checkpoint_command("verify", "Verify the checksums of a checkpoint.")
@@ -44,6 +44,14 @@ def command(as_json: bool, location: str) -> ExitCode:
     return ExitCode.OK if report.ok else ExitCode.FOUND
 
 
+def print_unused(unused: Mapping[str, Sequence[str]]) -> None:
+    """Print the arrays that other software stored and does not load, a line for each object."""
+    for key, names in unused.items():
+        shown = ", ".join(map(printable, names[:8]))
+        more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
+        print_line(("not loaded ", "yellow"), printable(key), f": {shown}{more}")
+
+
 def problem_documents(problems: Sequence[Problem]) -> list[JSON]:
     """Return the problems of a checkpoint as JSON, sorted by object."""
     return [to_json(problem, key="object") for problem in _sorted(problems)]
@@ -65,9 +73,14 @@ def _print(report: VerifyReport) -> None:
             shown = ", ".join(map(printable, problem.arrays[:8]))
             more = len(problem.arrays) - 8
             print_line("  ", ("arrays ", "dim"), shown, f" and {more:,} more" if more > 0 else "")
+    print_unused(report.unused)
     if deleted:
         others = f" and {len(deleted) - 8:,} more" if len(deleted) > 8 else ""
         print_line(("missing ", "yellow"), ", ".join(map(printable, deleted[:8])), others, ": deleted or lost")
+    if report.unsupported:
+        others = f" and {len(report.unsupported) - 8:,} more" if len(report.unsupported) > 8 else ""
+        shown = ", ".join(map(printable, report.unsupported[:8]))
+        print_line(("cannot be read ", "yellow"), shown, others, ": no installed plugin supports them")
     checked = f"{format_count(report.objects, 'object')}, {format_size(report.nbytes)} checked"
     if not report.ok:
         print_line((format_count(len(report.problems), "problem"), "bold red"), f": {checked}")

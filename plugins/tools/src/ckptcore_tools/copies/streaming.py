@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.context import Context
-from ckptcore.errors import PluginError, SaveLostError, UnsupportedLeafError
+from ckptcore.errors import PluginError, SaveLostError
 from ckptcore.loading.checkpoint import Checkpoint, extents_of
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import UNREADABLE, ArrayRecord, TreeMetadata, ValueRecord
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata, unreadable_error
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
@@ -78,14 +78,14 @@ def items_by_object(
 
     Raises:
         InsufficientMemoryError: the largest item does not fit in memory.
-        UnsupportedLeafError: a leaf cannot be loaded.
+        CorruptCheckpointError, UnsupportedLeafError: a leaf cannot be loaded.
     """
     for path, record in zip(tree.paths, tree.leaves, strict=True):
-        if isinstance(record, ValueRecord) and record.kind == UNREADABLE:
-            raise UnsupportedLeafError(
-                f"{format_path(path)} cannot be copied, because it was saved as {record.value}. To keep the other "
-                "leaves, load them with PLACEHOLDER for it, and save them. Nothing was written"
-            )
+        if (error := unreadable_error(record)) is not None:
+            raise type(error)(
+                f"{format_path(path)} cannot be copied, because {error}. To keep the other leaves, load them with "
+                "PLACEHOLDER for it, and save them. Nothing was written"
+            ) from error
     objects = _items_by_object(layout, tree, opened, sources, sizes)
     largest = max([item for items in objects for item in items], key=lambda item: item.nbytes, default=None)
     if largest is not None:  # refused before the layout plans and writes terabytes; no page is touched

@@ -1,0 +1,452 @@
+"""Safetensors files of other software: single files, files that an index lists, variants, and pipelines.
+
+Names of files, by `transformers.modeling_utils` 5.23 and `diffusers.models.model_loading_utils` 0.42, for the stem
+``model`` and the variant ``fp16``: ``model.safetensors`` and ``model.fp16.safetensors``; in several files
+``model-00001-of-00002.safetensors`` with the index ``model.safetensors.index.json``, and
+``model.fp16-00001-of-00002.safetensors`` with ``model.safetensors.index.fp16.json``. Older versions of diffusers wrote
+``model-00001-of-00002.fp16.safetensors`` with ``model.safetensors.fp16.index.json``. Here a variant is another stem,
+``model.fp16``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias
+
+from ckptcore.builtin.safetensors_files import (
+    READER_OF_SLICES,
+    fits,
+    parse_json_object,
+    read_header,
+    read_json_object,
+    record_of,
+    refuse_lost_root,
+)
+from ckptcore.builtin.safetensors_writing import PART, SHARDING
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+)
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, unreadable_leaf
+from ckptcore.model.tree import JSON, LEAF, Node
+from ckptcore.protocols import InspectedComposite, Inspection, ReadStore
+
+__all__ = ["inspect_files", "inspect_pipeline"]
+
+_FILE: Final = ".safetensors"
+_ADAPTER: Final = "adapter_model"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+_KNOWN_STEMS: Final[Mapping[str, str]] = {
+    "model": "pytorch_model",
+    "diffusion_pytorch_model": "diffusion_pytorch_model",
+    _ADAPTER: _ADAPTER,
+}
+"""Names that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), in order of preference, and
+the names of the files that they read instead if there are no safetensors files."""
+
+_OTHER_FILE: Final = ".bin"
+_INDEX: Final = re.compile(r"(.+?)\.safetensors(?:\.(.+))?\.index(?:\.(.+))?\.json")
+"""The stem, and the variant as older and newer versions of diffusers place it."""
+_SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)?\.safetensors")
+_SLICES: Final = re.compile(r"shard-\d+-.+-\d+-of-\d+\.safetensors")
+"""Files with slices of arrays. Their headers have `SHARDING`, which files of whole arrays may have as well."""
+
+_PIPELINES: Final = ("model_index.json", "modular_model_index.json")
+"""The files of diffusers that list the models of a pipeline: a directory each."""
+
+
+class _Leaf(NamedTuple):
+    """A leaf.
+
+    Attributes:
+        name: its name.
+        record: its array, or why it cannot be loaded.
+        key: the file.
+        offset: the position of its first element in the file, in bytes; -1 for a leaf that cannot be loaded.
+    """
+
+    name: str
+    record: LeafRecord
+    key: str
+    offset: int
+
+
+class _File(NamedTuple):
+    """The content of a file.
+
+    Attributes:
+        key: the file.
+        leaves: its tensors by name, in the order of their bytes, then their other names.
+        others: the other names of tensors.
+        metadata: the metadata of its header.
+    """
+
+    key: str
+    leaves: Mapping[str, _Leaf]
+    others: frozenset[str]
+    metadata: Mapping[str, str]
+
+
+class _Content(NamedTuple):
+    """The leaves of a checkpoint, and the metadata and unused tensors of its files."""
+
+    leaves: Sequence[_Leaf]
+    metadata: Mapping[str, JSON]
+    unused: Mapping[str, Sequence[str]] = {}
+
+
+_Names: TypeAlias = Mapping[str, str]
+"""File names by their stems."""
+
+
+def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
+    """Inspect safetensors files of other software. Return None if the location has none.
+
+    An index decides from which file each tensor comes. A tensor that it lists, and that its file does not have, is a
+    leaf that cannot be loaded. Aliases of `safetensors.torch.save_model` are leaves that share their bytes. The
+    metadata of an adapter has the content of ``adapter_config.json`` as ``adapter_config``.
+
+    Args:
+        store: the files of the location.
+        entry: the file that the user named, with any suffix, or None for a directory.
+
+    Raises:
+        CorruptCheckpointError: an index, or a file that no index lists, is damaged.
+        CheckpointNotFoundError: there are several files, and no index lists which belong together; or a file has slices
+            of arrays.
+        CompositeCheckpointError: it is the directory of a pipeline.
+        CorruptCheckpointError: a file of a directory is part of a checkpoint of ckptcore, which has lost its root.
+    """
+    names = () if entry is not None else store.list_names("")
+    if (pipeline := _pipeline_of(store, names)) is not None:
+        members = list(pipeline.members)
+        raise CompositeCheckpointError(
+            f"the directory has a pipeline of several models ({', '.join(members)}): use load_checkpointables, or load "
+            "one by its own location",
+            members,
+        )
+    found = _find_in_directory(store, names) if entry is None else _find_in_file(store, entry)
+    if found is None:
+        return None
+    leaves, metadata, unused = found
+    files = sorted({leaf.key for leaf in leaves if leaf.offset >= 0})
+    if entry is None:
+        keys = files or [name for name in names if name.endswith(_FILE)]
+        refuse_lost_root(keys[0] if keys else "", metadata)
+    if SHARDING in metadata and (slices := [key for key in files if _SLICES.fullmatch(key.rpartition("/")[2])]):
+        raise CheckpointNotFoundError(
+            f"{slices[0]} has slices of arrays, and not whole arrays: name the directory of its checkpoint as the "
+            "location. Without checkpoint.json there, load the arrays alone with " + READER_OF_SLICES
+        )
+    metadata = {name: text for name, text in metadata.items() if name != PART}
+    aliases = _aliases(leaves)
+    arrays = [number for number, leaf in enumerate(leaves) if leaf.offset >= 0 and number not in aliases]
+    numbers = {key: number for number, key in enumerate(files)}
+    state: JSON = {
+        "files": files,
+        "leaf": arrays,
+        "file": [numbers[leaves[number].key] for number in arrays],
+        "offset": [leaves[number].offset for number in arrays],
+    }
+    skeleton = Node("dict", tuple([leaf.name for leaf in leaves]), (LEAF,) * len(leaves))
+    tree = TreeMetadata(skeleton, tuple([leaf.record for leaf in leaves]), aliases)
+    return Inspection(tree, state, "safetensors", dict(metadata), unused=unused)
+
+
+def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
+    """Inspect the directory of a pipeline of diffusers. Return None for other directories.
+
+    Its checkpointables are the directories that its list of models names, as far as they have weights.
+
+    Raises:
+        CorruptCheckpointError: the list of models is damaged.
+    """
+    return _pipeline_of(store, store.list_names(""))
+
+
+def _pipeline_of(store: ReadStore, names: Sequence[str]) -> InspectedComposite | None:
+    key = next((name for name in _PIPELINES if name in names), None)
+    if key is None:
+        return None
+    index = read_json_object(store, key)
+    members = [
+        name
+        for name, described in index.items()
+        if isinstance(described, list) and f"{name}/" in names and _has_weights(store.list_names(name))
+    ]
+    if not members:
+        return None
+    version = index.get("_diffusers_version")
+    writer = f"diffusers {version}" if isinstance(version, str) else "diffusers"
+    return InspectedComposite(dict.fromkeys(members, "tree"), writer, {"model_index": index})
+
+
+def _has_weights(names: Sequence[str]) -> bool:
+    return any(name.endswith((_FILE, _OTHER_FILE)) or _INDEX.fullmatch(name) for name in names)
+
+
+def _aliases(leaves: Sequence[_Leaf]) -> dict[int, int]:
+    """Return, for each leaf with the same bytes as an earlier leaf, the number of the earlier leaf."""
+    first: dict[tuple[str, int], int] = {}
+    aliases: dict[int, int] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf.record, ArrayRecord) and leaf.record.spec.size:
+            original = first.setdefault((leaf.key, leaf.offset), number)
+            if original != number:
+                aliases[number] = original
+    return aliases
+
+
+def _find_in_file(store: ReadStore, entry: str) -> _Content | None:
+    if entry == f"{_ADAPTER}{_FILE}":
+        found = _content(_read_file(store, entry))
+        try:
+            return _with_config(store, found)
+        except CorruptCheckpointError:
+            return found  # the user named this file, so other files of its directory may be damaged
+    if _INDEX.fullmatch(entry.rpartition("/")[2]):
+        return _read_index(store, entry)
+    return _content(_read_file(store, entry)) if entry.endswith(_FILE) or _has_header(store, entry) else None
+
+
+def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | None:
+    indexes = {stem: name for name in sorted(names, key=_is_newer_index) if (stem := _stem_of_index(name)) is not None}
+    files = [name for name in names if name.endswith(_FILE)]
+    if not indexes and not files:
+        return None
+    stem = _choose_stem(indexes, files)
+    if _prefers_other_files(stem, indexes, files, names):
+        return None
+    if stem is None:
+        for key in files[:1]:  # all files of a lost checkpoint are marked
+            refuse_lost_root(key, _read_file(store, key).metadata)
+        raise CheckpointNotFoundError(
+            "the directory has several safetensors files and no index lists which belong together: "
+            f"{', '.join([*indexes.values(), *files])}. Name one of them as the location"
+        )
+    found = _read_stem(store, stem, indexes, files)
+    return _with_config(store, found) if stem == _ADAPTER else found
+
+
+def _with_config(store: ReadStore, found: _Content) -> _Content:
+    """Add the config of an adapter to its metadata, if there is one."""
+    try:
+        config = read_json_object(store, _ADAPTER_CONFIG)
+    except ObjectNotFoundError:
+        return found
+    return found._replace(metadata={**found.metadata, "adapter_config": config})
+
+
+def _stem_of_index(name: str) -> str | None:
+    """Return the stem and the variant that an index is for; None for other files."""
+    found = _INDEX.fullmatch(name)
+    return None if found is None else ".".join([part for part in found.groups() if part is not None])
+
+
+def _is_newer_index(name: str) -> bool:
+    """Return True for an index as diffusers names it today. Sorted by this, it replaces an older one in a dict."""
+    found = _INDEX.fullmatch(name)
+    return found is not None and found[2] is None
+
+
+def _stem_of_file(name: str) -> str:
+    """Return the stem and the variant of a file that is whole or one of several."""
+    shard = _SHARD.fullmatch(name)
+    return name.removesuffix(_FILE) if shard is None else f"{shard[1]}{shard[4] or ''}"
+
+
+def _choose_stem(indexes: _Names, files: Sequence[str]) -> str | None:
+    """Return the stem of the files to load; None if it is ambiguous.
+
+    If a directory has several checkpoints, the main one of a known library is loaded: a model that was trained with an
+    adapter has the files of the adapter too, and a model may have variants.
+    """
+    stems = set(map(_stem_of_file, files))
+    for stem in _KNOWN_STEMS:
+        if stem in indexes or stem in stems:
+            return stem
+    for found in (set(indexes), stems):
+        if len(found) == 1:
+            return found.pop()
+    return None
+
+
+def _prefers_other_files(stem: str | None, indexes: _Names, files: Sequence[str], names: Sequence[str]) -> bool:
+    """Return True if there are only variants, next to a file of another format that is none, and that is loaded."""
+    if stem in _KNOWN_STEMS:
+        return False
+    stems = [stem] if stem is not None else [*indexes, *map(_stem_of_file, files)]
+    return any(
+        one.startswith(f"{known}.")
+        and (f"{other}{_OTHER_FILE}" in names or f"{other}{_OTHER_FILE}.index.json" in names)
+        for known, other in _KNOWN_STEMS.items()
+        for one in stems
+    )
+
+
+def _read_stem(store: ReadStore, stem: str, indexes: _Names, files: Sequence[str]) -> _Content:
+    """Read the files with a stem: the files that the index lists, the single file, or all shards."""
+    whole = f"{stem}{_FILE}"
+    if stem in indexes:
+        key = indexes[stem]
+        # transformers leaves the index when it replaces several files by one
+        if whole not in files or not set(files).isdisjoint(_read_weight_map(store, key).values()):
+            return _read_index(store, key, [name for name in files if _stem_of_file(name) == stem])
+    if whole in files:
+        return _content(_read_file(store, whole))
+    shards = [shard for name in files if (shard := _SHARD.fullmatch(name)) and _stem_of_file(name) == stem]
+    counts = sorted({int(shard[3]) for shard in shards})
+    if counts != [len(shards)]:
+        raise CorruptCheckpointError(
+            f"expected {counts[0] if len(counts) == 1 else counts} safetensors shards that belong together, found "
+            f"{len(shards)}: {[shard[0] for shard in shards]}"
+        )
+    return _join([_read_file(store, shard[0]) for shard in shards])
+
+
+def _content(file: _File) -> _Content:
+    return _Content(list(file.leaves.values()), file.metadata)
+
+
+def _join(files: Sequence[_File]) -> _Content:
+    """Join shards without an index. A tensor that several of them have cannot be loaded."""
+    leaves: dict[str, _Leaf] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        metadata.update(file.metadata)
+        for name, leaf in file.leaves.items():
+            known = leaves.setdefault(name, leaf)
+            if known is leaf:
+                continue
+            error = CorruptCheckpointError(
+                f"the tensor {name!r} is both in {known.key} and in {file.key}, and no index says which is meant: load "
+                "one of these files by its own location, or restore the index",
+                key=file.key,
+            )
+            leaves[name] = _Leaf(name, unreadable_leaf(error), file.key, -1)
+    return _Content(list(leaves.values()), metadata)
+
+
+def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:
+    """Return the files that an index lists by tensor, as keys of the store."""
+    weight_map = parse_json_object(store.get(key), key).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CorruptCheckpointError(f"{key} has no weight_map from names to files", key=key)
+    directory = key.rpartition("/")[0]
+    return {name: f"{directory}/{file}" if directory else file for name, file in weight_map.items()}
+
+
+def _read_index(store: ReadStore, index: str, others: Sequence[str] = ()) -> _Content:
+    """Read the files that an index lists.
+
+    Args:
+        store: the files.
+        index: the index.
+        others: files that belong to the index by their names. Those that it does not list have unused tensors.
+    """
+    weight_map = _read_weight_map(store, index)
+    files: dict[str, _File | CheckpointError] = {}
+    for key in sorted(set(weight_map.values())):
+        try:
+            files[key] = _read_file(store, key)
+        except (ObjectNotFoundError, CorruptCheckpointError) as error:
+            files[key] = error
+    read = [file for file in files.values() if isinstance(file, _File)]
+    leaves = list(_leaves_of_index(index, weight_map, files))
+    names = {leaf.name for leaf in leaves}
+    metadata: dict[str, str] = {}
+    for file in read:
+        metadata.update(file.metadata)
+        # The writer of an index may leave out names that are in the metadata only.
+        leaves.extend([file.leaves[name] for name in file.leaves if name in file.others - names])
+        names |= file.others
+    for key in others:
+        if key not in files:
+            with suppress(CheckpointError):  # it is not loaded
+                read.append(_read_file(store, key))
+    unused = {file.key: unlisted for file in read if (unlisted := _unused(file, weight_map))}
+    return _Content(leaves, metadata, unused)
+
+
+def _unused(file: _File, weight_map: _Names) -> Sequence[str]:
+    """Return the names of the tensors of a file that its index does not list for this file."""
+    return [name for name in file.leaves if name not in file.others and weight_map.get(name) != file.key]
+
+
+def _leaves_of_index(index: str, weight_map: _Names, files: Mapping[str, _File | CheckpointError]) -> Iterator[_Leaf]:
+    """Yield the leaves that an index lists, by file: first those that the file has, in the order of their bytes."""
+    listed: dict[str, list[str]] = {}
+    for name, key in weight_map.items():
+        listed.setdefault(key, []).append(name)
+    for key, file in files.items():
+        if isinstance(file, _File):
+            yield from [leaf for name, leaf in file.leaves.items() if weight_map.get(name) == key]
+        for name in listed[key]:
+            if not isinstance(file, _File) or name not in file.leaves:
+                yield _Leaf(name, unreadable_leaf(_missing(index, name, key, files)), key, -1)
+
+
+def _missing(index: str, name: str, key: str, files: Mapping[str, _File | CheckpointError]) -> CorruptCheckpointError:
+    """Return the error for a tensor that an index lists and that its file does not have."""
+    file = files[key]
+    if isinstance(file, ObjectNotFoundError):
+        return CorruptCheckpointError(
+            f"{index} lists {name!r} in {key}, which does not exist: restore {key} from a copy, or correct {index}",
+            key=key,
+        )
+    if isinstance(file, CheckpointError):
+        return CorruptCheckpointError(f"{index} lists {name!r} in {key}, which is damaged: {file}", key=key)
+    copies = [other.key for other in files.values() if isinstance(other, _File) and name in other.leaves]
+    return CorruptCheckpointError(
+        f"{index} lists {name!r} in {key}, which does not have it: restore {key} from a copy, or correct {index}"
+        + (f", if the copy in {copies[0]} is meant" if copies else ""),
+        key=key,
+    )
+
+
+def _has_header(store: ReadStore, key: str) -> bool:
+    """Return True if a file starts like a safetensors file: the length of a header that fits into it, then "{".
+
+    Files of torch.save, and others that start with letters, state a length beyond any limit.
+    """
+    file_bytes = store.size(key)
+    begin = store.get(key, 0, min(file_bytes, 9))
+    return fits(int.from_bytes(begin[:8], "little"), file_bytes) and begin[8:] == b"{"
+
+
+def _read_file(store: ReadStore, key: str) -> _File:
+    """Read the header of a file.
+
+    `safetensors.torch.save_model` stores a tensor that has several names once, and lists the others in the metadata:
+    ``{other name: stored name}``.
+    """
+    header = read_header(partial(store.get, key), store.size(key), key)
+    leaves: dict[str, _Leaf] = {}
+    for name, entry in header.tensors.items():
+        record = record_of(entry)
+        if record is None:
+            error = CorruptCheckpointError(
+                f"the header of {key} describes {name!r} with dtype {entry.dtype[:40]!r} and shape "
+                f"{str(list(entry.shape))[:80]}, which cannot be: restore the file from a copy, or save it again",
+                key=key,
+            )
+            leaves[name] = _Leaf(name, unreadable_leaf(error), key, -1)
+        else:
+            leaves[name] = _Leaf(name, record, key, entry.start)
+    metadata = header.metadata or {}
+    others = {
+        name: leaves[stored]._replace(name=name)
+        for name, stored in metadata.items()
+        if stored in header.tensors and name not in header.tensors and name != _FORMAT
+    }
+    return _File(key, {**leaves, **others}, frozenset(others), metadata)
+
+
+_FORMAT: Final = "format"
+"""A name in the metadata that is no tensor: the framework that wrote the file."""
