@@ -329,13 +329,17 @@ class _Comparison:
                 reason = _scalar_difference(requested, record)
                 if reason is None:
                     self._convert(position, handler, requested, record)
+            elif {requested.kind, record.kind} == _SEQUENCES and isinstance(record, ValueRecord):
+                same = self.by_name or matching.sequences == "either"
+                reason = None if same else f"sequence: a {requested.kind} is requested, a {record.kind} is stored"
             else:
                 reason = _difference(requested, record)
             if reason is not None:
-                from ckptcore.loading.differences import Difference
+                from ckptcore.loading.differences import Difference, Remedy
 
                 sort = reason.partition(":")[0]
-                found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}"))
+                remedy = Remedy("sequences", "either") if sort == "sequence" else None
+                found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}", remedy))
         return found
 
     def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
@@ -382,6 +386,9 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         return None
     return f"kind: {requested_kind} is requested, {stored_kind} is stored"
 
+
+_SEQUENCES: Final = {"list", "tuple"}
+"""The kinds of columns of which either may be requested."""
 
 _NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": bool, "int": int, "float": float}
 """The kinds of values that are numbers, and their types."""

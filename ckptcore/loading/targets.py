@@ -34,6 +34,7 @@ from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import runtime_of
+from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import (
     Flat,
     Shape,
@@ -336,7 +337,8 @@ def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Fl
     runtime = runtime_of(context)
     registry, job = runtime.registry, runtime.job()
     found = stored_at(checkpoint, registry)
-    flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found)
+    columns = requested_columns(checkpoint.tree)
+    flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found, columns=columns)
     for path in per_process_values(flat.shape):
         _expect_processes(checkpoint, path, job.size)
     return flat

@@ -15,6 +15,7 @@ from ckptcore.model.arrays import (
     dtype_from_name,
     name_of_dtype,
 )
+from ckptcore.model.columns import column_array, column_summary, column_value
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     PLAIN_ARRAY,
@@ -100,6 +101,9 @@ __all__ = [
     "WritePlan",
     "check_directory_key",
     "check_key",
+    "column_array",
+    "column_summary",
+    "column_value",
     "dtype_from_name",
     "float_from_json",
     "float_to_json",

@@ -214,6 +214,7 @@ def describe_part(
     replicas: ReplicaOptions | None = None,
     executor: Executor[Any, Any] | None = None,
     placeholders: bool = False,
+    merged: bool = False,
 ) -> PartDescription:
     """Describe a value to save, and refuse what cannot be saved. Writes nothing.
 
@@ -226,6 +227,7 @@ def describe_part(
         replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
         executor: the workers of this controller, if it has any.
         placeholders: True if the state may have placeholders for leaves of the base of an update.
+        merged: True if other saves add keys to the dicts of the value. See `SaveStrategy.merges_keys`.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: with the name of the checkpointable.
@@ -241,7 +243,17 @@ def describe_part(
                 return FilesDescription(name, FilesLayout(layout), value, handled.files)
             own = own or (handled.checkpointable is not None and handled.checkpointable.per_process)
         return describe_tree(
-            name, value, layout, plugins, rank, size, replicas, executor, own=own, placeholders=placeholders
+            name,
+            value,
+            layout,
+            plugins,
+            rank,
+            size,
+            replicas,
+            executor,
+            own=own,
+            placeholders=placeholders,
+            merged=merged,
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
+from ckptcore.builtin.number_columns import COLUMN_CONTAINER
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.tree import (
     LEAF,
@@ -28,6 +29,7 @@ from ckptcore.protocols import (
     Flattened,
     LeafHandler,
 )
+from ckptcore.tree.columns import ColumnRule, SavedColumns
 
 __all__ = [
     "PER_PROCESS",
@@ -123,6 +125,7 @@ def flatten(
     rank: int = 0,
     placeholders: bool = False,
     stored_at: Callable[[TreePath], object] | None = None,
+    columns: ColumnRule | None = None,
 ) -> Flat:
     """Take a value apart.
 
@@ -132,13 +135,14 @@ def flatten(
         rank: the rank of this process, which is the key of values in `PerProcess`.
         placeholders: True if `PLACEHOLDER` may replace a leaf.
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there.
+        columns: finds the containers that are one leaf; None: there are none.
 
     Raises:
         UnsupportedLeafError: no plugin handles some leaves, of which the error names at most 20; or the tree is too
             deep.
         UnsupportedKeyError: a key has another type than int, str or `Attribute`. Subclasses, such as bool, are refused.
     """
-    walk = _Flattening(plugins, rank, placeholders, stored_at)
+    walk = _Flattening(plugins, rank, placeholders, stored_at, columns)
     skeleton, shape = walk.node(value)
     if walk.unsupported:
         raise UnsupportedLeafError(
@@ -150,8 +154,14 @@ def flatten(
 
 class _Flattening:
     def __init__(
-        self, plugins: Plugins, rank: int, placeholders: bool, stored_at: Callable[[TreePath], object] | None
+        self,
+        plugins: Plugins,
+        rank: int,
+        placeholders: bool,
+        stored_at: Callable[[TreePath], object] | None,
+        columns: ColumnRule | None,
     ) -> None:
+        self.columns = columns
         self.rank = rank
         self.dispatch = plugins.dispatch
         self.unsupported_reason = plugins.unsupported_reason
@@ -179,6 +189,11 @@ class _Flattening:
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
             return LEAF, None
+        column = None if self.columns is None or found.container is None else self.columns.handler(value, self.path)
+        if column is not None:
+            self.leaves.append(value)
+            self.handlers.append(column)
+            return LEAF, _Container(value, COLUMN_CONTAINER, (0,), (None,), 1, None)
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UnsupportedLeafError(
@@ -206,8 +221,11 @@ class _Flattening:
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
+        columns = self.columns
         if isinstance(value, PerProcess):
             flattened = Flattened("dict", (self.rank,), flattened.children, PER_PROCESS)
+            if isinstance(columns, SavedColumns):
+                self.columns = columns._replace(mappings=True)  # other ranks merge nothing into it
         keys, children = tuple(flattened.keys), flattened.children
         for key in keys:
             if type(key) is not str and type(key) is not int and type(key) is not Attribute:
@@ -244,6 +262,7 @@ class _Flattening:
                 leaves.extend(below)
                 handlers.extend(of_them)
             order = tuple([position for position in order if shapes[position] is not None])
+        self.columns = columns
         node = Node(flattened.kind, keys, tuple(skeletons), flattened.type)
         return node, _Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
 

@@ -16,7 +16,7 @@ from ckptcore.events import Event, readable_events
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.loading.completeness import FileCheck, Problem
 from ckptcore.loading.opening import member_opener, present_members
-from ckptcore.model import JSON, ArrayRecord, format_path
+from ckptcore.model import JSON, ArrayRecord, column_summary, format_path
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.numbers import number_to_json
@@ -182,7 +182,7 @@ def _tree(opened: OpenTree, request: Request) -> Mapping[str, JSON]:
             number = known[id(record)] = types.setdefault(format_leaf_type(record), len(types))
         column.append(number)
         if not isinstance(record, ArrayRecord):
-            values[str(row)] = _value_text(record.value)
+            values[str(row)] = column_summary(record) or _value_text(record.value)
     return {
         "version": opened.version,
         "names": list(outline.names),
