@@ -18,6 +18,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.other_libraries import explains_arguments
 from ckptcore.protocols import LeafHandler, Transforms
 from ckptcore.runtime import runtime_of
+from ckptcore.tree.columns import saved_columns
 from ckptcore.tree.flattening import flatten, unflatten_states
 
 __all__ = ["abstract", "metadata", "open"]
@@ -85,7 +86,8 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
         UnsupportedLeafError: leaves cannot be saved or loaded, or have no abstract form. Lists the first 20 by path.
         UnsupportedKeyError: a key is neither an int nor a str.
     """
-    flat = flatten(state, runtime_of(context or default_context()).registry, placeholders=True)
+    registry = runtime_of(context or default_context()).registry
+    flat = flatten(state, registry, placeholders=True, columns=saved_columns(registry, mappings=True))
     ties = _Ties()
     leaves: list[object] = []
     refused: list[str] = []

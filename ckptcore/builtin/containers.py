@@ -13,6 +13,7 @@ from ckptcore.protocols import ContainerHandler, Flattened, Priority
 
 __all__ = [
     "container_handler",
+    "is_builtin_container",
 ]
 
 
@@ -153,3 +154,8 @@ def container_handler(value_type: type) -> ContainerHandler | None:
     if dataclasses.is_dataclass(value_type):
         return _Dataclass()
     return None
+
+
+def is_builtin_container(handler: ContainerHandler | None) -> bool:
+    """Return True for a handler of dicts, lists or tuples of this module."""
+    return isinstance(handler, _Dict | _List | _Tuple)

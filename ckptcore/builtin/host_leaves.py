@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import io
 import sys
 from collections.abc import Hashable, Sequence
@@ -22,12 +23,14 @@ from ckptcore.model.arrays import (
     name_of_dtype,
     sampled,
 )
+from ckptcore.model.columns import COLUMN_KINDS, column_record, column_value
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord, unreadable_error
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = [
+    "VALUE_KINDS",
     "VALUE_TYPES",
     "BytesIOHandler",
     "HostArrayHandler",
@@ -146,13 +149,18 @@ class HostArrayHandler(LeafHandler):
 
 
 class HostValueHandler(LeafHandler):
-    """bool, int, float, complex, str, bytes and None: values in the root. Long str and bytes are arrays of uint8."""
+    """bool, int, float, complex, str, bytes and None: values in the root. Long str and bytes are arrays of uint8.
+
+    Also columns, which are lists, tuples and dicts of such values: see `ckptcore.model.columns`.
+    """
 
     priority = Priority.EXACT
 
     def describe(self, leaf: Any) -> LeafRecord:
         """Return the value as JSON that restores it exactly; a long str or bytes as an array of uint8."""
-        kind = _VALUE_KINDS[type(leaf)]
+        kind = _VALUE_KINDS.get(type(leaf))
+        if kind is None:
+            return column_record(leaf)
         if kind in ("str", "bytes") and len(leaf) > _INLINE_BYTES // 4:
             encoded = _encode_text(leaf)
             if encoded.nbytes > _INLINE_BYTES:
@@ -160,8 +168,8 @@ class HostValueHandler(LeafHandler):
         return ValueRecord(kind, _encode_value(leaf))
 
     def abstract(self, leaf: Any) -> object:
-        """Return the value itself."""
-        return leaf
+        """Return the value itself, or a copy of a column, because a list may grow."""
+        return copy.copy(leaf)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """Return the whole value, which is assumed to be equal in every process."""
@@ -243,6 +251,9 @@ _VALUE_KINDS: Final[dict[type, str]] = {
 }
 VALUE_TYPES: Final = frozenset(_VALUE_KINDS)
 """The types of plain values."""
+
+VALUE_KINDS: Final = frozenset((*_VALUE_KINDS.values(), *COLUMN_KINDS.values()))
+"""The kinds of the records of plain values, and of long containers of them."""
 
 _ARRAY_HANDLER: Final = HostArrayHandler()
 _VALUE_HANDLER: Final = HostValueHandler()
@@ -375,6 +386,8 @@ def _decode_value(record: ValueRecord) -> object:
                 return complex(float_from_json(real), float_from_json(imaginary))
             case "bytes", str():
                 return base64.b64decode(value, validate=True)
+            case (("list" | "tuple" | "dict"), _):
+                return column_value(record)
             case (("none" | "bool" | "str" | "int" | "float" | "complex" | "bytes"), _):
                 pass
             case _:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from ckptcore.builtin.host_leaves import HostValueHandler
+from ckptcore.builtin.host_leaves import VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.loading.load_options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -348,16 +348,21 @@ class _Comparison:
                 reason = _scalar_difference(requested, record)
                 if reason is None:
                     self._convert(position, handler, requested, record)
+            elif {requested.kind, record.kind} == _SEQUENCES and isinstance(record, ValueRecord):
+                same = self.by_name or matching.sequences == "either"
+                reason = None if same else f"sequence: a {requested.kind} is requested, a {record.kind} is stored"
             else:
                 reason = _difference(requested, record)
-            are_values = reason is not None and _is_plain(requested) and _is_plain(record)
+            is_sequence = reason is not None and reason.startswith("sequence")
+            are_values = reason is not None and not is_sequence and _is_plain(requested) and _is_plain(record)
             if are_values and matching.values == "stored":
                 self._take_stored(position, handler, requested, record)
             elif reason is not None:
                 from ckptcore.loading.differences import Difference, Remedy
 
                 sort = reason.partition(":")[0]
-                remedy = Remedy("values", "stored") if are_values else None
+                remedy = Remedy("sequences", "either") if is_sequence else None
+                remedy = Remedy("values", "stored") if are_values else remedy
                 found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}", remedy))
         return found
 
@@ -381,16 +386,13 @@ def _is_plain(record: LeafRecord) -> bool:
     """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
     if isinstance(record, ArrayRecord):
         return _is_scalar(record) and _sort(record.spec) is not None
-    return record.kind in _PLAIN_VALUES
+    return record.kind in VALUE_KINDS
 
 
 def _are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
     """Return True if two arrays have no meaning beyond their elements, so that they can be adjusted."""
     return requested.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
 
-
-_PLAIN_VALUES: Final = frozenset(("none", "bool", "int", "float", "complex", "str", "bytes"))
-"""Kinds of values that the core itself encodes."""
 
 _PLAIN_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Kinds of arrays without a meaning beyond their elements: these can be adjusted, or become numbers."""
@@ -423,6 +425,9 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         return None
     return f"kind: {requested_kind} is requested, {stored_kind} is stored"
 
+
+_SEQUENCES: Final = {"list", "tuple"}
+"""The kinds of columns of which either may be requested."""
 
 _NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": bool, "int": int, "float": float}
 """The kinds of values that are numbers, and their types."""

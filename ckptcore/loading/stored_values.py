@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from ckptcore.builtin.host_leaves import VALUE_TYPES
+from ckptcore.builtin.host_leaves import VALUE_KINDS, VALUE_TYPES
 from ckptcore.loading.stored_trees import abstract_tree
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Key, Node, Skeleton, leaf_count
@@ -21,9 +21,6 @@ __all__ = ["is_plain_value", "with_stored_values"]
 
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 
-_KINDS: Final = frozenset(("none", "bool", "int", "float", "complex", "str", "bytes"))
-"""Kinds of plain values."""
-
 _SCALARS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Kinds of arrays that are numbers, if they have no axes."""
 
@@ -32,7 +29,7 @@ def is_plain_value(record: LeafRecord) -> bool:
     """Return True for None, a number, text or bytes, and for an array without axes."""
     if isinstance(record, ArrayRecord):
         return record.kind in ("str", "bytes") or (record.kind in _SCALARS and record.spec.shape == ())
-    return record.kind in _KINDS
+    return record.kind in VALUE_KINDS
 
 
 def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_name: bool) -> Flat:

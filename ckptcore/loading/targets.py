@@ -36,6 +36,7 @@ from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import runtime_of
+from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import (
     STATE_OF,
     Flat,
@@ -380,7 +381,8 @@ def _flatten_like(checkpoint: Checkpoint, value: object, context: Context, reque
     runtime = runtime_of(context)
     registry, job = runtime.registry, runtime.job()
     found = stored_in(checkpoint, request.select, context)
-    flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found)
+    columns = requested_columns(checkpoint.tree)
+    flat = flatten(value, registry, rank=job.rank, placeholders=True, stored_at=found, columns=columns)
     for path in per_process_values(flat.shape):
         _expect_processes(checkpoint, path, job.size)
     if request.matching.values == "error" or request.select is not None:

@@ -18,6 +18,7 @@ from ckptcore.model.arrays import (
     sample_steps,
     sampled,
 )
+from ckptcore.model.columns import column_array, column_summary, column_value
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     PLAIN_ARRAY,
@@ -108,6 +109,9 @@ __all__ = [
     "WritePlan",
     "check_directory_key",
     "check_key",
+    "column_array",
+    "column_summary",
+    "column_value",
     "dtype_from_name",
     "float_from_json",
     "float_to_json",

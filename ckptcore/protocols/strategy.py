@@ -79,12 +79,16 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
 
     Attributes:
         takes_placeholders: True if the state may have placeholders, for leaves that the strategy finds elsewhere.
+        merges_keys: True if several saves of the strategy add keys to the same dicts.
         checks_target: True if `prepare` checks the location. Otherwise the core refuses an existing target unless
             ``overwrite=`` allows replacing it.
     """
 
     @property
     def takes_placeholders(self) -> bool: ...
+
+    @property
+    def merges_keys(self) -> bool: ...
 
     @property
     def checks_target(self) -> bool: ...

@@ -221,6 +221,7 @@ def describe_part(
     executor: Executor[Any, Any] | None = None,
     placeholders: bool = False,
     refusals: list[CheckpointError] | None = None,
+    merged: bool = False,
 ) -> PartDescription:
     """Describe a value to save, and refuse what cannot be saved. Writes nothing.
 
@@ -234,6 +235,7 @@ def describe_part(
         executor: the workers of this controller, if it has any.
         placeholders: True if the state may have placeholders for leaves of the base of an update.
         refusals: gets everything that cannot be saved, instead of an error; None: raise an error.
+        merged: True if other saves add keys to the dicts of the value. See `SaveStrategy.merges_keys`.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: with the name of the checkpointable.
@@ -260,6 +262,7 @@ def describe_part(
             own=own,
             placeholders=placeholders,
             refusals=refusals,
+            merged=merged,
         )
 
 

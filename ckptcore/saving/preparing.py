@@ -114,6 +114,7 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
             replicas=replicas,
             executor=executor,
             placeholders=placeholders,
+            merged=request.strategy.merges_keys,
         )
         for name in sorted(values)
     }

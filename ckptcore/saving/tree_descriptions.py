@@ -22,6 +22,7 @@ from ckptcore.protocols import (
     Layout,
     LeafHandler,
 )
+from ckptcore.tree.columns import saved_columns
 from ckptcore.tree.flattening import Flat, flatten, leaves_of_values, per_process_leaves, per_process_values
 
 __all__ = ["BoxHolders", "Placeholders", "TreeDescription", "describe_tree"]
@@ -185,11 +186,13 @@ def describe_tree(
     own: bool,
     placeholders: bool = False,
     refusals: list[CheckpointError] | None = None,
+    merged: bool = False,
 ) -> TreeDescription:
     """Describe a tree to save, and refuse what cannot be saved. Writes nothing. See `describe_part`.
 
     Args:
-        name, value, layout, plugins, rank, size, replicas, executor, placeholders, refusals: see `describe_part`.
+        name, value, layout, plugins, rank, size, replicas, executor, placeholders, refusals, merged: see
+            `describe_part`.
         own: True if every process saves its own tree.
 
     Raises:
@@ -197,7 +200,8 @@ def describe_tree(
         UnsupportedKeyError: a key of a container is neither int nor str.
         NameCollisionError: two leaves would get the same name in the layout.
     """
-    flat = flatten(value, plugins, rank=rank, placeholders=placeholders, refusals=refusals)
+    columns = saved_columns(plugins, mappings=not merged and (own or size == 1))
+    flat = flatten(value, plugins, rank=rank, placeholders=placeholders, refusals=refusals, columns=columns)
     if own:
         rank, size = 0, 1
         _refuse_nested(flat)

@@ -169,6 +169,7 @@ class PlainSave:
     """Write the whole state, and commit it at one location. See `ckptcore.protocols.SaveStrategy`."""
 
     takes_placeholders: ClassVar[bool] = False
+    merges_keys: ClassVar[bool] = False
     checks_target: ClassVar[bool] = False
 
     def prepare(self, draft: SaveDraft) -> Save:

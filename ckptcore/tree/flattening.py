@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
+from ckptcore.builtin.number_columns import COLUMN_CONTAINER
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.tree import (
@@ -31,6 +32,7 @@ from ckptcore.protocols import (
     Flattened,
     LeafHandler,
 )
+from ckptcore.tree.columns import ColumnRule, SavedColumns
 
 __all__ = [
     "PER_PROCESS",
@@ -153,6 +155,7 @@ def flatten(
     placeholders: bool = False,
     stored_at: Callable[[TreePath], object] | None = None,
     refusals: list[CheckpointError] | None = None,
+    columns: ColumnRule | None = None,
 ) -> Flat:
     """Take a value apart.
 
@@ -163,13 +166,14 @@ def flatten(
         placeholders: True if `PLACEHOLDER` may replace a leaf.
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there.
         refusals: gets everything that cannot be saved, which has a placeholder in the result; None: raise an error.
+        columns: finds the containers that are one leaf; None: there are none.
 
     Raises:
         UnsupportedLeafError: no plugin handles some leaves, of which the error names at most 20; or the tree is too
             deep.
         UnsupportedKeyError: a key has another type than int, str or `Attribute`. Subclasses, such as bool, are refused.
     """
-    walk = _Flattening(plugins, rank, placeholders, stored_at, refusals)
+    walk = _Flattening(plugins, rank, placeholders, stored_at, refusals, columns)
     skeleton, shape = walk.node(value)
     if walk.unsupported and refusals is not None:
         refusals.extend(map(UnsupportedLeafError, walk.unsupported))
@@ -189,7 +193,9 @@ class _Flattening:
         placeholders: bool,
         stored_at: Callable[[TreePath], object] | None,
         refusals: list[CheckpointError] | None,
+        columns: ColumnRule | None,
     ) -> None:
+        self.columns = columns
         self.rank = rank
         self.dispatch = plugins.dispatch
         self.unsupported_reason = plugins.unsupported_reason
@@ -219,13 +225,19 @@ class _Flattening:
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
             return self._placeholder()
+        column = None if self.columns is None or found.container is None else self.columns.handler(value, self.path)
+        if column is not None:
+            self.leaves.append(value)
+            self.handlers.append(column)
+            return LEAF, Container(value, COLUMN_CONTAINER, (0,), (None,), 1, None)
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UnsupportedLeafError(
                 f"the tree is deeper than {MAX_DEPTH} containers at {format_path(tuple(self.path[:6]))}...; "
                 "a container may contain itself. Nothing was written"
             )
-        leaves, handlers, count, length = self.leaves, self.handlers, len(self.leaves), len(self.path)
+        leaves, handlers, columns = self.leaves, self.handlers, self.columns
+        count, length = len(leaves), len(self.path)
         try:
             result = (
                 self._checkpointable(value, found.checkpointable)
@@ -243,7 +255,7 @@ class _Flattening:
             else:  # an error of the object, whose state can have any
                 kind = type(value).__qualname__
                 self.refusals.append(UnsupportedLeafError(f"{name}: a {kind} raised {type(error).__name__}: {error}"))
-            self.leaves, self.handlers = leaves, handlers
+            self.leaves, self.handlers, self.columns = leaves, handlers, columns
             del leaves[count:], handlers[count:], self.path[length:]
             result = self._placeholder()
         self.depth -= 1
@@ -284,8 +296,11 @@ class _Flattening:
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
+        columns = self.columns
         if isinstance(value, PerProcess):
             flattened = Flattened("dict", (self.rank,), flattened.children, PER_PROCESS)
+            if isinstance(columns, SavedColumns):
+                self.columns = columns._replace(mappings=True)  # other ranks merge nothing into it
         keys, children = tuple(flattened.keys), flattened.children
         for key in keys:
             if type(key) is not str and type(key) is not int and type(key) is not Attribute:
@@ -322,6 +337,7 @@ class _Flattening:
                 leaves.extend(below)
                 handlers.extend(of_them)
             order = tuple([position for position in order if shapes[position] is not None])
+        self.columns = columns
         node = Node(flattened.kind, keys, tuple(skeletons), flattened.type, flattened.attributes)
         return node, Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
 

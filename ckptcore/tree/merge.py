@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Literal
 
 from ckptcore.errors import TreeMismatchError
+from ckptcore.model.columns import column_summary
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
 
@@ -259,7 +260,9 @@ def _shown(record: LeafRecord) -> str:
     if isinstance(record, ArrayRecord):
         kind = "" if record.kind == "array" else f" ({record.kind})"
         return f"{record.spec}{kind}" + ("" if record.cuts is None else f" cut at {record.cuts}"[:200])
-    return record.kind if record.value is None else f"{record.kind} {json.dumps(record.value)[:60]}"
+    if record.value is None:
+        return record.kind
+    return f"{record.kind} {column_summary(record) or json.dumps(record.value)[:60]}"
 
 
 def _ranks(ranks: Sequence[int], called: str) -> str:

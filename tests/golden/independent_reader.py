@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import json
 import re
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,8 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 def _value(kind: str, value: Any) -> Any:
     match kind:
+        case "list" | "tuple" | "dict":
+            return _column(kind, value)
         case "int" if isinstance(value, str):
             return int(value, 16)
         case "float":
@@ -281,3 +285,42 @@ def _grown(skeleton: Any, leaves: Iterator[Leaf]) -> Any:
     names = [_key(key) for key in keys]
     pairs = zip(names, grown, strict=True)
     return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
+
+
+def _column(kind: str, value: Any) -> Any:
+    """Return a container of plain values."""
+    items = _column_values(value["items"])
+    if kind == "dict":
+        return dict(zip(_column_values(value["keys"]), items, strict=True))
+    found = list(_children(value.get("runs", [len(items)]), iter(items)))
+    return tuple(found) if kind == "tuple" else found
+
+
+def _children(runs: list[Any], items: Iterator[Any]) -> Iterator[Any]:
+    for run in runs:
+        if isinstance(run, int):
+            yield from islice(items, run)
+            continue
+        kind, inner, times = run
+        for _ in range(times):
+            yield (tuple if kind == "tuple" else list)(_children(inner, items))
+
+
+def _column_values(columns: dict[str, Any]) -> list[Any]:
+    of_type: dict[int, list[Any]] = {}
+    if "bool" in columns:
+        of_type[1] = [byte != 0 for byte in base64.b64decode(columns["bool"])]
+    if "int" in columns:
+        width, data = columns["int"][0], base64.b64decode(columns["int"][1])
+        of_type[2] = [int.from_bytes(data[at : at + width], "little", signed=True) for at in range(0, len(data), width)]
+    if "long" in columns:
+        of_type[2] = [int(number, 16) for number in columns["long"]]
+    if "float" in columns:
+        of_type[3] = [number for (number,) in struct.iter_unpack("<d", base64.b64decode(columns["float"]))]
+    if "str" in columns:
+        of_type[4] = list(map(_text, columns["str"]))
+    if "types" not in columns:
+        (values,) = of_type.values()
+        return values
+    iterators = {kind: iter(values) for kind, values in of_type.items()}
+    return [None if kind == 0 else next(iterators[kind]) for kind in base64.b64decode(columns["types"])]

@@ -96,6 +96,19 @@ def test_the_reader_reads_tables_that_are_objects_of_their_own(tmp_path: Path) -
     assert_same_tree(tree, large_state())
 
 
+def test_the_reader_reads_columns(tmp_path: Path) -> None:
+    state = {
+        "ints": [number * 1000 - 300_000 for number in range(1000)],
+        "mixed": (1, -2.5, None, True, "text", "\ud800", 1 << 80, float("inf")) * 1000,
+        "flags": [True, False] * 500,
+        "dict": {number: str(number) for number in range(1000)},
+        "rows": [7, *[(number, [number / 3]) for number in range(1000)], []],
+    }
+    ckptcore.save(tmp_path / "columns", state)
+    tree, _ = read_checkpoint(tmp_path / "columns")
+    assert repr({name: leaf.content for name, leaf in tree.items()}) == repr(state)
+
+
 def test_the_reader_reads_one_leaf(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "leaf", np.arange(3))
     tree, _ = read_checkpoint(tmp_path / "leaf")

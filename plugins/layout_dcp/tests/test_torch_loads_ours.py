@@ -143,6 +143,26 @@ def test_names_and_values_are_those_that_torch_makes(tmp_path: Path) -> None:
             assert ours.state_dict_metadata[name].properties.dtype == entry.properties.dtype
 
 
+def test_long_lists_and_dicts_of_numbers_are_those_that_torch_makes(tmp_path: Path) -> None:
+    keys = range(1200)
+    state = {
+        "list": list(keys),
+        "tuple": tuple(key / 3 for key in keys),
+        "dict": {key: key / 7 for key in keys},
+        "mixed": [1, 2.5, None, True, "text", 1 << 80] * 200,
+        "rows": [[1, 2.5], (3, 4)] * 500,
+        "list of dicts": [dict.fromkeys(keys, 1), 2],
+        "tuple of dicts": (dict.fromkeys(keys, 1), 2),
+    }
+    ckptcore.save(tmp_path / "ours", state, layout="dcp")
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = metadata_of(tmp_path / "ours"), metadata_of(tmp_path / "theirs")
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+    assert_same(loaded(tmp_path / "ours", blank(state)), loaded(tmp_path / "theirs", blank(state)))
+    assert len(ckptcore.metadata(tmp_path / "ours").tree.leaves) == 9
+
+
 def test_keys_that_are_numbers(tmp_path: Path) -> None:
     state = {"state": {0: {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}, 1: {"exp_avg": torch.zeros(2)}}}
     ckptcore.save(tmp_path / "c", state, layout="dcp")

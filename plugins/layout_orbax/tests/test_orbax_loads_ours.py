@@ -1,5 +1,7 @@
 """Orbax loads everything that ckptcore saves: every layout and option, with every reader of both Orbax versions."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -368,3 +370,30 @@ def test_orbax_sees_a_flipped_bit_of_ours(tmp_path, layout):
             v1.load(tmp_path / "c")
     path.write_bytes(whole)
     assert_same(v1.load(tmp_path / "c"), {"w": array})
+
+
+@pytest.mark.parametrize("layout", ["ocdbt", "zarr3", "zarr"])
+def test_a_long_list_of_numbers_is_one_array(layout, tmp_path):
+    numbers = list(range(5000))
+    state = {
+        "ints": numbers,
+        "floats": tuple(number / 3 for number in numbers),
+        "flags": [number % 2 == 0 for number in numbers],
+        "dict": {f"a{number}": number for number in numbers},
+        "w": np.arange(3),
+    }
+    ckptcore.save(tmp_path / "c", state, layout=layout)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "c" / "state")
+    assert found["ints"].dtype == np.int64
+    assert found["ints"].tolist() == state["ints"]
+    assert found["floats"].dtype == np.float64
+    assert found["floats"].tolist() == list(state["floats"])
+    assert found["flags"].tolist() == state["flags"]
+    assert json.loads(found["dict"]) == state["dict"]
+    assert found["w"].tolist() == [0, 1, 2]
+    abstract = {"ints": np.zeros(5000, np.int64), "floats": np.zeros(5000), "flags": np.zeros(5000, bool), "dict": "",
+                "w": np.zeros(3, int)}  # fmt: skip
+    again = v1.load(tmp_path / "c", abstract)
+    assert again["ints"].tolist() == state["ints"]
+    assert again["dict"] == found["dict"]

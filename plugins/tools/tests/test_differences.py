@@ -44,6 +44,17 @@ def test_tolerances_and_structure_alone(two: tuple[Path, Path]) -> None:
     assert DIFF(*two, values=False).nbytes == 0
 
 
+def test_long_lists_of_numbers(tmp_path: Path) -> None:
+    numbers = list(range(2000))
+    ckptcore.save(tmp_path / "a", {"v": numbers, "d": dict.fromkeys(numbers, 1), "same": [0.5] * 2000})
+    changed = [*numbers[:-1], 0]
+    ckptcore.save(tmp_path / "b", {"v": changed, "d": dict.fromkeys(numbers, 2), "same": [0.5] * 2000})
+    second, first = DIFF(tmp_path / "a", tmp_path / "b")
+    assert (first.path, first.kind, first.a, first.distance) == ("d", "values", "2,000 int", None)
+    assert (second.path, second.kind, second.b, second.elements) == ("v", "values", "2,000 int", 2000)
+    assert (second.distance.differing, second.distance.largest) == (1, 1999.0)
+
+
 def test_progress_ends_at_the_total(two: tuple[Path, Path]) -> None:
     calls: list[tuple[int, int]] = []
     DIFF(*two, progress=lambda done, total: calls.append((done, total)))

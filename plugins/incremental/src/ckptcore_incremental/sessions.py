@@ -48,6 +48,7 @@ class PartialSession:
     """
 
     takes_placeholders: ClassVar[bool] = False
+    merges_keys: ClassVar[bool] = True
     checks_target: ClassVar[bool] = True
 
     planned: PlannedSession | None = None

@@ -81,6 +81,7 @@ class Update(PlainSave):
     """
 
     takes_placeholders: ClassVar[bool] = True
+    merges_keys: ClassVar[bool] = False
 
     base: LocationLike
 

@@ -29,6 +29,7 @@ from ckptcore.model import (
     TreeMetadata,
     TreePath,
     ValueRecord,
+    column_value,
     float_from_json,
     format_path,
 )
@@ -39,6 +40,9 @@ from ckptcore_dcp.pickles import Call, Global, Value
 __all__ = ["ArrayEntry", "EntryCache", "TreeEntries", "ValueEntry", "tree_entries", "tree_of_names"]
 
 _ORDERED: Final = Global("collections", "OrderedDict")
+
+_COLUMNS: Final = ("list", "tuple", "dict")
+"""The kinds of records that have the values of a whole container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class ValueEntry:
     """A value of a tree without arrays, as an entry. It may be a whole container.
 
     Attributes:
-        leaves: numbers of its leaves; empty for an empty container.
+        leaves: numbers of its leaves; empty for an empty container. The entries of a dict that is one leaf share it.
         name, path: see `ArrayEntry`.
         value: argument for `write_pickle`.
     """
@@ -180,6 +184,15 @@ class _Flattener:
                 self.visit(child, (*keys, key), (*path, step))
             return
         first = self._next
+        record = None if isinstance(node, Node) else self._leaves[first]
+        if isinstance(record, ValueRecord) and (record.kind == "dict" or (not keys and record.kind in _COLUMNS)):
+            # torch flattens every mapping, and a state dict is never a value.
+            self._next += 1
+            children = column_value(record)
+            for key, value in children.items() if record.kind == "dict" else enumerate(children):
+                entry = _UnnamedEntry((*keys, key), (*path, str(key)), range(first, first + 1), False, value)
+                self.entries.append(entry)
+            return
         is_array = not isinstance(node, Node) and isinstance(self._leaves[first], ArrayRecord)
         value = None if is_array else self._value(node, keys)
         if is_array:
@@ -189,7 +202,23 @@ class _Flattener:
     def _is_flattened(self, node: Node) -> bool:
         """Return whether a container is flattened. Its first leaf must be the next leaf of the pass."""
         arrays = self._arrays_before[self._next + self._count(node)] - self._arrays_before[self._next]
-        return not _is_sequence(node) or arrays > 0 or _has_mapping(node)
+        return not _is_sequence(node) or arrays > 0 or self._has_mapping(node, self._next)
+
+    def _has_mapping(self, node: Node, first: int) -> bool:
+        """Return whether a list contains a mapping, directly or in nested lists. `first` is its first leaf."""
+        if node.kind == "tuple":
+            return False
+        for child in node.children:
+            if not isinstance(child, Node):
+                record = self._leaves[first]
+                if isinstance(record, ValueRecord) and record.kind == "dict":
+                    return True
+                first += 1
+            elif not _is_sequence(child) or self._has_mapping(child, first):
+                return True
+            else:
+                first += self._count(child)
+        return False
 
     def _value(self, node: Skeleton, keys: TreePath) -> Value:
         """Return the object to pickle for a subtree without arrays."""
@@ -219,13 +248,6 @@ def _are_indices(keys: Sequence[Key]) -> bool:
     return all(type(key) is int and key == number for number, key in enumerate(keys))
 
 
-def _has_mapping(node: Node) -> bool:
-    """Return whether a list contains a mapping, directly or in nested lists."""
-    if node.kind == "tuple":
-        return False
-    return any(isinstance(child, Node) and (not _is_sequence(child) or _has_mapping(child)) for child in node.children)
-
-
 def _decode_value(record: ValueRecord, keys: TreePath) -> Value:
     """Decode a value of the core's encoding. JSON encoded by other plugins is pickled as JSON."""
     value = record.value
@@ -249,6 +271,9 @@ def _decode_value(record: ValueRecord, keys: TreePath) -> Value:
                 return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
             case "bytes", str():
                 return base64.b64decode(value, validate=True)
+            case (("list" | "tuple" | "dict"), _):
+                column: Value = column_value(record)
+                return column
             case (("none" | "bool" | "int" | "complex" | "str" | "bytes"), _):
                 pass
             case _:

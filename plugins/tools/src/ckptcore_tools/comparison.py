@@ -19,6 +19,8 @@ from ckptcore.model import (
     Node,
     Skeleton,
     TreePath,
+    column_array,
+    column_summary,
     format_path,
 )
 from ckptcore.progress import ByteProgress, ProgressCallback
@@ -266,6 +268,13 @@ def _record_differences(path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dt
             yield _difference(path, "dtype", a.spec.dtype, b.spec.dtype)
     elif isinstance(a, ArrayRecord) or isinstance(b, ArrayRecord) or a.kind != b.kind:
         yield _difference(path, "kind", format_leaf_type(a), format_leaf_type(b))
+    elif (summary := column_summary(a)) is not None and a.value != b.value:
+        difference = _difference(path, "values", summary, column_summary(b))
+        numbers_a, numbers_b = column_array(a), column_array(b)
+        if numbers_a is not None and numbers_b is not None and numbers_a.shape == numbers_b.shape:
+            found = distance(numbers_a, numbers_b, Tolerance())
+            difference = replace(difference, elements=numbers_a.size, distance=found)
+        yield difference
     elif a.value != b.value:
         difference = _difference(path, "values", a.value, b.value)
         if type(a.value) in (int, float) and type(b.value) in (int, float):

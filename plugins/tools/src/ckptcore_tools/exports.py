@@ -84,6 +84,11 @@ class WithExports:
             )
 
     @property
+    def merges_keys(self) -> bool:
+        """True if the strategy of the save merges the keys of dicts."""
+        return self.strategy.merges_keys
+
+    @property
     def checks_target(self) -> bool:
         """True if the strategy of the save checks the target itself."""
         return self.strategy.checks_target

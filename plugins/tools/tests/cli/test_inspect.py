@@ -255,6 +255,17 @@ def test_names_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
     assert "new\\nline" in text
 
 
+def test_long_lists_of_numbers(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"v": [*range(2000), float("nan")], "d": dict.fromkeys(range(1000), 2)})
+    shown = run("inspect", tmp_path / "c").stdout
+    assert "2,001 int or float" in shown
+    assert "1,000 int" in shown
+    _, document = run_json(InspectDocument, "inspect", tmp_path / "c")
+    leaves = {leaf["path"]: leaf for leaf in document["leaves"]}
+    assert leaves["v"]["value"] == [*range(2000), "nan"]
+    assert leaves["d"]["value"] == {str(key): 2 for key in range(1000)}
+
+
 def test_a_tree_that_is_one_leaf(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "leaf", np.ones(3))
     assert run("inspect", tmp_path / "leaf").stdout.splitlines()[-1] == "<root>  float64[3]       24 B"

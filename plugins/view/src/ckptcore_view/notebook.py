@@ -12,7 +12,7 @@ from ckptcore_tools.differences import Difference, Differences
 from ckptcore_tools.formatting import format_count, format_metrics, format_size
 from ckptcore_tools.outline import Outline, outline_of
 
-from ckptcore.model import ArrayRecord, TreeMetadata, format_path
+from ckptcore.model import ArrayRecord, TreeMetadata, column_summary, format_path
 from ckptcore.results import CheckpointMetadata, OpenCheckpoint, StoredArray, StoredTree
 
 __all__ = ["to_html"]
@@ -116,7 +116,8 @@ def _line(outline: Outline, tree: TreeMetadata, row: int) -> str:
         return f"{name} {_muted(', '.join(totals) if outline.arrays[row] else outline.kinds.get(row, ''))}"
     record = tree.leaves[leaf]
     if not isinstance(record, ArrayRecord):
-        return f"{name} {_muted(f'{record.kind} {json.dumps(record.value)}'[:_MAX_CHARACTERS])}"
+        value = column_summary(record) or json.dumps(record.value)
+        return f"{name} {_muted(f'{record.kind} {value}'[:_MAX_CHARACTERS])}"
     if leaf in tree.aliases:
         return f"{name} {_muted(f'= {format_path(tree.paths[tree.aliases[leaf]])}')}"
     return f"{name} {_muted(f'{record.spec}, {format_size(record.spec.nbytes)}')}"

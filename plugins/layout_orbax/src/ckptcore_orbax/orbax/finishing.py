@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from ckptcore.errors import CheckpointError
 from ckptcore.model import (
@@ -40,6 +40,9 @@ from ckptcore_orbax.zarr.version2 import zarr2_array
 from ckptcore_orbax.zarr.version3 import zarr3_array
 
 __all__ = ["finish_arrays"]
+
+_INLINE_BYTES: Final = 1 << 14
+"""Longest value in a node of the database. Longer ones, which are lists of numbers, are in a file of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +166,11 @@ def _write_database(
     """Merge the chunks of all processes into one database by reference, without copying elements."""
     unique = hashlib.blake2b(json.dumps([_receipt_id(receipt) for receipt in receipts]).encode(), digest_size=16)
     node_file = f"d/{unique.hexdigest()}"
+    values, value_file = _value_locations(small, f"{node_file}.values")
+    if value_file:
+        store.write(f"{prefix}{node_file}.values", [BytesSegment(value_file)])
     database = encode_database(
-        _database_entries(tree, arrays, chunks, small),
+        _database_entries(tree, arrays, chunks, small, values),
         uuid=unique.digest(),
         node_file=node_file,
         created_ns=time.time_ns(),
@@ -172,6 +178,23 @@ def _write_database(
     if database.nodes:
         store.write(f"{prefix}{node_file}", [BytesSegment(database.nodes)])
     store.put(f"{prefix}manifest.ocdbt", database.manifest)
+
+
+def _value_locations(
+    small: Mapping[int, tuple[ZarrArray, bytes]], file: str
+) -> tuple[Mapping[int, ValueLocation], bytes]:
+    """Return where values are stored, by leaf, and the content of the file that has those too long for the database."""
+    locations: dict[int, ValueLocation] = {}
+    parts: list[bytes] = []
+    position = 0
+    for leaf, (_, data) in small.items():
+        if len(data) <= _INLINE_BYTES:
+            locations[leaf] = _inline(data)
+            continue
+        locations[leaf] = ValueLocation(None, file, position, len(data))
+        parts.append(data)
+        position += len(data)
+    return locations, b"".join(parts)
 
 
 def _receipt_id(receipt: Receipt) -> list[JSON]:
@@ -185,6 +208,7 @@ def _database_entries(
     arrays: Mapping[int, ZarrArray],
     chunks: Sequence[_ReceiptChunks],
     small: Mapping[int, tuple[ZarrArray, bytes]],
+    values: Mapping[int, ValueLocation],
 ) -> Iterator[tuple[bytes, ValueLocation]]:
     """Yield every key of the database with its value, unordered."""
     documents: dict[int, bytes] = {}
@@ -194,9 +218,9 @@ def _database_entries(
     for stored in [*arrays.values(), *(stored for stored, _ in small.values())]:
         document = documents.setdefault(id(stored.format), encode_metadata(stored.format))
         yield f"{stored.prefix}{stored.format.metadata_key}".encode(), _inline(document)
-    for stored, data in small.values():
+    for leaf, (stored, data) in small.items():
         if data:
-            yield f"{stored.prefix}{stored.format.chunk_key((0,) * len(stored.format.chunk))}".encode(), _inline(data)
+            yield f"{stored.prefix}{stored.format.chunk_key((0,) * len(stored.format.chunk))}".encode(), values[leaf]
     # Millions of chunks share few formats, so the last part of a key is computed once per format
     # and chunk.
     prefixes = {

@@ -9,7 +9,16 @@ from typing import Final
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import JSON, HostArray, LeafRecord, ValueRecord, float_from_json, float_to_json
+from ckptcore.model import (
+    JSON,
+    HostArray,
+    LeafRecord,
+    ValueRecord,
+    column_array,
+    column_value,
+    float_from_json,
+    float_to_json,
+)
 
 __all__ = ["NONE", "scalar_record", "value_array", "value_record", "value_text", "value_type"]
 
@@ -81,7 +90,8 @@ def value_array(record: ValueRecord) -> HostArray | None:
     """Return the array that Orbax reads for a value, or None for None, strings, and ints of more than 64 bits.
 
     bool, int and float are arrays without axes of bool, int64 (uint64 from 2**63 on) and float64,
-    as Orbax writes them. Orbax rejects complex and bytes; they are stored as complex128 without
+    as Orbax writes them. A long list or tuple of one of these types is one such array: Orbax would
+    need an array for each number. Orbax rejects complex and bytes; they are stored as complex128 without
     axes and as uint8.
 
     Raises:
@@ -102,6 +112,8 @@ def value_array(record: ValueRecord) -> HostArray | None:
                 return np.asarray(complex(float_from_json(value[0]), float_from_json(value[1])), np.complex128)
             case "bytes" if isinstance(value, str):
                 return np.frombuffer(base64.b64decode(value, validate=True), np.uint8)
+            case "list" | "tuple":
+                return column_array(record)
             case "bool" | "int" | "complex" | "bytes":
                 raise ValueError(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -113,12 +125,14 @@ def value_text(record: ValueRecord) -> str | None:
     """Return the string that Orbax reads for a value; None for None and for values stored as arrays.
 
     An int of more than 64 bits becomes hexadecimal text. A value that is neither str nor int
-    becomes JSON. Characters that UTF-8 cannot encode are replaced, because other readers
-    reject a file with them.
+    becomes JSON, such as a long dict of numbers, which is one value here. Characters that UTF-8
+    cannot encode are replaced, because other readers reject a file with them.
     """
     if record.kind == "none" or value_array(record) is not None:
         return None
     value = record.value
+    if record.kind in ("list", "tuple", "dict"):
+        return json.dumps(column_value(record))
     if record.kind == "str" and isinstance(value, dict):
         return base64.b64decode(str(value.get("utf8"))).decode("utf-8", "replace")
     return value if isinstance(value, str) else json.dumps(value)

@@ -11,7 +11,18 @@ import click
 import ckptcore
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
-from ckptcore.model import ArrayRecord, LeafRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
+from ckptcore.model import (
+    ArrayRecord,
+    LeafRecord,
+    Node,
+    Skeleton,
+    TreeMetadata,
+    TreePath,
+    column_summary,
+    column_value,
+    float_to_json,
+    format_path,
+)
 from ckptcore.results import CheckpointMetadata, Problem
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import (
@@ -263,11 +274,21 @@ def _leaf_document(
         "notes": array.notes if array else {},
     }
     if not isinstance(record, ArrayRecord):
-        document["value"] = record.value
+        is_column = column_summary(record) is not None
+        document["value"] = _finite(column_value(record)) if is_column else record.value
     found = statistics.get(leaf)
     if found is not None:
         document["statistics"] = {name: getattr(found, name) for name in _STATISTICS}
     return document
+
+
+def _finite(value: object) -> object:
+    """Return the values of a column as JSON has them: it has no infinity and no NaN."""
+    if isinstance(value, dict):
+        return {str(key): _finite(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(child) for child in value]
+    return float_to_json(value) if isinstance(value, float) else value
 
 
 def _print_summary(location: str, found: CheckpointMetadata) -> None:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from ckptcore.model import JSON, ArrayRecord, LeafRecord, TreeMetadata, format_path, unreadable_error
+from ckptcore.model import JSON, ArrayRecord, LeafRecord, TreeMetadata, column_summary, format_path, unreadable_error
 from ckptcore_tools.cli.output import Cell, printable
 from ckptcore_tools.formatting import format_count, format_size
 from ckptcore_tools.outline import Outline
@@ -152,7 +152,7 @@ def _value_text(record: LeafRecord) -> str:
     assert not isinstance(record, ArrayRecord)
     if (error := unreadable_error(record)) is not None:
         return printable(str(error))
-    value = json.dumps(record.value, ensure_ascii=False)
+    value = column_summary(record) or json.dumps(record.value, ensure_ascii=False)
     if len(value) > _MAX_VALUE_CHARACTERS:
         value = value[: _MAX_VALUE_CHARACTERS - 1] + "…"
     return printable(value)

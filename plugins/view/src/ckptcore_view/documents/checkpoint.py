@@ -16,7 +16,7 @@ from ckptcore.events import Event, readable_events
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.loading.completeness import FileCheck, Problem
 from ckptcore.loading.opening import member_opener, present_members
-from ckptcore.model import JSON, ArrayRecord, format_path, unreadable_error
+from ckptcore.model import JSON, ArrayRecord, column_summary, format_path, unreadable_error
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.numbers import number_to_json
@@ -183,7 +183,7 @@ def _tree(opened: OpenTree, request: Request) -> Mapping[str, JSON]:
         column.append(number)
         if not isinstance(record, ArrayRecord):
             error = unreadable_error(record)
-            values[str(row)] = _value_text(record.value if error is None else str(error))
+            values[str(row)] = column_summary(record) or _value_text(record.value if error is None else str(error))
     return {
         "version": opened.version,
         "names": list(outline.names),
