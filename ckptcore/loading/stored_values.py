@@ -10,12 +10,13 @@ from collections import OrderedDict
 from typing import Final
 
 from ckptcore.builtin.host_leaves import VALUE_KINDS, VALUE_TYPES
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.loading.stored_trees import abstract_tree
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Key, Node, Skeleton, leaf_count
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
-from ckptcore.tree.flattening import Container, Flat, NewContainer, Shape, flatten
+from ckptcore.tree.flattening import Container, Flat, NewContainer, Shape, flatten, rebuild
 
 __all__ = ["is_plain_value", "with_stored_values"]
 
@@ -74,7 +75,7 @@ class _Walk:
         """
         count = leaf_count(asked)
         if stored is not None and self._is_decided(asked, shape, position, stored, number):
-            return self._as_stored(shape, stored, number)
+            return self._as_stored(asked, shape, position, stored, number)
         if stored is None or not isinstance(asked, Node) or not isinstance(shape, Container):
             self.leaves.extend(self._flat.leaves[position : position + count])
             self.handlers.extend(self._flat.handlers[position : position + count])
@@ -97,31 +98,57 @@ class _Walk:
             return _is_array_for_value(self._flat.leaves[position], self._tree.leaves[number])
         if _are_alike(asked, stored) and (self._by_name or leaf_count(stored) or _is_same_kind(asked, stored)):
             return False
-        if self._by_name and not leaf_count(stored):
+        if _has_same_keys(asked, stored) or (self._by_name and not leaf_count(stored)):
             return False
         of_tree = self._tree.leaves[number : number + leaf_count(stored)]
         if not _is_plain(stored) or not all(map(is_plain_value, of_tree)):
             return False
         end = position + leaf_count(asked)
-        if not _holds_plain(asked, shape) or not all(
-            handler is not None and type(leaf) in VALUE_TYPES
-            for leaf, handler in zip(self._flat.leaves[position:end], self._flat.handlers[position:end], strict=True)
-        ):
+        leaves, handlers = self._flat.leaves[position:end], self._flat.handlers[position:end]
+        if not _holds_plain(asked, shape) or not all(map(_is_plain_leaf, leaves, handlers)):
             return False
         return _keeps_keys(asked, stored)
 
-    def _as_stored(self, shape: Shape, stored: Skeleton, number: int) -> tuple[Skeleton, Shape]:
-        """Request a node in its stored form."""
+    def _as_stored(
+        self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton, number: int
+    ) -> tuple[Skeleton, Shape]:
+        """Request a node with the children that are stored: a requested one in its own form, if it is there."""
         self.has_changed = True
-        part = TreeMetadata(stored, self._tree.leaves[number : number + leaf_count(stored)])
-        made = flatten(abstract_tree(part, self._plugins), self._plugins)
+        if not isinstance(stored, Node):
+            return self._stored_leaf(number), None
+        own = shape.like if isinstance(asked, Node) and isinstance(shape, Container) else None
+        is_same_type = isinstance(asked, Node) and asked.kind == stored.kind
+        requested: dict[str, tuple[Skeleton, Shape, int]] = {}
+        if is_same_type and isinstance(asked, Node) and isinstance(shape, Container):
+            for key, child, child_shape in zip(asked.keys, asked.children, shape.children, strict=True):
+                requested[str(key)] = child, child_shape, position
+                position += leaf_count(child)
+        skeletons: list[Skeleton] = []
+        shapes: list[Shape] = []
+        for key, child in zip(stored.keys, stored.children, strict=True):
+            one, one_shape, first = requested.get(str(key), (LEAF, None, None))
+            skeleton, made = (
+                self._as_stored(LEAF, None, 0, child, number)
+                if first is None
+                else self.node(one, one_shape, first, child, number)
+            )
+            skeletons.append(skeleton)
+            shapes.append(made)
+            number += leaf_count(child)
+        node = stored._replace(children=tuple(skeletons))
+        leaves = leaf_count(node)
+        like = rebuild(stored._replace(children=(LEAF,) * len(stored.keys)), [None] * len(stored.keys))
+        handler = self._plugins.dispatch(like).container
+        assert handler is not None  # a container of Python
+        content = Container(like, handler, stored.keys, tuple(shapes), leaves, None)
+        return node, NewContainer(content, own if is_same_type and isinstance(own, dict | list) else None, leaves)
+
+    def _stored_leaf(self, number: int) -> Skeleton:
+        """Request a leaf in its stored form."""
+        made = flatten(abstract_tree(TreeMetadata(LEAF, (self._tree.leaves[number],)), self._plugins), self._plugins)
         self.leaves.extend(made.leaves)
         self.handlers.extend(made.handlers)
-        if not isinstance(made.shape, Container):
-            return made.skeleton, made.shape
-        own = shape.like if isinstance(shape, Container) else None
-        in_place = type(own) is type(made.shape.like) and isinstance(own, dict | list)
-        return made.skeleton, NewContainer(made.shape, own if in_place else None, made.shape.leaves)
+        return LEAF
 
 
 def _children(stored: Skeleton, number: int) -> dict[str, tuple[Skeleton, int]]:
@@ -164,6 +191,16 @@ def _keeps_keys(asked: Skeleton, stored: Skeleton) -> bool:
     )
 
 
+def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
+    """Return True for a requested plain value, also an array without axes."""
+    if handler is None or type(leaf) in VALUE_TYPES:
+        return handler is not None
+    try:
+        return is_plain_value(handler.describe(leaf))
+    except UnsupportedLeafError:
+        return False  # the comparison of leaves reports it with its path
+
+
 def _is_array_for_value(leaf: object, record: LeafRecord) -> bool:
     """Return True if an array is stored for None, text or bytes: a requested number decides the form of an array."""
     return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and is_plain_value(record)
@@ -178,6 +215,13 @@ def _are_alike(asked: Skeleton, stored: Skeleton) -> bool:
         str(key) in below and _are_alike(child, below[str(key)])
         for key, child in zip(asked.keys, asked.children, strict=True)
     )
+
+
+def _has_same_keys(asked: Skeleton, stored: Skeleton) -> bool:
+    """Return True if two containers differ only below their children."""
+    if not isinstance(asked, Node) or not isinstance(stored, Node) or not asked.keys:
+        return False
+    return {str(key) for key in asked.keys} == {str(key) for key in stored.keys}
 
 
 def _is_same_kind(asked: Skeleton, stored: Skeleton) -> bool:

@@ -740,7 +740,14 @@ def _restore(
         _skip(shape, position)
         return _KEPT
     if isinstance(shape, NewContainer):
-        built: Any = unflatten(shape, [leaves[number] for number in itertools.islice(position, shape.leaves)])
+        children: list[object] = []
+        for child in shape.content.children:
+            if child is None:
+                children.append(leaves[next(position)])
+                continue
+            new = _restore(child, leaves, filled, position)
+            children.append(_like_of(child, None) if new is _KEPT or new is _CHANGED else new)
+        built: Any = shape.content.handler.unflatten(shape.content.like, children)
         if isinstance(shape.own, list):
             shape.own[:] = built
         elif shape.own is not None:

@@ -110,3 +110,16 @@ def test_arrays_are_not_plain_values(tmp_path: Path) -> None:
     for requested in requests:
         with pytest.raises(TreeMismatchError):
             ckptcore.load(tmp_path / "c", {"value": requested})
+
+
+def test_the_form_of_each_value_is_that_of_the_caller(tmp_path: Path) -> None:
+    """Also if other values of the same containers have another structure."""
+    ckptcore.save(tmp_path / "c", {"best": np.float32(0.5), "epoch": 3, "losses": [0.9, [0.7]], "new": {"a": 1}})
+    losses: list[Any] = [np.float64(0), []]
+    inner = losses[1]
+    loop = {"best": 1e9, "epoch": np.int64(0), "losses": losses}
+    assert ckptcore.load_into(tmp_path / "c", loop) is loop
+    assert loop == {"best": 0.5, "epoch": 3, "losses": [0.9, [0.7]], "new": {"a": 1}}
+    assert [type(loop["best"]), type(loop["epoch"])] == [float, np.int64]
+    assert loop["losses"] is losses
+    assert losses[1] is inner
