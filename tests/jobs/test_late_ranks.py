@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,40 +20,58 @@ from ckptcore import Checkpointer, Context
 from ckptcore.context import JobOptions
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.gathering import LateRanks
 from ckptcore.protocols import Coordinator
-
-NEVER = 1e6
 
 
 class Lines(logging.Handler):
-    """The lines about late ranks."""
+    """The lines about late ranks, and the timers that write them, which `write_when` ends: no test waits for a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        self._changed = threading.Condition()
+        self.running: list[Timer] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         assert record.levelno == logging.WARNING
-        with self._changed:
-            self.texts.append(record.getMessage())
-            self._changed.notify_all()
+        self.texts.append(record.getMessage())
 
-    def wait_for(self, count: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.texts) >= count, 60)
+    def write_when(self, *awaited: list[int]) -> None:
+        """Write the lines once the exchanges of all other ranks wait for these ranks."""
+        for _ in range(12_000):
+            running = list(self.running)
+            if sorted(timer.awaited() or [] for timer in running) == sorted(awaited):
+                for timer in running:
+                    timer.end()
+                return
+            time.sleep(0.005)
+        raise AssertionError([timer.awaited() for timer in self.running])
+
+
+class Timer:
+    """A `threading.Timer` that a test ends."""
+
+    def __init__(self, lines: Lines, function: Callable[..., None], arguments: list[Any]) -> None:
+        self.daemon = False
+        self.end: Callable[[], None] = lambda: function(*arguments)
+        self.awaited: Callable[[], list[int] | None] = arguments[1]
+        self._lines = lines
+
+    def start(self) -> None:
+        self._lines.running.append(self)
+
+    def cancel(self) -> None:
+        self._lines.running.remove(self)
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    monkeypatch.setattr(LateRanks, "first_seconds", 0.05)
-    monkeypatch.setattr(LateRanks, "later_seconds", NEVER)
     found = Lines()
+    monkeypatch.setattr(threading, "Timer", lambda seconds, function, arguments: Timer(found, function, arguments))
     logger = logging.getLogger("ckptcore.job")
     logger.addHandler(found)
     yield found
     logger.removeHandler(found)
+    assert found.running == []
 
 
 def run(work: Callable[[int, Context], Any], size: int = 4) -> Any:
@@ -70,17 +89,21 @@ CALLS: dict[str, Callable[[Path, Context], Any]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_the_leader_names_the_ranks_that_have_not_called(tmp_path: Path, lines: Lines, call: str) -> None:
     ckptcore.save(tmp_path / "there", STATE)
+    wrote = threading.Event()
 
     def work(rank: int, context: Context) -> None:
-        if rank in (1, 3):
-            lines.wait_for(2)  # of the leader, and of rank 2
+        if rank == 1:
+            lines.write_when([1, 3], [0])
+            wrote.set()
+        if rank == 3:
+            assert wrote.wait(60)
         CALLS[call](tmp_path, context)
 
     run(work)
     of_leader, of_other = sorted(lines.texts, key=lambda text: "rank 2 has" in text)
     location = {"save of": "x", "load of": "there", "opening of": "run"}[call]
-    assert f"{call} {tmp_path / location}: rank 0 has waited 0.05 s for 2 of 4 ranks: 1, 3. All ranks" in of_leader
-    assert f"{call} {tmp_path / location}: rank 2 has waited 0.05 s for 1 of 4 ranks: 0. All ranks" in of_other
+    assert f"{call} {tmp_path / location}: rank 0 has waited 10 s for 2 of 4 ranks: 1, 3. All ranks" in of_leader
+    assert f"{call} {tmp_path / location}: rank 2 has waited 10 s for 1 of 4 ranks: 0. All ranks" in of_other
     assert "Rank 0 leads: it may itself wait for others" in of_other
 
 
@@ -89,7 +112,7 @@ def test_only_one_rank_saves(tmp_path: Path, lines: Lines) -> None:
 
     def work(rank: int, context: Context) -> None:
         if rank == 0:
-            lines.wait_for(1)
+            lines.write_when([0])
         ckptcore.save(tmp_path / "x", STATE, context=context)
 
     run(work, 2)
@@ -102,12 +125,12 @@ def test_a_rank_that_skips_a_step(tmp_path: Path, lines: Lines) -> None:
             checkpointer.save(1, STATE)
             assert lines.texts == []
             if rank == 1:
-                lines.wait_for(1)
+                lines.write_when([1])
             checkpointer.save(2, STATE)
 
     run(work, 2)
     (text,) = lines.texts
-    assert f"save of {tmp_path / 'run'}" in text and "2: rank 0 has waited 0.05 s for 1 of 2 ranks: 1." in text
+    assert f"save of {tmp_path / 'run'}" in text and "2: rank 0 has waited 10 s for 1 of 2 ranks: 1." in text
 
 
 def test_one_line_for_an_operation(tmp_path: Path, lines: Lines) -> None:
@@ -116,8 +139,8 @@ def test_one_line_for_an_operation(tmp_path: Path, lines: Lines) -> None:
     def work(coordinator: Coordinator) -> None:
         agreement = Agreement(coordinator, "key", Recording("save", str(tmp_path)))
         for name in "abc":
-            if coordinator.rank:
-                lines.wait_for(1)
+            if coordinator.rank and not lines.texts:
+                lines.write_when([1])
             with agreement.part(name).stage("stage"):
                 pass
 
@@ -130,30 +153,26 @@ def test_a_late_rank_in_a_large_job(lines: Lines) -> None:
 
     def work(coordinator: Coordinator) -> None:
         if coordinator.rank == 3:
-            lines.wait_for(5)  # of all others
+            lines.write_when([2], [0], [3], [0], [0])
         with Agreement(coordinator, "key", call="save of x", block_ranks=2).stage("stage"):
             pass
 
     ThreadJob(6).run(work)
     texts = "\n".join(lines.texts)
-    assert "rank 2 has waited 0.05 s for 1 of 6 ranks: 3." in texts
-    assert "rank 0 has waited 0.05 s for 1 of 6 ranks: 2." in texts
+    assert "rank 2 has waited 10 s for 1 of 6 ranks: 3." in texts
+    assert "rank 0 has waited 10 s for 1 of 6 ranks: 2." in texts
 
 
-def test_a_rank_that_writes_for_long_has_more_time(
-    tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LateRanks, "first_seconds", NEVER)
-    monkeypatch.setattr(LateRanks, "later_seconds", 0.05)
-
+def test_a_rank_that_writes_for_long_has_more_time(tmp_path: Path, lines: Lines) -> None:
     def work(rank: int, context: Context) -> None:
         def progress(done: int, total: int) -> None:
-            lines.wait_for(1)
+            if not lines.texts:
+                lines.write_when([1])
 
         ckptcore.save(tmp_path / "x", STATE, progress=progress if rank == 1 else False, layout="dcp", context=context)
 
     run(work, 2)
-    assert f"save of {tmp_path / 'x'}: rank 0 has waited 0.05 s for 1 of 2 ranks: 1. They have not" in lines.texts[0]
+    assert f"save of {tmp_path / 'x'}: rank 0 has waited 60 s for 1 of 2 ranks: 1. They have not" in lines.texts[0]
 
 
 def test_a_coordinator_that_does_not_report(tmp_path: Path, lines: Lines) -> None:
@@ -166,12 +185,12 @@ def test_a_coordinator_that_does_not_report(tmp_path: Path, lines: Lines) -> Non
     def work(rank: int, context: Context) -> None:
         assert context.job.coordinator is not None
         if rank == 1:
-            lines.wait_for(1)
+            lines.write_when([])
         context = Context(job=JobOptions(coordinator=Plain(context.job.coordinator)), durability="none")
         ckptcore.save(tmp_path / "x", STATE, context=context)
 
     run(work, 2)
-    assert "rank 0 has waited 0.05 s for some of 2 ranks. All ranks of the job must make this call" in lines.texts[0]
+    assert "rank 0 has waited 10 s for some of 2 ranks. All ranks of the job must make this call" in lines.texts[0]
 
 
 def test_without_logging_the_line_is_on_stderr(tmp_path: Path) -> None:
@@ -179,8 +198,8 @@ def test_without_logging_the_line_is_on_stderr(tmp_path: Path) -> None:
 import ckptcore, threading
 from ckptcore_testing import ThreadJob
 from ckptcore.context import JobOptions
-from ckptcore.job.gathering import LateRanks
 import logging
+from ckptcore.job.gathering import LateRanks
 
 LateRanks.first_seconds = 0.05
 came = threading.Event()
@@ -193,6 +212,7 @@ logging.getLogger("ckptcore.job").addFilter(Came())
 def save(one):
     if one.rank:
         assert came.wait(60)
+        LateRanks.first_seconds = 1e6
     context = ckptcore.Context(job=JobOptions(coordinator=one), durability="none")
     ckptcore.save({str(tmp_path / "x")!r}, {{"n": 1}}, context=context)
 
@@ -206,11 +226,7 @@ ThreadJob(2).run(save)
     )
 
 
-def test_no_line_if_all_call(tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LateRanks, "first_seconds", NEVER)
+def test_no_line_if_all_call(tmp_path: Path, lines: Lines) -> None:
+    """All timers are cancelled, as the fixture checks."""
     run(lambda rank, context: ckptcore.save(tmp_path / "x", STATE, context=context))
     assert lines.texts == []
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join(60)
-            assert not thread.is_alive(), "no timer stays"
