@@ -14,7 +14,7 @@ import pytest
 import ckptcore
 from ckptcore.distributions import lazy_names
 
-MOST_NAMES = 28
+MOST_NAMES = 30
 
 ALONE = """
 import sys

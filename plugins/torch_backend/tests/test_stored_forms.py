@@ -297,23 +297,6 @@ def test_lists_of_a_metric_that_grow(tmp_path: Path, layout: str) -> None:
         assert torch.equal(target["w"].weight, trained["w"].weight)
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method")
-def test_a_real_metric(tmp_path: Path) -> None:
-    torchmetrics = pytest.importorskip("torchmetrics")
-
-    def made() -> Any:
-        metric = torchmetrics.CatMetric()
-        metric.persistent(True)
-        return module_dict({"metric": metric, "accuracy": torchmetrics.MeanMetric()})
-
-    trained, fresh = made(), made()
-    for value in (1.0, 2.0, 3.0):
-        trained["metric"].update(value)
-    location = saved(tmp_path, {"m": trained})
-    ckptcore.load_into(location, {"m": fresh})
-    assert fresh["metric"].compute().tolist() == [1, 2, 3]
-
-
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "LinearNF4"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: str) -> None:
