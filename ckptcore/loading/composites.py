@@ -91,7 +91,7 @@ class CompositeRequest:
 
 
 class Changes(IntEnum):
-    """What a load changes. Loads are done in this order: an error of an early one leaves more unchanged."""
+    """Changes of a load. Loads are done in this order: an error of an early one leaves more unchanged."""
 
     NOTHING = 0  #: it returns a new value
     OBJECTS = 1  #: objects that may refuse their state, and get their old one back if another one refuses

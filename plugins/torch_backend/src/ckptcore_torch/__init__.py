@@ -11,7 +11,7 @@
     transfers          copies between device and host through pinned staging buffers
     stateful           handlers of schedulers, gradient scalers, data loaders and random generators
     modules            checkpointable handler of modules; names removes wrappers from their names,
-                       module_loaders finds the loaders that modules have beside PyTorch's own
+                       module_loaders finds the loaders of modules other than PyTorch's own
     copies             copies of modules and optimizers, to put back if a load fails early
     optimizers         checkpointable handler of optimizers, by the numbers of their parameters;
                        optimizer_objects has the objects in their states, parameter_order their order

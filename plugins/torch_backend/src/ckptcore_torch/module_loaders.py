@@ -1,4 +1,4 @@
-"""The loaders that modules have beside PyTorch's own."""
+"""The loaders of modules, other than PyTorch's own."""
 
 from __future__ import annotations
 
