@@ -17,6 +17,7 @@ from ckptcore.model.arrays import (
 )
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
+    PARTS,
     PLAIN_ARRAY,
     UNREADABLE,
     ArrayRecord,
@@ -63,6 +64,7 @@ __all__ = [
     "BLOCK_BYTES",
     "JSON",
     "LEAF",
+    "PARTS",
     "PLAIN_ARRAY",
     "UNREADABLE",
     "AbstractArray",
