@@ -1,4 +1,4 @@
-"""Leaves in host memory: NumPy arrays and scalars, Python scalars, strings, bytes, None, and `io.BytesIO`."""
+"""Leaves in host memory: NumPy arrays and scalars, Python scalars, text, bytes, None, `io.BytesIO` and `bytearray`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -19,7 +19,8 @@ from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = [
-    "BytesIOHandler",
+    "VALUE_KINDS",
+    "BufferHandler",
     "HostArrayHandler",
     "HostValueHandler",
     "abstract_leaves",
@@ -142,7 +143,7 @@ class HostValueHandler(LeafHandler):
 
     def describe(self, leaf: Any) -> LeafRecord:
         """Return the value as JSON that restores it exactly; a long str or bytes as an array of uint8."""
-        kind = _VALUE_KINDS[type(leaf)]
+        kind = VALUE_KINDS[type(leaf)]
         if kind in ("str", "bytes") and len(leaf) > _INLINE_BYTES // 4:
             encoded = _encode_text(leaf)
             if encoded.nbytes > _INLINE_BYTES:
@@ -186,38 +187,44 @@ class HostValueHandler(LeafHandler):
         return _decode_text(stored.kind, _assemble(stored.spec, boxes))
 
 
-class BytesIOHandler(HostValueHandler):
-    """`io.BytesIO`, which programs use for the output of ``torch.save``. It is stored like bytes.
+class BufferHandler(HostValueHandler):
+    """`bytearray`, and `io.BytesIO`, which programs use for the output of ``torch.save``. They are stored like bytes.
 
-    A load without an abstract tree returns bytes. A buffer that a load builds is at position 0.
+    A load without an abstract tree returns bytes. An `io.BytesIO` that a load builds is at position 0.
     """
 
-    def describe(self, leaf: io.BytesIO) -> LeafRecord:
+    def __init__(self, content: Callable[[Any], bytes], make: Callable[[bytes], object]) -> None:
+        """Handle a type by the functions that return the bytes of a buffer, and a buffer with some bytes."""
+        self._content = content
+        self._make = make
+
+    def describe(self, leaf: Any) -> LeafRecord:
         """Return the record of its bytes."""
-        return super().describe(leaf.getvalue())
+        return super().describe(self._content(leaf))
 
-    def abstract(self, leaf: io.BytesIO) -> object:
+    def abstract(self, leaf: Any) -> object:
         """Return an empty buffer."""
-        return io.BytesIO()
+        return self._make(b"")
 
-    def shards(self, leaf: io.BytesIO, rank: int, size: int) -> Sequence[Shard]:
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """Return all bytes, which are assumed to be equal in every process."""
-        return super().shards(leaf.getvalue(), rank, size)
+        return super().shards(self._content(leaf), rank, size)
 
-    def host_bytes(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> HostBytes:
-        """Return zero: the buffer copies its bytes only if it is written to while they are read."""
-        return HostBytes(0, 0)
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """Return the size of a copy, which a `io.BytesIO` makes only if it is written to while it is read."""
+        copied = len(leaf) if isinstance(leaf, bytearray) else 0
+        return HostBytes(copied, copied)
 
-    def view_on_host(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """Return the current bytes, which are immutable."""
-        return super().view_on_host(leaf.getvalue(), boxes)
+        return super().view_on_host(self._content(leaf), boxes)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Return a buffer with the saved bytes."""
-        return io.BytesIO(cast(bytes, super().build(b"", stored, boxes)))
+        return self._make(cast(bytes, super().build(b"", stored, boxes)))
 
 
-_VALUE_KINDS: Final[dict[type, str]] = {
+VALUE_KINDS: Final[dict[type, str]] = {
     type(None): "none",
     bool: "bool",
     int: "int",
@@ -226,20 +233,23 @@ _VALUE_KINDS: Final[dict[type, str]] = {
     str: "str",
     bytes: "bytes",
 }
+"""The kind of record of each type that a checkpoint stores itself. Values of other kinds have the JSON of a handler."""
+
 _ARRAY_HANDLER: Final = HostArrayHandler()
 _VALUE_HANDLER: Final = HostValueHandler()
-_BYTES_IO_HANDLER: Final = BytesIOHandler()
+_BUFFER_HANDLERS: Final[dict[type, BufferHandler]] = {
+    io.BytesIO: BufferHandler(io.BytesIO.getvalue, io.BytesIO),
+    bytearray: BufferHandler(bytes, bytearray),
+}
 
 
 def leaf_handler(leaf_type: type) -> LeafHandler | None:
     """Return the handler for leaves of a type, or None."""
     if issubclass(leaf_type, np.ndarray | np.generic | AbstractArray):
         return _ARRAY_HANDLER
-    if leaf_type in _VALUE_KINDS:
+    if leaf_type in VALUE_KINDS:
         return _VALUE_HANDLER
-    if leaf_type is io.BytesIO:
-        return _BYTES_IO_HANDLER
-    return None
+    return _BUFFER_HANDLERS.get(leaf_type)
 
 
 def abstract_leaves(records: Sequence[ArrayRecord]) -> Sequence[object]:
@@ -359,6 +369,8 @@ def _decode_value(record: ValueRecord) -> object:
                 return base64.b64decode(value, validate=True)
             case (("none" | "bool" | "str" | "int" | "float" | "complex" | "bytes"), _):
                 pass
+            case _, {"utf8": str()}:
+                return text_from_json(value)
             case _:
                 return value
     except (ValueError, TypeError, OverflowError, binascii.Error) as error:
