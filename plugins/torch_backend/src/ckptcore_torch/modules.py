@@ -13,6 +13,7 @@ from ckptcore.model import AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.names import has_wrappers, plain_names, wrapper_parts
+from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import is_sharded, is_uninitialized, same_memory
 
 __all__ = ["ModuleHandler"]
@@ -93,6 +94,7 @@ class ModuleHandler(CheckpointableHandler):
             own = target.state_dict()
         in_place = all(same_memory(held, state[name]) for name, held in own.items())
         if not in_place or _customizes_loading(target):
+            resize_sparse_buffers(target, state)
             target.load_state_dict(state)
 
 
