@@ -66,12 +66,14 @@ class Dispatch(NamedTuple):
 
     Attributes:
         leaf, container, checkpointable, files: the handler.
+        has_parts: True if the leaf handler has another handler for leaves that are not one array.
     """
 
     leaf: LeafHandler | None = None
     container: ContainerHandler | None = None
     checkpointable: CheckpointableHandler | None = None
     files: FilesHandler | None = None
+    has_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ class Plugins:
     def dispatch(self, value: object) -> Dispatch:
         """Return the handler of a value in a tree, which is never a files handler. Cached by type.
 
+        A value of a type of leaves that is not one array has the handler of its parts.
+
         Raises:
             PluginConflictError: two plugins claim the type with the same priority.
         """
@@ -170,8 +174,12 @@ class Plugins:
             found = self._find(value_type, value, _IN_TREES)
             if found.leaf is not None and self._wrap_leaf is not None:
                 found = Dispatch(leaf=self._wrap_leaf(found.leaf))
+            if found.leaf is not None and type(found.leaf).parts_handler is not LeafHandler.parts_handler:
+                found = found._replace(has_parts=True)
             if found != Dispatch():  # a type without a handler may be registered with its framework later
                 self._dispatch[value_type] = found
+        if found.has_parts and found.leaf is not None and (parts := found.leaf.parts_handler(value)) is not None:
+            return Dispatch(checkpointable=parts)
         return found
 
     def dispatch_named(self, value: object) -> Dispatch:
@@ -201,8 +209,10 @@ class Plugins:
                 if not callable(getattr(value, setter, None)):
                     return f"which has {getter} but not {setter}: add {setter} to its class, or save its {getter}()"
                 return f"whose {getter} and {setter} cannot be called as {getter}() and {setter}(state)"
-        if isinstance(value, set | frozenset):
-            return "which no installed plugin handles: convert it to a sorted list"
+        from ckptcore.recipes import recipe_for  # only errors need it
+
+        if (recipe := recipe_for(value)) is not None:
+            return f"which no installed plugin handles: {recipe}"
         if hasattr(value, "__qualname__"):  # a function, method or class
             return "which no installed plugin handles: code is not saved, remove it from the tree"
         return (

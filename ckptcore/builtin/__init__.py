@@ -7,7 +7,9 @@ from typing import Final
 
 from ckptcore.builtin.containers import container_handler
 from ckptcore.builtin.files import files_handler
+from ckptcore.builtin.growing import growing_handler
 from ckptcore.builtin.host_leaves import abstract_leaves, leaf_handler
+from ckptcore.builtin.host_values import form_handler
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -69,8 +71,8 @@ class BuiltinPlugin:
 
     @hookimpl
     def ckpt_leaf_handler(self, leaf_type: type) -> LeafHandler | None:
-        """NumPy arrays and scalars, Python scalars, strings, bytes, None, and sharded NumPy arrays."""
-        return _SHARDED if issubclass(leaf_type, ShardedArray) else leaf_handler(leaf_type)
+        """NumPy arrays and scalars, sharded NumPy arrays, Python scalars, text, bytes, None, and values with a form."""
+        return _SHARDED if issubclass(leaf_type, ShardedArray) else leaf_handler(leaf_type) or form_handler(leaf_type)
 
     @hookimpl
     def ckpt_container_handler(self, value_type: type) -> ContainerHandler | None:
@@ -80,7 +82,7 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_checkpointable_handler(self, value_type: type) -> CheckpointableHandler | None:
         """Random generators, and objects with methods to get and set their state."""
-        return random_state_handler(value_type) or state_handler(value_type)
+        return random_state_handler(value_type) or growing_handler(value_type) or state_handler(value_type)
 
     @hookimpl
     def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:

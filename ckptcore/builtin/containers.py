@@ -1,4 +1,4 @@
-"""Containers: dicts, lists, tuples, named tuples and dataclasses."""
+"""Containers: dicts, lists, tuples, named tuples, dataclasses and classes of attrs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _NamedTuple(ContainerHandler):
 
 
 class _Dataclass(ContainerHandler):
-    """Instances of dataclasses: every field that is set is a child. Other attributes are kept."""
+    """Instances of dataclasses and of attrs: every field that is set is a child. Other attributes are kept."""
 
     priority = Priority.FALLBACK
 
@@ -128,8 +128,8 @@ class _Dataclass(ContainerHandler):
         return result
 
     def replaceable(self, target: Any) -> Collection[int]:
-        setter: object = type(target).__setattr__
-        return range(len(_field_names(target)) if setter is object.__setattr__ else 0)  # frozen dataclasses refuse
+        setter: object = type(target).__setattr__  # frozen classes refuse
+        return range(len(_field_names(target)) if setter is object.__setattr__ else 0)
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         names = _field_names(target)
@@ -138,7 +138,8 @@ class _Dataclass(ContainerHandler):
 
 
 def _field_names(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else type(value).__attrs_attrs__
+    return [field.name for field in fields if hasattr(value, field.name)]
 
 
 def container_handler(value_type: type) -> ContainerHandler | None:
@@ -151,7 +152,7 @@ def container_handler(value_type: type) -> ContainerHandler | None:
         return _Tuple()
     if issubclass(value_type, tuple) and hasattr(value_type, "_fields") and hasattr(value_type, "_make"):
         return _NamedTuple()
-    if dataclasses.is_dataclass(value_type):
+    if dataclasses.is_dataclass(value_type) or hasattr(value_type, "__attrs_attrs__"):
         return _Dataclass()
     return None
 

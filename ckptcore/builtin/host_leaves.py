@@ -1,4 +1,4 @@
-"""Leaves in host memory: NumPy arrays and scalars, Python scalars, strings, bytes, None, and `io.BytesIO`."""
+"""Leaves in host memory: NumPy arrays and scalars, Python scalars, text, bytes, None, `io.BytesIO` and `bytearray`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import binascii
 import copy
 import io
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -30,9 +30,9 @@ from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = [
+    "PLAIN_KINDS",
     "VALUE_KINDS",
-    "VALUE_TYPES",
-    "BytesIOHandler",
+    "BufferHandler",
     "HostArrayHandler",
     "HostValueHandler",
     "abstract_leaves",
@@ -158,7 +158,7 @@ class HostValueHandler(LeafHandler):
 
     def describe(self, leaf: Any) -> LeafRecord:
         """Return the value as JSON that restores it exactly; a long str or bytes as an array of uint8."""
-        kind = _VALUE_KINDS.get(type(leaf))
+        kind = VALUE_KINDS.get(type(leaf))
         if kind is None:
             return column_record(leaf)
         if kind in ("str", "bytes") and len(leaf) > _INLINE_BYTES // 4:
@@ -209,38 +209,44 @@ class HostValueHandler(LeafHandler):
         return _decode_text(stored.kind, _assemble(stored.spec, boxes))
 
 
-class BytesIOHandler(HostValueHandler):
-    """`io.BytesIO`, which programs use for the output of ``torch.save``. It is stored like bytes.
+class BufferHandler(HostValueHandler):
+    """`bytearray`, and `io.BytesIO`, which programs use for the output of ``torch.save``. They are stored like bytes.
 
-    A load without an abstract tree returns bytes. A buffer that a load builds is at position 0.
+    A load without an abstract tree returns bytes. An `io.BytesIO` that a load builds is at position 0.
     """
 
-    def describe(self, leaf: io.BytesIO) -> LeafRecord:
+    def __init__(self, content: Callable[[Any], bytes], make: Callable[[bytes], object]) -> None:
+        """Handle a type by the functions that return the bytes of a buffer, and a buffer with some bytes."""
+        self._content = content
+        self._make = make
+
+    def describe(self, leaf: Any) -> LeafRecord:
         """Return the record of its bytes."""
-        return super().describe(leaf.getvalue())
+        return super().describe(self._content(leaf))
 
-    def abstract(self, leaf: io.BytesIO) -> object:
+    def abstract(self, leaf: Any) -> object:
         """Return an empty buffer."""
-        return io.BytesIO()
+        return self._make(b"")
 
-    def shards(self, leaf: io.BytesIO, rank: int, size: int) -> Sequence[Shard]:
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """Return all bytes, which are assumed to be equal in every process."""
-        return super().shards(leaf.getvalue(), rank, size)
+        return super().shards(self._content(leaf), rank, size)
 
-    def host_bytes(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> HostBytes:
-        """Return zero: the buffer copies its bytes only if it is written to while they are read."""
-        return HostBytes(0, 0)
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """Return the size of a copy, which a `io.BytesIO` makes only if it is written to while it is read."""
+        copied = len(leaf) if isinstance(leaf, bytearray) else 0
+        return HostBytes(copied, copied)
 
-    def view_on_host(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """Return the current bytes, which are immutable."""
-        return super().view_on_host(leaf.getvalue(), boxes)
+        return super().view_on_host(self._content(leaf), boxes)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Return a buffer with the saved bytes."""
-        return io.BytesIO(cast(bytes, super().build(b"", stored, boxes)))
+        return self._make(cast(bytes, super().build(b"", stored, boxes)))
 
 
-_VALUE_KINDS: Final[dict[type, str]] = {
+VALUE_KINDS: Final[dict[type, str]] = {
     type(None): "none",
     bool: "bool",
     int: "int",
@@ -249,26 +255,26 @@ _VALUE_KINDS: Final[dict[type, str]] = {
     str: "str",
     bytes: "bytes",
 }
-VALUE_TYPES: Final = frozenset(_VALUE_KINDS)
-"""The types of plain values."""
+"""The kind of record of each type that a checkpoint stores itself. Values of other kinds have the JSON of a handler."""
 
-VALUE_KINDS: Final = frozenset((*_VALUE_KINDS.values(), *COLUMN_KINDS.values()))
+PLAIN_KINDS: Final = frozenset((*VALUE_KINDS.values(), *COLUMN_KINDS.values()))
 """The kinds of the records of plain values, and of long containers of them."""
 
 _ARRAY_HANDLER: Final = HostArrayHandler()
 _VALUE_HANDLER: Final = HostValueHandler()
-_BYTES_IO_HANDLER: Final = BytesIOHandler()
+_BUFFER_HANDLERS: Final[dict[type, BufferHandler]] = {
+    io.BytesIO: BufferHandler(io.BytesIO.getvalue, io.BytesIO),
+    bytearray: BufferHandler(bytes, bytearray),
+}
 
 
 def leaf_handler(leaf_type: type) -> LeafHandler | None:
     """Return the handler for leaves of a type, or None."""
     if issubclass(leaf_type, np.ndarray | np.generic | AbstractArray):
         return _ARRAY_HANDLER
-    if leaf_type in _VALUE_KINDS:
+    if leaf_type in VALUE_KINDS:
         return _VALUE_HANDLER
-    if leaf_type is io.BytesIO:
-        return _BYTES_IO_HANDLER
-    return None
+    return _BUFFER_HANDLERS.get(leaf_type)
 
 
 def abstract_leaves(records: Sequence[ArrayRecord]) -> Sequence[object]:
@@ -390,6 +396,8 @@ def _decode_value(record: ValueRecord) -> object:
                 return column_value(record)
             case (("none" | "bool" | "str" | "int" | "float" | "complex" | "bytes"), _):
                 pass
+            case _, {"utf8": str()}:
+                return text_from_json(value)
             case _:
                 return value
     except (ValueError, TypeError, OverflowError, binascii.Error) as error:

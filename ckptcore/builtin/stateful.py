@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import re
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
-from ckptcore.model import AbstractArray
+from ckptcore.model import PARTS, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
         return _mapping(own, stored, array)
     if isinstance(stored, list | tuple):
         return _sequence(own, stored, array)
+    if isinstance(own, enum.Enum):
+        return own if stored is not None else None  # may also be an int or a str
     if stored is None or isinstance(own, (_Missing, *_PLAIN, dict, list, tuple)) or _is_array(own):
         return stored
     return own  # a leaf that only its handler can build
@@ -173,8 +176,8 @@ def _is_array(own: object) -> bool:
 
 def _mapping(own: object, stored: dict[Any, Any], array: Callable[[AbstractArray], object]) -> object:
     if not isinstance(own, dict):
-        # Another container type: its own handler takes it apart.
-        if not isinstance(own, (_Missing, *_PLAIN, list)) and not _is_array(own):
+        # Another container type, or an array that is stored as its parts: its own handler takes it apart.
+        if not isinstance(own, (_Missing, *_PLAIN, list)) and (PARTS in stored or not _is_array(own)):
             return own
         own = {}
     keys = _keys_like(own, stored)
@@ -239,7 +242,7 @@ def _copied(state: Any) -> Any:
         return type(state)(map(_copied, state))
     try:
         return copy.deepcopy(state)
-    except TypeError:  # such as a lock or a file: no load changes it
+    except (TypeError, NotImplementedError):  # such as a lock, or a tensor without a copy: no load changes it
         return state
 
 

@@ -1,11 +1,13 @@
 """Handlers to choose explicitly: ``Context(plugins=PluginOptions(handlers={type: handler}))``.
 
-Choose one if an object has the methods of several handlers. Custom handlers can use `state_to_load`.
+Choose one if an object has the methods of several handlers. Custom handlers can use `state_to_load`, and
+`ValueFormHandler` for values that are stored as text or a number.
 """
 
 from __future__ import annotations
 
 from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
+from ckptcore.builtin.host_values import ValueForm, ValueFormHandler
 from ckptcore.builtin.stateful import (
     GetStateHandler,
     NumpyGeneratorHandler,
@@ -25,5 +27,7 @@ __all__ = [
     "SavesToDirectoryHandler",
     "StateDictHandler",
     "StateTreeHandler",
+    "ValueForm",
+    "ValueFormHandler",
     "state_to_load",
 ]

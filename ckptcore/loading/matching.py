@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from ckptcore.builtin.host_leaves import VALUE_KINDS, HostValueHandler
-from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.builtin.host_leaves import PLAIN_KINDS, VALUE_KINDS, HostValueHandler
+from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.loading.load_options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import (
@@ -344,7 +344,9 @@ class _Comparison:
                         found.extend(change)
                 continue
             can_change = self.by_name or matching.values == "stored"
-            if can_change and _are_interchangeable(requested, record):
+            if _is_of_form(requested, record):
+                reason = self._form_difference(position, handler, record)
+            elif can_change and _are_interchangeable(requested, record):
                 reason = _scalar_difference(requested, record)
                 if reason is None:
                     self._convert(position, handler, requested, record)
@@ -366,6 +368,14 @@ class _Comparison:
                 found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}", remedy))
         return found
 
+    def _form_difference(self, position: int, handler: LeafHandler, record: LeafRecord) -> str | None:
+        """Return why a stored value cannot become one of the requested type, found by making it now."""
+        try:
+            handler.build(self.leaves[position], record, ())
+        except TreeMismatchError as error:
+            return error.differences[0]
+        return None
+
     def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
         """Prepare the conversion of a stored array to a number, or of a stored number to an array."""
         if isinstance(requested, ValueRecord):
@@ -386,7 +396,7 @@ def _is_plain(record: LeafRecord) -> bool:
     """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
     if isinstance(record, ArrayRecord):
         return _is_scalar(record) and _sort(record.spec) is not None
-    return record.kind in VALUE_KINDS
+    return record.kind in PLAIN_KINDS
 
 
 def _are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
@@ -396,6 +406,18 @@ def _are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
 
 _PLAIN_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Kinds of arrays without a meaning beyond their elements: these can be adjusted, or become numbers."""
+
+
+def _is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
+    """Return True if a stored value can be tried as one of a type with a plain form, such as a path, or the reverse.
+
+    A plain form is requested where an object that loads itself, or a caller, does not know the type.
+    """
+    if not isinstance(requested, ValueRecord) or not isinstance(stored, ValueRecord) or unreadable_error(stored):
+        return False
+    if requested.kind not in PLAIN_KINDS:
+        return stored.kind != "none"
+    return stored.kind not in PLAIN_KINDS and requested.kind == VALUE_KINDS.get(type(stored.value))
 
 
 def _is_none(record: LeafRecord) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from ckptcore.builtin.host_leaves import VALUE_KINDS, VALUE_TYPES
+from ckptcore.builtin.host_leaves import PLAIN_KINDS, VALUE_KINDS
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.loading.stored_trees import abstract_tree
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata
@@ -30,7 +30,7 @@ def is_plain_value(record: LeafRecord) -> bool:
     """Return True for None, a number, text or bytes, and for an array without axes."""
     if isinstance(record, ArrayRecord):
         return record.kind in ("str", "bytes") or (record.kind in _SCALARS and record.spec.shape == ())
-    return record.kind in VALUE_KINDS
+    return record.kind in PLAIN_KINDS
 
 
 def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_name: bool) -> Flat:
@@ -193,7 +193,7 @@ def _keeps_keys(asked: Skeleton, stored: Skeleton) -> bool:
 
 def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
     """Return True for a requested plain value, also an array without axes."""
-    if handler is None or type(leaf) in VALUE_TYPES:
+    if handler is None or type(leaf) in VALUE_KINDS:
         return handler is not None
     try:
         return is_plain_value(handler.describe(leaf))

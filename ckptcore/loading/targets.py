@@ -359,7 +359,7 @@ def holds_objects(tree: object, registry: Plugins) -> bool:
 def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
     found = registry.dispatch(node)
     if found.checkpointable is not None:
-        return True
+        return found.checkpointable.is_object
     container = found.container
     if container is None or depth == 0:
         return False  # flattening raises an error for such a tree

@@ -21,6 +21,7 @@ from ckptcore.model.arrays import (
 from ckptcore.model.columns import column_array, column_summary, column_value
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
+    PARTS,
     PLAIN_ARRAY,
     UNREADABLE,
     ArrayRecord,
@@ -70,6 +71,7 @@ __all__ = [
     "BLOCK_BYTES",
     "JSON",
     "LEAF",
+    "PARTS",
     "PLAIN_ARRAY",
     "UNREADABLE",
     "WHOLE_SAMPLE_BYTES",

@@ -17,6 +17,7 @@ __all__ = [
     "BLOCK_BYTES",
     "CHECKSUM_ALGORITHM",
     "CHECKSUM_BYTES",
+    "PARTS",
     "PLAIN_ARRAY",
     "UNREADABLE",
     "ArrayRecord",
@@ -37,6 +38,9 @@ T = TypeVar("T")
 
 _NO_NOTES: Final[Mapping[str, JSON]] = {}
 
+
+PARTS: Final = "__parts__"
+"""The key, in a dict of the parts of an array of a framework, of the text that says which array they make up."""
 
 UNREADABLE: Final = "unreadable"
 """The kind of a leaf that cannot be loaded. The other leaves of its checkpoint can be."""

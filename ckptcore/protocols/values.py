@@ -122,6 +122,15 @@ class CheckpointableHandler(Protocol):
         ...
 
     @property
+    def is_object(self) -> bool:
+        """True, the default, if programs refer to `value` as an object with an identity, like a module.
+
+        False for values that have a state only because it decides about their form, such as sparse tensors and sets:
+        ``load`` builds a new value and ``abstract`` returns an abstract one.
+        """
+        return True
+
+    @property
     def per_process(self) -> bool:
         """True if every process has its own state, as for iterators and random generators; by default False.
 
@@ -294,6 +303,13 @@ class LeafHandler(Protocol):
             UnsupportedLeafError: see `describe`; also if no abstract leaf can request a leaf like this.
         """
         ...
+
+    def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
+        """Return the handler of a leaf that is not one array, which takes it apart; None, the default, for an array.
+
+        Reads no elements. Other methods are never called for such a leaf.
+        """
+        return None
 
     def identity(self, leaf: Any) -> Hashable | None:
         """Return a value that is equal only for leaves that share memory (tied leaves). None, the default: unknown."""

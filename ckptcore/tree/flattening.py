@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
+import numpy as np
+
 from ckptcore.builtin.number_columns import COLUMN_CONTAINER
-from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.tree import (
     LEAF,
@@ -69,6 +72,8 @@ STATE_OF: Final = "state of "
 """The type of the stored state of an object inside the state of another object, followed by the type of the object."""
 
 T = TypeVar("T")
+
+_KEY_TYPES: Final = frozenset({str, int, Attribute})
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,8 @@ def flatten(
     Raises:
         UnsupportedLeafError: no plugin handles some leaves, of which the error names at most 20; or the tree is too
             deep.
-        UnsupportedKeyError: a key has another type than int, str or `Attribute`. Subclasses, such as bool, are refused.
+        UnsupportedKeyError: a key has another type than int, str or `Attribute`. Of subclasses, only members of enums
+            and scalars of NumPy are accepted.
     """
     walk = _Flattening(plugins, rank, placeholders, stored_at, refusals, columns)
     skeleton, shape = walk.node(value)
@@ -273,16 +279,28 @@ class _Flattening:
         # Build the stored tree only for handlers that use it.
         if self.stored_at is not None and type(handler).flatten_to_load is not CheckpointableHandler.flatten_to_load:
             stored = self.stored_at(tuple(self.path))
-        state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
+        try:
+            state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
+        except UnsupportedLeafError as error:
+            if handler.is_object:
+                raise
+            self.unsupported.append(f"{format_path(tuple(self.path))}: {error}")
+            return self._placeholder()
+        except TreeMismatchError as error:
+            if handler.is_object:
+                raise
+            path = format_path(tuple(self.path))
+            raise TreeMismatchError(f"{path}: {error}", [f"{path}: {line}" for line in error.differences]) from error
         before = len(self.leaves)
         self.objects += 1
         skeleton, shape = self.node(state)
         self.objects -= 1
-        if self.objects and isinstance(skeleton, Node) and skeleton.type is None:
+        if self.objects and handler.is_object and isinstance(skeleton, Node) and skeleton.type is None:
             skeleton = skeleton._replace(type=f"{STATE_OF}{type(value).__module__}.{type(value).__qualname__}")
         if stored is not None:
             self._choose_frameworks(before)
-        may_refuse = self.stored_at is not None and (_holds_refusing(shape) or handler.may_refuse(value, state))
+        may_refuse = self.stored_at is not None and handler.is_object
+        may_refuse = may_refuse and (_holds_refusing(shape) or handler.may_refuse(value, state))
         return skeleton, _Checkpointable(value, handler, shape, len(self.leaves) - before, may_refuse)
 
     def _choose_frameworks(self, start: int) -> None:
@@ -302,12 +320,8 @@ class _Flattening:
             if isinstance(columns, SavedColumns):
                 self.columns = columns._replace(mappings=True)  # other ranks merge nothing into it
         keys, children = tuple(flattened.keys), flattened.children
-        for key in keys:
-            if type(key) is not str and type(key) is not int and type(key) is not Attribute:
-                raise UnsupportedKeyError(
-                    f"{format_path(tuple(self.path))} has the key {key!r} of type {type(key).__qualname__}; "
-                    "keys are int or str: convert it. Nothing was written"
-                )
+        if not _KEY_TYPES.issuperset(map(type, keys)):
+            keys = tuple([self._plain_key(key) for key in keys])
         dispatch = self.dispatch
         found = [dispatch(child).leaf for child in children]
         inner = [position for position, leaf in enumerate(found) if leaf is None]
@@ -340,6 +354,19 @@ class _Flattening:
         self.columns = columns
         node = Node(flattened.kind, keys, tuple(skeletons), flattened.type, flattened.attributes)
         return node, Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
+
+    def _plain_key(self, key: Any) -> Key:
+        """Return the int or text that a key equals, for numbers of NumPy and members of enums."""
+        if type(key) in _KEY_TYPES:
+            return cast(Key, key)
+        if isinstance(key, np.integer) or (isinstance(key, int) and isinstance(key, enum.Enum)):
+            return int(key)
+        if isinstance(key, np.str_) or (isinstance(key, str) and isinstance(key, enum.Enum)):
+            return str.__str__(key)
+        raise UnsupportedKeyError(
+            f"{format_path(tuple(self.path))} has the key {key!r} of type {type(key).__qualname__}; keys are int or "
+            "str: convert it, or save list(value.items()). Nothing was written"
+        )
 
     def _child(self, key: Key, child: object) -> tuple[Skeleton, Shape]:
         self.path.append(key)
@@ -428,7 +455,11 @@ def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
 
 def unflatten_states(shape: Shape, leaves: Sequence[object]) -> object:
     """Build a value like `unflatten`, but with the states of objects in place of the objects."""
-    return _unflatten(shape, iter(leaves), lambda node, state: state)
+    return _unflatten(shape, iter(leaves), _state_of_object)
+
+
+def _state_of_object(node: _Checkpointable, state: object) -> object:
+    return state if node.handler.is_object else node.handler.unflatten(node.like, state)
 
 
 def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[_Checkpointable, object], object]) -> object:
@@ -564,7 +595,9 @@ class LiveObject(NamedTuple):
 
 
 def _restored(node: _Checkpointable, state: object) -> object:
-    """Restore an object in the state of another one, and return it."""
+    """Restore an object in the state of another one, and return it. Build a new value that is no object."""
+    if not node.handler.is_object:
+        return node.handler.unflatten(node.like, state)
     node.handler.restore(node.like, state)
     return node.like
 

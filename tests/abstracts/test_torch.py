@@ -202,7 +202,7 @@ def test_an_optimizer_without_a_state_requests_none(tmp_path: Path) -> None:
 
 
 def test_the_error_names_the_path_of_an_unsupported_leaf() -> None:
-    state = {"b": torch.empty(3, dtype=torch.bits8), "s": torch.eye(2).to_sparse(), "t": torch.ones(2)}
+    state = {"b": torch.empty(3, dtype=torch.bits8), "s": torch.eye(2).to_mkldnn(), "t": torch.ones(2)}
     with pytest.raises(UnsupportedLeafError, match=r"b: cannot store torch.bits8, .*; s: a tensor with the layout"):
         ckptcore.abstract(state)
     with pytest.raises(UnsupportedLeafError, match="lazy/weight: a parameter of a lazy module"):

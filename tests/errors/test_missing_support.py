@@ -115,14 +115,14 @@ class _NeedsArguments:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({1, 2}, "builtins.set, which no installed plugin handles: convert it to a sorted list"),
+        (slice(2), "builtins.slice, which no installed plugin handles: save [value.start, value.stop, value.step]"),
         (lambda: 1, "builtins.function, which no installed plugin handles: code is not saved, remove it"),
         (int, "builtins.type, which no installed plugin handles: code is not saved, remove it"),
         (object(), "convert it to arrays, numbers, text or containers, give its class state_dict and load_state_dict"),
         (_OnlyGives(), "which has state_dict but not load_state_dict: add load_state_dict to its class"),
         (_NeedsArguments(), "whose get_state and set_state cannot be called as get_state()"),
     ],
-    ids=["set", "function", "class", "object", "state_dict", "get_state"],
+    ids=["slice", "function", "class", "object", "state_dict", "get_state"],
 )
 def test_a_value_without_a_handler_gets_a_remedy_of_its_own(value: Any, expected: str) -> None:
     with pytest.raises(UnsupportedLeafError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
+import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -351,10 +352,14 @@ def test_a_state_that_is_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
-        ({"seen": {1, 2}}, UnsupportedLeafError, "keeper/seen is a builtins.set"),
+        (
+            {"seen": {1, datetime.date.max}},
+            UnsupportedLeafError,
+            "keeper/seen: a set with a datetime.date is not stored",
+        ),
         ({"inner": {(1, 2): 3}}, UnsupportedKeyError, r"keeper/inner has the key \(1, 2\) of type tuple"),
         ({True: 3}, UnsupportedKeyError, "keeper has the key True of type bool"),
-        ({"queue": collections.deque()}, UnsupportedLeafError, "keeper/queue is a collections.deque"),
+        ({"queue": slice(2)}, UnsupportedLeafError, "keeper/queue is a builtins.slice"),
     ],
 )
 def test_what_cannot_be_stored_is_named(state: Any, error: type[Exception], message: str, tmp_path: Path) -> None:

@@ -312,8 +312,6 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         r"\.unbind\(\)",
     ),
-    "sparse": (lambda: torch.eye(3).to_sparse(), r"\.to_dense\(\)"),
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), r"\.to_dense\(\)"),
     "uninitialized": (torch.nn.UninitializedParameter, "call the module once"),
     "fake": (_fake, "save the real tensor"),
     "meta": (lambda: torch.ones(3, device="meta"), "save the real tensor"),

@@ -82,6 +82,9 @@ class CheckpointableHandlerTests:
     def test_unflatten_accepts_a_loaded_state(self, example: CheckpointableExample) -> None:
         state = self.copied(self.handler.flatten(example.make()))
         loaded = self.handler.unflatten(example.make_other(), state)
+        if not self.handler.is_object:  # a new value of the same type
+            assert type(loaded) is type(example.make())
+            assert example.fingerprint(loaded) == example.fingerprint(example.make())
         target = example.make_other()
         again = self.handler.flatten(loaded) if type(loaded) is type(target) else loaded
         self.handler.restore(target, again)

@@ -501,6 +501,10 @@ class LeafHandlerTests:
 
     # --- ties
 
+    @_for_each("example")
+    def test_an_example_is_one_array_or_value(self, example: LeafExample) -> None:
+        assert self.handler.parts_handler(example.make()) is None
+
     @_for_each("array_example")
     def test_identity_is_shared_only_by_tied_leaves(self, array_example: LeafExample) -> None:
         leaf = array_example.make()

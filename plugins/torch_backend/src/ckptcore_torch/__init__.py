@@ -6,6 +6,11 @@
     conversions        tensors as NumPy arrays over the same memory, and casts
     leaf_handlers      leaf handlers by type of tensor
     tensors            leaf handlers of plain tensors, Parameters and their subclasses
+    tensor_parts       handler of subclasses that are composed of tensors; stored_parts says which tensor the
+                       parts make up, sharded_parts divides those of DTensors, and composed_slots makes
+                       those of new optimizers
+    sparse_tensors     handlers of sparse and quantized tensors
+    values             leaf handlers of dtypes, devices, layouts and memory formats
     dtensors           leaf handler of DTensors; placements computes their boxes
     sharded_tensors    leaf handler of ShardedTensors
     transfers          copies between device and host through pinned staging buffers
@@ -62,7 +67,7 @@ def _is_torch_imported() -> bool:
 
 @hookimpl
 def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
-    """Return the leaf handler of tensors."""
+    """Return the leaf handler of tensors, dtypes and devices."""
     if not _is_torch_imported():
         return None
     from ckptcore_torch.leaf_handlers import leaf_handler_of_type

@@ -22,16 +22,18 @@ from ckptcore.model import (
     StridedMemory,
     ValueRecord,
 )
-from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
+from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
 from ckptcore_torch.placements import DTensorPlacement, LocalPart, local_part, sharding_cuts, sharding_notes
+from ckptcore_torch.tensor_parts import SubclassPartsHandler, is_composed
 from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["DTensorHandler"]
 
 _LOCAL_HANDLER: Final = TensorHandler()
+_PARTS: Final = SubclassPartsHandler()
 
 
 class DTensorHandler(LeafHandler):
@@ -70,6 +72,10 @@ class DTensorHandler(LeafHandler):
             return abstract
         is_offloaded = local.device != _mesh_device(leaf)
         return _with_local_tensor(leaf, empty_tensor(local.shape, local.dtype, local.device if is_offloaded else None))
+
+    def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
+        """Return the handler of DTensors over subclasses that are composed of tensors, or None for others."""
+        return _PARTS if is_composed(leaf._local_tensor) else None
 
     def identity(self, leaf: Any) -> Hashable | None:
         """Return the storage object, offset and strides of the local tensor, also if it has no elements."""

@@ -1,4 +1,4 @@
-"""Leaf handlers by type of tensor."""
+"""Leaf handlers by type of tensor, and of dtypes and devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from ckptcore.protocols import LeafHandler
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler, is_sharded
+from ckptcore_torch.values import value_handler_of_type
 
 __all__ = ["leaf_handler_of_type"]
 
@@ -17,11 +18,11 @@ _SUBCLASSES: Final = SubclassHandler()
 
 
 def leaf_handler_of_type(leaf_type: type) -> LeafHandler | None:
-    """Return the handler for a type of tensor, or None for other types."""
+    """Return the handler for a type of tensor or value of PyTorch, or None for other types."""
     if leaf_type is torch.Tensor or leaf_type is torch.nn.Parameter:
         return _PLAIN
     if not issubclass(leaf_type, torch.Tensor):
-        return None
+        return value_handler_of_type(leaf_type)
     # Distributed tensors exist only if their module was imported. Importing it is slow, and some
     # builds of PyTorch lack it.
     distributed = sys.modules.get("torch.distributed.tensor")

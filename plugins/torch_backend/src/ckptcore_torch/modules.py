@@ -18,6 +18,7 @@ from ckptcore_torch.copies import ModuleCopy
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.module_loaders import Loaders
 from ckptcore_torch.names import has_wrappers, plain_module_name, plain_names, wrapper_parts
+from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import is_sharded, is_uninitialized, overlaps_itself, same_memory
 
 __all__ = ["ModuleHandler"]
@@ -107,6 +108,7 @@ class ModuleHandler(CheckpointableHandler):
             own = target.state_dict()
         in_place = own.keys() == state.keys() and all(same_memory(held, state[name]) for name, held in own.items())
         if not in_place or loaders.exist:
+            resize_sparse_buffers(target, state)
             target.load_state_dict(state)
 
     def may_refuse(self, target: torch.nn.Module, request: Any) -> bool:

@@ -14,6 +14,7 @@ from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
+from ckptcore_torch.composed_slots import with_composed_slots
 from ckptcore_torch.copies import OptimizerCopy
 from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, with_objects, wrapped_objects
 from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
@@ -265,9 +266,10 @@ def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Ten
     """Return the stored state of a parameter, with the shapes that PyTorch's optimizers need for the parameter.
 
     So the core reports a difference, or pads or cuts the array as the caller allows it for parameters. Objects in the
-    state are requests for objects.
+    state are requests for objects. Tensors that are stored as parts become tensors of the optimizer, see
+    `with_composed_slots`.
     """
-    stored = objects_to_load(optimizer, stored)
+    stored = with_composed_slots(optimizer, parameter, objects_to_load(optimizer, stored))
     of_torch = any(
         f"{kind.__module__}.".startswith("torch.optim.") and kind is not torch.optim.Optimizer
         for kind in type(optimizer).__mro__

@@ -26,10 +26,12 @@ from ckptcore.model import (
     sample_steps,
     sampled,
 )
-from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
+from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
 from ckptcore_torch.conversions import copy_elements, elements_as, host_view, shares_memory
 from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
+from ckptcore_torch.sparse_tensors import sparse_or_quantized_handler
+from ckptcore_torch.tensor_parts import SubclassPartsHandler, inner_tensor, is_composed, share_parts
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
 __all__ = [
@@ -63,6 +65,12 @@ class TensorHandler(LeafHandler):
         """Return a meta tensor for a CPU tensor, or a FakeTensor on the same device for others."""
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         return leaf if leaf.is_meta else abstract_like(leaf)
+
+    def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
+        """Return the handler of sparse or quantized tensors, or None for others."""
+        if leaf.layout is torch.strided and not leaf.is_quantized:
+            return None
+        return sparse_or_quantized_handler(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
         """Return address, shape, strides and dtype, or None for a tensor without elements.
@@ -213,7 +221,7 @@ class SubclassHandler(LeafHandler):
     """Handler of tensor subclasses over plain memory, and of FakeTensors as abstract leaves.
 
     Only elements are saved. A loaded leaf has the class and attributes of the abstract leaf.
-    Subclasses composed of other tensors are refused.
+    Subclasses composed of other tensors have the handler of their parts.
     """
 
     priority = Priority.FRAMEWORK
@@ -240,6 +248,10 @@ class SubclassHandler(LeafHandler):
             return cast(torch.Tensor, leaf)
         plain = _as_plain(leaf)
         return cast(torch.Tensor, leaf) if plain.is_meta else abstract_subclass(plain, leaf)
+
+    def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
+        """Return the handler of subclasses that are composed of other tensors, or None for others."""
+        return _PARTS if is_composed(leaf) else None
 
     def identity(self, leaf: Any) -> Hashable | None:
         """Return the identity of the plain tensor, or an id of a FakeTensor object."""
@@ -306,6 +318,7 @@ class SubclassHandler(LeafHandler):
 _CPU: Final = torch.device("cpu")
 _FREED: Final = "the storage of this tensor was freed, as FSDP does with unused parameters"
 _PLAIN: Final = TensorHandler()
+_PARTS: Final = SubclassPartsHandler()
 
 
 def is_uninitialized(leaf: object) -> bool:
@@ -322,8 +335,8 @@ def is_sharded(leaf_type: type) -> bool:
 def same_memory(held: object, given: object) -> bool:
     """Return True if two values are the same tensor or views of the same elements, so that no copy is needed.
 
-    Tensors without elements need only the same shape and dtype. Return False for two DTensors or
-    other wrapper subclasses, unless they are the same object.
+    Tensors without elements need only the same shape and dtype. Return False for two DTensors,
+    unless they are the same object or consist of the same parts.
     """
     if held is given:
         return True
@@ -331,6 +344,8 @@ def same_memory(held: object, given: object) -> bool:
         return False
     if is_uninitialized(held) or is_sharded(type(held)) or held.is_meta:
         return False
+    if is_composed(inner_tensor(held)):
+        return share_parts(inner_tensor(held), inner_tensor(given))
     if not held.numel():
         return held.shape == given.shape and held.dtype == given.dtype
     identity = _identity(held)
@@ -428,15 +443,7 @@ def overlaps_itself(target: torch.Tensor) -> bool:
 def _layout_refusal(leaf: torch.Tensor) -> str:
     if leaf.is_nested:
         return "a nested tensor is several arrays; save its .values() and .offsets(), or .unbind()"
-    parts = {
-        torch.sparse_coo: ".indices() and .values() of its .coalesce()",
-        torch.sparse_csr: ".crow_indices(), .col_indices() and .values()",
-        torch.sparse_csc: ".ccol_indices(), .row_indices() and .values()",
-        torch.sparse_bsr: ".crow_indices(), .col_indices() and .values()",
-        torch.sparse_bsc: ".ccol_indices(), .row_indices() and .values()",
-    }
-    remedy = f"save its {parts[leaf.layout]}, or .to_dense()" if leaf.layout in parts else "save its .to_dense()"
-    return f"a tensor with the layout {leaf.layout} is not one array of elements; {remedy}"
+    return f"a tensor with the layout {leaf.layout} is not one array of elements; save its .to_dense()"
 
 
 def is_fake(leaf: torch.Tensor) -> bool:
@@ -460,11 +467,11 @@ def _as_plain(leaf: torch.Tensor) -> torch.Tensor:
         UnsupportedLeafError: for subclasses that are composed of other tensors.
     """
     name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-    if hasattr(leaf, "__tensor_flatten__"):
+    if hasattr(leaf, "__tensor_flatten__"):  # others have the handler of their parts
         remedy = (
             "save its .values() and .offsets(), or .unbind()"
             if leaf.is_nested
-            else "save the tensors that its __tensor_flatten__() names as separate leaves"
+            else "save the tensors that its __tensor_flatten__() names, or add __tensor_unflatten__ to its class"
         )
         raise UnsupportedLeafError(f"a {name} is composed of other tensors and is not one array in memory; {remedy}")
     if _is_masked(leaf):

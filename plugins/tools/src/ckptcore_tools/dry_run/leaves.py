@@ -11,7 +11,7 @@ from ckptcore.errors import PluginError
 from ckptcore.model.arrays import Box, HostArray, Shard, StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
-from ckptcore.protocols import HostBytes, HostMemory, LeafHandler
+from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler
 from ckptcore.runtime import runtime_of, with_registry
 
 __all__ = ["dry_run_context", "running_leaves", "simulated_leaves"]
@@ -62,6 +62,9 @@ class _RunningLeaves(LeafHandler):
 
     def abstract(self, leaf: Any) -> object:
         return self._handler.abstract(leaf)
+
+    def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
+        return self._handler.parts_handler(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
         return self._handler.identity(leaf)
