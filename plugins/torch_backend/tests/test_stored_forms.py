@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.ao import quantization
 from torch.nn.utils import parametrizations
@@ -317,3 +318,26 @@ def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: st
     with pytest.raises(TreeMismatchError):
         ckptcore.load_into(tmp_path / "c", {"m": fresh})
     assert all(torch.equal(held, before[name]) for name, held in fresh.state_dict().items())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tied_weight_that_is_stored_under_one_name(tmp_path: Path, device: str) -> None:
+    """As files of transformers have it; `safetensors.torch.load_model` accepts it, too."""
+
+    def made() -> Any:
+        module = module_dict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+        module["head"].weight = module["embed"].weight
+        return module
+
+    trained = made()
+    state = trained.state_dict()
+    del state["head.weight"]
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    with torch.device(device):
+        fresh = made()
+    ckptcore.load_into(tmp_path / "model.safetensors", fresh)
+    assert torch.equal(fresh["head"].weight, trained["head"].weight)
+    assert fresh["head"].weight is fresh["embed"].weight
+    separate = module_dict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+    with pytest.raises(TreeMismatchError, match=r"head.weight.* is not stored"):
+        ckptcore.load_into(tmp_path / "model.safetensors", separate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.module_loaders import Loaders
 from ckptcore_torch.names import has_wrappers, plain_module_name, plain_names, wrapper_parts
 from ckptcore_torch.sparse_tensors import resize_sparse_buffers
-from ckptcore_torch.tensors import is_sharded, is_uninitialized, overlaps_itself, same_memory
+from ckptcore_torch.tensors import identity_of, is_sharded, is_uninitialized, overlaps_itself, same_memory
 
 __all__ = ["ModuleHandler"]
 
@@ -84,7 +84,7 @@ class ModuleHandler(CheckpointableHandler):
             TreeMismatchError: if the names of state and module differ, and no loader of the module decides about them.
         """
         own = target.state_dict()
-        state = _with_module_names(target, own, state)
+        state = _with_all_names(own, _with_module_names(target, own, state))
         loaders = Loaders.of(target)
         differences = [
             *(f"{name} is missing" for name in own.keys() - state.keys() if not loaders.decide(name)),
@@ -114,7 +114,7 @@ class ModuleHandler(CheckpointableHandler):
     def may_refuse(self, target: torch.nn.Module, request: Any) -> bool:
         """Return True if a loader of its own decides, or if entries are not filled in place."""
         own = target.state_dict()
-        request = _with_module_names(target, own, request)
+        request = _with_all_names(own, _with_module_names(target, own, request))
         return Loaders.of(target).are_foreign or any(
             name not in request or not (request[name] is held or same_memory(held, request[name]) or _is_meta(held))
             for name, held in own.items()
@@ -129,7 +129,10 @@ def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
     """Return the request for a state dict: own tensors to fill, or the stored form where a loader decides."""
     request: Any = OrderedDict()
     request._metadata = getattr(stored, "_metadata", None) or getattr(state, "_metadata", {})
+    stored_ties = {identity: name for name, identity in _identities(state).items() if name in stored}
     for name, held in state.items():
+        if name not in stored and identity_of(held) in stored_ties:
+            continue  # filled under another of its names
         if is_uninitialized(held) and isinstance(stored.get(name), AbstractArray):
             request[name] = abstract_tensor(stored[name])
         elif not loaders.decide(name):
@@ -140,6 +143,26 @@ def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
         if name not in state and isinstance(name, str) and loaders.decide(name):
             request[name] = state_to_load(None, found, array=abstract_tensor)
     return request
+
+
+def _identities(state: Mapping[str, Any]) -> dict[str, Hashable]:
+    """Return the identity of each tensor of a state dict: tied ones are equal."""
+    found = {name: identity_of(held) for name, held in state.items()}
+    return {name: identity for name, identity in found.items() if identity is not None}
+
+
+def _with_all_names(own: Mapping[str, Any], state: Any) -> Any:
+    """Add tied entries that are stored under another name only: transformers saves each tied weight once."""
+    if own.keys() <= state.keys():
+        return state
+    identities = _identities(own)
+    names = {identity: name for name, identity in identities.items() if name in state}
+    added = {name: names[identity] for name, identity in identities.items() if name not in state and identity in names}
+    if not added:
+        return state
+    result = copy.copy(state)  # keeps the versions of modules
+    result.update({name: state[source] for name, source in added.items()})
+    return result
 
 
 def _refuse_overlaps(module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any]) -> None:

@@ -37,6 +37,7 @@ from ckptcore_torch.transfers import finish_work_on, start_copy
 __all__ = [
     "SubclassHandler",
     "TensorHandler",
+    "identity_of",
     "is_fake",
     "is_sharded",
     "is_uninitialized",
@@ -348,12 +349,17 @@ def same_memory(held: object, given: object) -> bool:
         return share_parts(inner_tensor(held), inner_tensor(given))
     if not held.numel():
         return held.shape == given.shape and held.dtype == given.dtype
-    identity = _identity(held)
-    return identity is not None and identity == _identity(given)
+    identity = identity_of(held)
+    return identity is not None and identity == identity_of(given)
 
 
-def _identity(leaf: torch.Tensor) -> Hashable | None:
-    return None if hasattr(leaf, "__tensor_flatten__") or is_fake(leaf) else _PLAIN.identity(leaf)
+def identity_of(held: object) -> Hashable | None:
+    """Return a value that is equal only for tensors over the same elements; None for other values, or if unknown."""
+    if not isinstance(held, torch.Tensor) or is_uninitialized(held) or is_sharded(type(held)) or is_fake(held):
+        return None
+    if hasattr(held, "__tensor_flatten__") or held.layout is not torch.strided:
+        return None
+    return _PLAIN.identity(held)
 
 
 # Cached, because few shapes occur many times. The results are frozen.
