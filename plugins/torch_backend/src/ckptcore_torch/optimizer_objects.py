@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.handlers import state_to_load
-from ckptcore.model import Attribute, StoredObject
+from ckptcore.model import AbstractArray, Attribute, StoredObject
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 
 __all__ = ["OptimizerObject", "OptimizerObjectHandler", "objects_to_load", "with_objects", "wrapped_objects"]
+
+
+_CONTAINERS: Final = (dict, list, tuple)
+_ATOMS: Final = frozenset((torch.Tensor, torch.nn.Parameter, AbstractArray, bool, int, float, str, type(None)))
+"""Types of nearly all values in states of optimizers, none of which is an object."""
 
 
 class OptimizerObject:
@@ -90,7 +95,13 @@ def objects_to_load(optimizer: torch.optim.Optimizer, stored: Any) -> Any:
 
 
 def _wrapped(optimizer: torch.optim.Optimizer, value: Any) -> Any:
-    if _class_of(optimizer, _name_of(type(value))) is type(value) and hasattr(value, "__dict__"):
+    if type(value) in _ATOMS:
+        return value
+    if (
+        type(value) not in _CONTAINERS
+        and _class_of(optimizer, _name_of(type(value))) is type(value)
+        and hasattr(value, "__dict__")
+    ):
         return OptimizerObject(value)
     return _mapped(value, lambda child: _wrapped(optimizer, child))
 
@@ -98,9 +109,15 @@ def _wrapped(optimizer: torch.optim.Optimizer, value: Any) -> Any:
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return containers of Python with changed children; the same container if no child changed."""
     if type(value) is dict:
-        children = {key: change(child) for key, child in value.items()}
-        return children if any(children[key] is not child for key, child in value.items()) else value
+        changed = {
+            key: new
+            for key, child in value.items()
+            if type(child) not in _ATOMS and (new := change(child)) is not child
+        }
+        return {**value, **changed} if changed else value
     if type(value) in (list, tuple):
+        if _ATOMS.issuperset(map(type, value)):
+            return value
         items = type(value)(map(change, value))
         return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
     return value
