@@ -15,6 +15,7 @@ BENCHMARKS: Final = (
     "replaced_safetensors",
     "replaced_jobs",
     "local",
+    "checks",
     "plain_numbers",
     "saved_bytes",
     "processes",
