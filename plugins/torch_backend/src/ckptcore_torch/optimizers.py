@@ -11,11 +11,12 @@ import torch
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.handlers import state_to_load
-from ckptcore.model import AbstractArray
+from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.composed_slots import with_composed_slots
 from ckptcore_torch.copies import OptimizerCopy
+from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, with_objects, wrapped_objects
 from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
 from ckptcore_torch.tensors import same_memory
@@ -187,17 +188,25 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
         array: creates the abstract tensor for any other stored array.
     """
     held = {name: slot for name, slot in own.items() if isinstance(slot, torch.Tensor)} if isinstance(own, dict) else {}
-    # Exclude tensors of `own`, because `state_to_load` would make them abstract, which some tensor
-    # types do not support.
+    filled = {name: tensor for name, tensor in held.items() if _has_form(tensor, stored, name)}
+    # Exclude tensors of `own`, because `state_to_load` would make them abstract, which takes time, and which some
+    # tensor types do not support.
     others = {name: slot for name, slot in own.items() if name not in held} if held else own
-    request = state_to_load(others, stored, array=array)
-    if isinstance(request, dict):
-        request.update({name: slot for name, slot in stored.items() if isinstance(slot, OptimizerObject)})
-        for name, tensor in held.items():
-            other = request.get(name)
-            if isinstance(other, torch.Tensor) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype):
-                request[name] = tensor
-    return request
+    left = {name: slot for name, slot in stored.items() if name not in filled} if filled else stored
+    request = state_to_load(others, left, array=array)
+    if not isinstance(request, dict):
+        return request
+    request.update({name: slot for name, slot in left.items() if isinstance(slot, OptimizerObject)})
+    return {name: filled[name] if name in filled else request[name] for name in stored} if filled else request
+
+
+def _has_form(tensor: torch.Tensor, stored: Any, name: object) -> bool:
+    """Return True if a tensor has the shape and dtype of a stored array, so that the load fills it."""
+    found = stored.get(name) if isinstance(stored, Mapping) else None
+    if not isinstance(found, AbstractArray) or tuple(tensor.shape) != found.shape:
+        return False
+    encoding = encoding_of(tensor.dtype)
+    return encoding.kind == PLAIN_ARRAY and encoding.name == found.dtype.name
 
 
 def options_to_load(own: Mapping[str, object], stored: Mapping[str, object]) -> dict[str, Any]:
