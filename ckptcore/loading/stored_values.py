@@ -7,6 +7,7 @@ becomes 0.73, a list grows. The caller decides the form where nothing is lost by
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Final
 
 from ckptcore.builtin.host_leaves import PLAIN_KINDS, VALUE_KINDS
@@ -98,7 +99,9 @@ class _Walk:
             return _is_array_for_value(self._flat.leaves[position], self._tree.leaves[number])
         if _are_alike(asked, stored) and (self._by_name or leaf_count(stored) or _is_same_kind(asked, stored)):
             return False
-        if _has_same_keys(asked, stored) or (self._by_name and not leaf_count(stored)):
+        if self._by_name and not leaf_count(stored):
+            return False
+        if _has_same_keys(asked, stored, self._keys_of_others(asked, stored, number)):
             return False
         of_tree = self._tree.leaves[number : number + leaf_count(stored)]
         if not _is_plain(stored) or not all(map(is_plain_value, of_tree)):
@@ -108,6 +111,20 @@ class _Walk:
         if not _holds_plain(asked, shape) or not all(map(_is_plain_leaf, leaves, handlers)):
             return False
         return _keeps_keys(asked, stored)
+
+    def _keys_of_others(self, asked: Skeleton, stored: Skeleton, number: int) -> frozenset[str]:
+        """Return the keys of a stored dict that only other ranks saved, and this one does not request."""
+        if not self._tree.held_by or not isinstance(asked, Node) or not isinstance(stored, Node):
+            return frozenset()
+        requested = {str(key) for key in asked.keys}
+        return frozenset(
+            [
+                key
+                for key, (child, first) in _children(stored, number).items()
+                if key not in requested
+                and all(leaf in self._tree.held_by for leaf in range(first, first + leaf_count(child)))
+            ]
+        )
 
     def _as_stored(
         self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton, number: int
@@ -123,9 +140,14 @@ class _Walk:
             for key, child, child_shape in zip(asked.keys, asked.children, shape.children, strict=True):
                 requested[str(key)] = child, child_shape, position
                 position += leaf_count(child)
+        others = self._keys_of_others(asked, stored, number)
+        keys = tuple([key for key in stored.keys if str(key) not in others])
         skeletons: list[Skeleton] = []
         shapes: list[Shape] = []
         for key, child in zip(stored.keys, stored.children, strict=True):
+            if str(key) in others:
+                number += leaf_count(child)
+                continue
             one, one_shape, first = requested.get(str(key), (LEAF, None, None))
             skeleton, made = (
                 self._as_stored(LEAF, None, 0, child, number)
@@ -135,12 +157,12 @@ class _Walk:
             skeletons.append(skeleton)
             shapes.append(made)
             number += leaf_count(child)
-        node = stored._replace(children=tuple(skeletons))
+        node = stored._replace(keys=keys, children=tuple(skeletons))
         leaves = leaf_count(node)
-        like = rebuild(stored._replace(children=(LEAF,) * len(stored.keys)), [None] * len(stored.keys))
+        like = rebuild(node._replace(children=(LEAF,) * len(keys)), [None] * len(keys))
         handler = self._plugins.dispatch(like).container
         assert handler is not None  # a container of Python
-        content = Container(like, handler, stored.keys, tuple(shapes), leaves, None)
+        content = Container(like, handler, keys, tuple(shapes), leaves, None)
         return node, NewContainer(content, own if is_same_type and isinstance(own, dict | list) else None, leaves)
 
     def _stored_leaf(self, number: int) -> Skeleton:
@@ -217,11 +239,11 @@ def _are_alike(asked: Skeleton, stored: Skeleton) -> bool:
     )
 
 
-def _has_same_keys(asked: Skeleton, stored: Skeleton) -> bool:
-    """Return True if two containers differ only below their children."""
+def _has_same_keys(asked: Skeleton, stored: Skeleton, others: Collection[str]) -> bool:
+    """Return True if two containers differ only below their children, apart from keys of other ranks."""
     if not isinstance(asked, Node) or not isinstance(stored, Node) or not asked.keys:
         return False
-    return {str(key) for key in asked.keys} == {str(key) for key in stored.keys}
+    return {str(key) for key in asked.keys} == {str(key) for key in stored.keys}.difference(others)
 
 
 def _is_same_kind(asked: Skeleton, stored: Skeleton) -> bool:

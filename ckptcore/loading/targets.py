@@ -261,7 +261,7 @@ class _FilledValue(LoadTarget[None]):
             self.undo.add(found)
         read_tree(first, load.context)
         for found in objects:
-            self.undo.restore(found, first.leaves)
+            self.undo.restore(found, first.leaves, load.location)
 
     def build(self, load: Load[None], reading: TreeRead) -> None:
         """Put the leaves that were not filled in place into the target."""

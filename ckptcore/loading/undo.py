@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ckptcore.errors import CheckpointError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import logger_named
+from ckptcore.loading.checkpoint import Source
 from ckptcore.tree.flattening import LiveObject
 
 __all__ = ["Undo"]
@@ -26,8 +27,13 @@ class Undo:
         if id(found.node.like) not in self._before:
             self._before[id(found.node.like)] = found.node.like, found.undo()
 
-    def restore(self, found: LiveObject, leaves: Sequence[object]) -> None:
+    def restore(self, found: LiveObject, leaves: Sequence[object], source: Source) -> None:
         """Restore an object that was added.
+
+        Args:
+            found: the object.
+            leaves: the leaves of the whole value.
+            source: the location of the checkpoint, for errors.
 
         Raises:
             TreeMismatchError: it refused the state.
@@ -40,8 +46,8 @@ class Undo:
         except Exception as error:
             reason = f"refused its stored state: {type(error).__name__}: {error}"
             raise TreeMismatchError(
-                f"{found.name}, {reason}. Create it with the options that it had when it was saved; or put PLACEHOLDER "
-                "in its place to load everything else",
+                f"{source}: {found.name}, {reason}. Create it with the options that it had when it was saved; or put "
+                "PLACEHOLDER in its place to load everything else",
                 [f"{found.name}: {reason}"],
             ) from error
 

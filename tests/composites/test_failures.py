@@ -104,7 +104,7 @@ class _BrokenSetter(Counter):
 
 def test_a_state_that_an_object_refuses_is_an_error(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"data": Counter(3)})
-    with pytest.raises(TargetUndefinedError, match=f"{place}/c/data"):
+    with pytest.raises(TreeMismatchError, match=f"{place}/c/data.* refused its stored state: KeyError: 'position'"):
         ckptcore.load_checkpointables(place + "/c", into={"data": _BrokenSetter()})
 
 
@@ -135,8 +135,9 @@ def test_the_error_of_late_damage_names_changed_objects(tmp_path: Path) -> None:
     damaged = tmp_path / "c" / "files" / "a"
     damaged.write_bytes(b"2")
     model = Linear(0)
-    with pytest.raises(TargetUndefinedError, match="'files' failed after model had been restored"):
+    with pytest.raises(ckptcore.errors.ChecksumError):
         ckptcore.load_checkpointables(tmp_path / "c", into={"model": model, "files": Files()})
+    assert model.bias.tolist() == Linear(0).bias.tolist()  # arrays are filled last
     damaged.write_bytes(b"1")
     path = tmp_path / "c" / "params" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")

@@ -237,6 +237,8 @@ def examples(directory: Path) -> dict[str, Any]:
 
 ELSEWHERE = {"Context", "CheckpointReader", "Checkpointer", "open", "save_async", "load_async", "load", "load_into"}
 WITHOUT_OBJECTS = {
+    "check",
+    "check_checkpointables",
     "delete",
     "hookimpl",
     "load_checkpointables",

@@ -26,6 +26,18 @@ from ckptcore.model.tree import (
 KEYS = st.one_of(st.integers(), st.text(max_size=4), st.text(max_size=4).map(Attribute))
 
 
+ATTRIBUTES = st.dictionaries(
+    st.text(max_size=4),
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda below: st.dictionaries(st.text(max_size=3), below, max_size=2),
+        max_leaves=4,
+    ),
+    min_size=1,
+    max_size=2,
+)
+
+
 def _nodes(children: st.SearchStrategy[Skeleton]) -> st.SearchStrategy[Skeleton]:
     mapping = st.lists(st.tuples(KEYS, children), max_size=4, unique_by=lambda item: (type(item[0]), item[0])).flatmap(
         lambda items: st.builds(
@@ -34,6 +46,7 @@ def _nodes(children: st.SearchStrategy[Skeleton]) -> st.SearchStrategy[Skeleton]
             st.just(tuple(key for key, _ in items)),
             st.just(tuple(child for _, child in items)),
             st.none() | st.text(max_size=5),
+            st.none() | ATTRIBUTES,
         )
     )
     sequence = st.lists(children, max_size=4).flatmap(
@@ -42,6 +55,7 @@ def _nodes(children: st.SearchStrategy[Skeleton]) -> st.SearchStrategy[Skeleton]
             st.sampled_from(["list", "tuple"]),
             st.just(tuple(range(len(items)))),
             st.just(tuple(items)),
+            st.none(),
             st.none(),
         )
     )
