@@ -94,3 +94,64 @@ def test_an_object_in_an_optimizer(tmp_path: Path) -> None:
     assert inner.value.tolist() == [1, 1]
     with pytest.raises(TreeMismatchError, match="is the state of a"):
         ckptcore.load_into(tmp_path / "c", torch.optim.SGD([parameter], lr=0.1, momentum=0.9))
+
+
+class Wrapper:
+    """An optimizer in a wrapper that delegates, as trainers have it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("layout", ["zarr3", "dcp", "torch.save"])
+def test_an_optimizer_in_a_wrapper(tmp_path: Path, layout: str) -> None:
+    def made() -> tuple[torch.nn.Parameter, Wrapper]:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        return parameter, Wrapper(torch.optim.AdamW([parameter], lr=0.1))
+
+    def step(parameter: torch.nn.Parameter, wrapper: Wrapper) -> None:
+        parameter.grad = torch.arange(3.0)
+        wrapper.optimizer.step()
+
+    trained, fresh = made(), made()
+    step(*trained)
+    with torch.no_grad():
+        fresh[0].copy_(trained[0])
+    if layout == "torch.save":
+        torch.save({"optimizer": trained[1].state_dict()}, tmp_path / "c")
+    else:
+        ckptcore.save(tmp_path / "c", {"optimizer": trained[1]}, layout=layout)
+    ckptcore.load_into(tmp_path / "c", {"optimizer": fresh[1]})
+    step(*trained)
+    step(*fresh)
+    assert torch.equal(trained[0], fresh[0])
+
+
+def test_a_replay_buffer_and_an_average_model(tmp_path: Path) -> None:
+    """Their arrays exist only after the first use."""
+
+    class Replay:
+        def __init__(self) -> None:
+            self.episodes: list[dict[str, torch.Tensor]] = []
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"episodes": self.episodes, "full": len(self.episodes) > 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.episodes = state["episodes"]
+
+    trained, fresh = Replay(), Replay()
+    trained.episodes = [{"reward": torch.tensor(1.5), "seen": torch.arange(4)}, {"reward": torch.tensor(2.0)}]
+    ckptcore.save(tmp_path / "c", {"replay": trained})
+    ckptcore.load_into(tmp_path / "c", {"replay": fresh})
+    assert [{name: type(held) for name, held in one.items()} for one in fresh.episodes] == [
+        {"reward": torch.Tensor, "seen": torch.Tensor},
+        {"reward": torch.Tensor},
+    ]
+    assert fresh.episodes[0]["seen"].tolist() == [0, 1, 2, 3]
