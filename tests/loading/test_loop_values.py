@@ -54,7 +54,9 @@ def equal(one: object, other: object) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.brings(f"value: {case}", "Python", "same")) for case in CASES]
+)
 def test_the_stored_value_is_loaded(tmp_path: Path, layout: str, case: str) -> None:
     requested, stored, loaded = CASES[case]
     ckptcore.save(tmp_path / "c", {"w": np.ones(3), "value": stored}, layout=layout)
@@ -74,6 +76,7 @@ def test_the_stored_value_is_loaded(tmp_path: Path, layout: str, case: str) -> N
             ckptcore.load(tmp_path / "c", {"w": np.zeros(3), "value": requested}, matching=Matching(values="error"))
 
 
+@pytest.mark.brings("dataclass with values that were `None` or shorter", "Python", "same")
 def test_values_in_objects_and_in_containers_that_cannot_change(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class Loop:
@@ -95,6 +98,7 @@ def test_a_list_that_is_the_target(tmp_path: Path) -> None:
     assert target == [1, 2, 3]
 
 
+@pytest.mark.brings("counter that the checkpoint lacks", "Python", "refused")
 def test_a_counter_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
     """Its present value would be lost."""
     ckptcore.save(tmp_path / "c", {"loop": {"epoch": 3}})
@@ -104,6 +108,7 @@ def test_a_counter_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
     assert loaded == {"loop": {"epoch": 3, "tokens": 7}}
 
 
+@pytest.mark.brings("list of arrays, loaded into a list of numbers", "Python", "refused")
 def test_arrays_are_not_plain_values(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"value": [np.ones(3)]})
     requests: list[object] = [None, [], 3, {}, [1.0]]

@@ -68,6 +68,7 @@ class _Counts:
         self.state = state
 
 
+@pytest.mark.brings("object with integer keys, from torch.distributed.checkpoint", "torch", "same")
 @pytest.mark.parametrize(
     ("own", "loaded"),
     [

@@ -79,7 +79,13 @@ def test_other_leaves_can_be_loaded(name: str, tmp_path: Path) -> None:
     assert [record.kind for record in contents.leaves].count(UNREADABLE) == 1
 
 
-@pytest.mark.parametrize("name", _LEAVES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.brings(f"file of `torch.save` with a tensor: {name}", "torch", "refused"))
+        for name in _LEAVES
+    ],
+)
 def test_a_requested_leaf_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     _save(_state(name), path)
@@ -103,6 +109,7 @@ def test_the_remedy_for_a_copy_keeps_the_other_leaves(tmp_path: Path) -> None:
     np.testing.assert_array_equal(ckptcore.load(tmp_path / "copy")["w"], np.arange(3.0))
 
 
+@pytest.mark.brings("file of `torch.save` with a container that contains itself", "torch", "refused")
 def test_a_cycle_closes_only_the_container_that_has_it(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     torch.save({"w": torch.ones(2), "cycle": _cycle()}, path)
@@ -132,6 +139,7 @@ class _Loader:
         self.state = state
 
 
+@pytest.mark.brings("object whose stored state has a sparse tensor, in a file of `torch.save`", "torch", "refused")
 def test_an_object_gets_no_placeholder_in_its_state(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     _save({"w": torch.ones(2), "loader": {"seen": 3, "odd": torch.eye(3).to_sparse()}}, path)

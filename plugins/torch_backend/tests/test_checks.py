@@ -48,6 +48,9 @@ def refused() -> dict[str, Any]:
 PATHS = ("lock", "deep[0]/function", "deep[1][1]", "keys", "meta", "masked", "loader")
 
 
+@pytest.mark.brings("lock, function, or tuple as a key, in `ckptcore.check`", "Python", "refused")
+@pytest.mark.brings("masked array, in `ckptcore.check`", "numpy", "refused")
+@pytest.mark.brings("tensor on the meta device, in `ckptcore.check`", "torch", "refused")
 def test_every_path_is_listed(tmp_path: Path) -> None:
     state = refused()
     with pytest.raises(UnsupportedLeafError) as caught:

@@ -167,6 +167,7 @@ def test_torch_loads_our_state(name: str, tmp_path: Path) -> None:
     assert bits(found["state"]["first.weight"]) == bits(expected["state"]["first.weight"])
 
 
+@pytest.mark.brings("state of `get_optimizer_state_dict`, nested or flattened", "torch", "same")
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("used", [0, 1], ids=["new", "used"])
 @pytest.mark.parametrize("name", ["groups", "momentum"])
@@ -181,6 +182,7 @@ def test_checkpoints_of_torch_load(name: str, used: int, flat: bool, tmp_path: P
     assert bits(loaded["optimizer"]) == bits(state["optimizer"])
 
 
+@pytest.mark.brings("`NamedOptimizer` with parameters in another order and other groups", "torch", "same")
 def test_parameters_are_found_by_name_in_another_order_and_in_other_groups(tmp_path: Path) -> None:
     model, other = Network(0), Network(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.2))
@@ -202,6 +204,7 @@ def test_parameters_are_found_by_name_in_another_order_and_in_other_groups(tmp_p
     assert bits(HANDLER.flatten(NamedOptimizer(model, optimizer))) == bits(state)
 
 
+@pytest.mark.brings("`NamedOptimizer` with one group of two that had other options", "torch", "refused")
 def test_groups_that_were_saved_with_other_options_are_not_put_together(tmp_path: Path) -> None:
     value, other = example("groups", 0, 2), Network(1)
     its = torch.optim.AdamW(other.parameters(), lr=0.7)
@@ -222,6 +225,7 @@ def test_wrapped_and_plain_models_load_each_other(tmp_path: Path) -> None:
     assert steps(other, [its], 2) == steps(model, [optimizer], 2)
 
 
+@pytest.mark.brings("`NamedOptimizer` of several optimizers", "torch", "same")
 def test_several_optimizers_are_one_state_as_in_torch(tmp_path: Path) -> None:
     def make(seed: int, count: int) -> NamedOptimizer:
         model = Network(seed)
@@ -242,6 +246,7 @@ def test_several_optimizers_are_one_state_as_in_torch(tmp_path: Path) -> None:
         HANDLER.flatten(NamedOptimizer(value.model, *value.optimizers, torch.optim.SGD(value.model.parameters())))
 
 
+@pytest.mark.brings("optimizer with states of another dtype than their parameters", "torch", "same")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
 def test_state_of_another_dtype_than_its_parameter_is_restored_exactly(
@@ -265,6 +270,7 @@ def test_state_of_another_dtype_than_its_parameter_is_restored_exactly(
     assert bits(other.state_dict()) == bits(optimizer.state_dict())
 
 
+@pytest.mark.brings("state of a `NamedOptimizer`, loaded into the optimizer itself", "torch", "refused")
 def test_a_state_by_numbers_loads_and_the_other_way_round_is_refused(tmp_path: Path) -> None:
     value, other = example("groups", 0, 2), example("groups", 1, 0)
     ckptcore.save(tmp_path / "numbers", value.optimizers[0])
@@ -275,6 +281,7 @@ def test_a_state_by_numbers_loads_and_the_other_way_round_is_refused(tmp_path: P
         ckptcore.load_into(tmp_path / "names", other.optimizers[0])
 
 
+@pytest.mark.brings("`NamedOptimizer` of tied parameters", "torch", "same")
 def test_a_tied_parameter_is_found_by_any_of_its_names() -> None:
     value, other = example("AdamW", 0, 2), example("AdamW", 1, 0)
     state: Any = copy.deepcopy(HANDLER.flatten(value))

@@ -27,6 +27,7 @@ class Averages:
         self.shadows, self.counts = state["shadows"], state["counts"]
 
 
+@pytest.mark.brings("average of weights without shadows yet", "torch", "same")
 @pytest.mark.parametrize("layout", ["zarr3", "ocdbt", "dcp", "safetensors"])
 def test_tensors_of_a_new_object_are_tensors(tmp_path: Path, layout: str) -> None:
     trained = Averages()
@@ -63,6 +64,8 @@ class Outer:
         self.inner = state.get("inner")
 
 
+@pytest.mark.brings("object with `state_dict` in another one", "torch", "same")
+@pytest.mark.brings("object with `state_dict` in another one that is `None` now", "torch", "refused")
 def test_an_object_in_an_object_is_restored_into_the_live_one(tmp_path: Path) -> None:
     saved = Inner()
     saved.value = torch.ones(2)
@@ -76,6 +79,8 @@ def test_an_object_in_an_object_is_restored_into_the_live_one(tmp_path: Path) ->
         ckptcore.load_into(tmp_path / "c", {"outer": Outer(None)})
 
 
+@pytest.mark.brings("object with `state_dict` in the state of an optimizer", "torch", "same")
+@pytest.mark.brings("object with `state_dict` in the state of an optimizer that lacks it now", "torch", "refused")
 def test_an_object_in_an_optimizer(tmp_path: Path) -> None:
     def optimizer() -> tuple[torch.optim.Optimizer, torch.nn.Parameter, Inner]:
         parameter, inner = torch.nn.Parameter(torch.ones(2)), Inner()

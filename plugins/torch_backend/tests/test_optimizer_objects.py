@@ -61,6 +61,7 @@ def test_galore(tmp_path: Path, name: str, steps: int, layout: str, named: bool)
     assert type(target.state[other.weight]["projector"]).__name__ == "GaLoreProjector"
 
 
+@pytest.mark.brings("`GaLoreAdamW`, loaded into `AdamW`", "galore-torch", "refused")
 def test_an_object_of_a_class_that_the_optimizer_does_not_know(tmp_path: Path) -> None:
     _, optimizer = trained(1)
     ckptcore.save(tmp_path / "c", optimizer)
@@ -89,6 +90,7 @@ class Schedule(torch.optim.SGD):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "memory"})
 
 
+@pytest.mark.brings("optimizer with further keys in its state dict, and functions as options", "torch", "same")
 def test_further_keys_and_functions(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     saved, target = Schedule([parameter]), Schedule([parameter])

@@ -65,6 +65,7 @@ def _groups(model: torch.nn.Module, *, first: str) -> list[dict[str, Any]]:
     return groups if first == "weight" else groups[::-1]
 
 
+@pytest.mark.brings("optimizer with `param_names`, layers in another order", "torch", "same")
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "in DataParallel"])
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_named_parameters_in_another_order_keep_their_states(name: str, wrapped: bool, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_named_parameters_in_another_order_keep_their_states(name: str, wrapped:
     ]
 
 
+@pytest.mark.brings("optimizer with `param_names`, groups in another order", "torch", "same")
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
 def test_groups_in_another_order_keep_their_options(stepped: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -114,6 +116,7 @@ def test_a_loaded_state_dict_is_in_the_order_of_the_optimizer(tmp_path: Path) ->
         assert torch.equal(again.state[parameter]["exp_avg"], optimizer.state[model.get_parameter(name)]["exp_avg"])
 
 
+@pytest.mark.brings("optimizer with `param_names`, of other parameters", "torch", "refused")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -161,6 +164,7 @@ def test_named_states_of_another_shape_are_refused(name: str, tmp_path: Path) ->
         ckptcore.load_into(tmp_path / "c", {"optimizer": again})
 
 
+@pytest.mark.brings("optimizer of parameters with other shapes", "torch", "refused")
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_states_of_parameters_of_another_shape_are_refused(name: str, stepped: bool, tmp_path: Path) -> None:
@@ -178,6 +182,7 @@ def test_states_of_parameters_of_another_shape_are_refused(name: str, stepped: b
     assert repr(again.state_dict()) == repr(before)
 
 
+@pytest.mark.brings("optimizer of parameters that are padded on request", "torch", "same")
 def test_states_are_padded_as_their_parameters_are(tmp_path: Path) -> None:
     model = _Layers("a", size=3)
     optimizer = torch.optim.Adam(model.parameters())
@@ -194,6 +199,7 @@ def test_states_are_padded_as_their_parameters_are(tmp_path: Path) -> None:
     _step(other, again, 2)
 
 
+@pytest.mark.brings("optimizer of parameters on the meta device, loaded with its model", "torch", "refused")
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_an_optimizer_of_parameters_that_the_load_replaces_is_refused(name: str, tmp_path: Path) -> None:
     model = _Layers("a")
@@ -215,6 +221,7 @@ def test_an_optimizer_of_parameters_that_the_load_replaces_is_refused(name: str,
     assert _values(other) == _values(model)
 
 
+@pytest.mark.brings("optimizer of an older PyTorch, without some options", "torch", "same")
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_options_that_are_not_stored_keep_their_values(name: str, tmp_path: Path) -> None:
     """As in states of older versions of PyTorch, and of optimizers that had no scheduler."""

@@ -52,6 +52,7 @@ class WithHistory(torch.nn.Module):
         self.history = state
 
 
+@pytest.mark.brings("module with an extra state that grows, as of fp8 in TransformerEngine", "torch", "same")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_extra_state_that_grows(tmp_path: Path, layout: str) -> None:
     trained, fresh = WithHistory(), WithHistory()
@@ -69,6 +70,7 @@ def test_extra_state_that_grows(tmp_path: Path, layout: str) -> None:
     assert torch.equal(again.history["amax"], torch.arange(4.0))
 
 
+@pytest.mark.brings("observers of quantisation-aware training", "torch", "same")
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.filterwarnings("ignore:Please use quant_min")
 def test_observers_of_quantisation_aware_training(tmp_path: Path) -> None:
@@ -103,6 +105,7 @@ class Scaled(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
+@pytest.mark.brings("module of another version, which migrates", "torch", "same")
 @pytest.mark.parametrize("layout", ["zarr3", "ocdbt", "dcp", "safetensors", "torch.save"])
 @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile], ids=["plain", "compiled"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -118,6 +121,7 @@ def test_versions_of_modules(tmp_path: Path, layout: str, wrap: Callable[[torch.
     assert newer[0].weight.tolist() == [0.25, 0.25]
 
 
+@pytest.mark.brings("state dict of a module, with its versions", "torch", "plain form")
 def test_versions_of_a_state_dict_that_is_loaded_without_a_module(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", sequential(Scaled(1)).state_dict())
     model = sequential(Scaled(2))
@@ -125,6 +129,7 @@ def test_versions_of_a_state_dict_that_is_loaded_without_a_module(tmp_path: Path
     assert model[0].weight.tolist() == [0.25, 0.25]
 
 
+@pytest.mark.brings("`BatchNorm1d` without `num_batches_tracked`", "torch", "same")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_norm_without_a_counter(tmp_path: Path, layout: str) -> None:
     """Before version 2 (torch 0.4.1) it was not stored. PyTorch's own loader adds it."""
@@ -142,6 +147,7 @@ def test_batch_norm_without_a_counter(tmp_path: Path, layout: str) -> None:
     assert fresh[1].num_batches_tracked == 0
 
 
+@pytest.mark.brings("`weight_norm`, loaded into the parametrization", "torch", "same")
 def test_weight_norm_becomes_a_parametrization(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="weight_norm"):
         old = sequential(torch.nn.utils.weight_norm(torch.nn.Linear(3, 2)))
@@ -150,6 +156,7 @@ def test_weight_norm_becomes_a_parametrization(tmp_path: Path) -> None:
     assert torch.equal(new(torch.ones(1, 3)), old(torch.ones(1, 3)))
 
 
+@pytest.mark.brings("module with a hook that renames entries", "torch", "same")
 def test_a_hook_that_renames(tmp_path: Path) -> None:
     class Renamed(torch.nn.Module):
         def __init__(self) -> None:
@@ -171,6 +178,7 @@ def test_a_hook_that_renames(tmp_path: Path) -> None:
     assert torch.equal(new["out"].weight, old["out"].weight)
 
 
+@pytest.mark.brings("module of another size", "torch", "refused")
 def test_other_entries_are_still_differences(tmp_path: Path) -> None:
     """A loader decides about entries of its part; the core reports all others, with the options that allow them."""
     ckptcore.save(tmp_path / "c", sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)))
@@ -207,6 +215,8 @@ def stale(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return copy.deepcopy(model.state_dict())
 
 
+@pytest.mark.brings("disabled `GradScaler`", "torch", "refused")
+@pytest.mark.brings("object whose `load_state_dict` raises an error", "torch", "refused")
 @pytest.mark.parametrize("several", [False, True], ids=["one tree", "several objects"])
 @pytest.mark.parametrize("refusing", [Refusing, RefusingScheduler, torch.amp.GradScaler])
 def test_nothing_is_changed_if_an_object_refuses(tmp_path: Path, several: bool, refusing: type) -> None:
@@ -244,6 +254,7 @@ def test_nothing_is_changed_if_an_object_refuses(tmp_path: Path, several: bool, 
     assert target["a"].weight[0, 0] != before["a"]["weight"][0, 0]
 
 
+@pytest.mark.brings("module whose `set_extra_state` raises an error", "torch", "refused")
 def test_a_refusing_module_gets_its_own_weights_back(tmp_path: Path) -> None:
     class Old(Refusing):
         def set_extra_state(self, state: object) -> None:
@@ -258,6 +269,7 @@ def test_a_refusing_module_gets_its_own_weights_back(tmp_path: Path) -> None:
     assert torch.equal(weight, before["inner.weight"])
 
 
+@pytest.mark.brings("module with an expanded buffer", "torch", "refused")
 def test_an_expanded_buffer_is_refused_before_anything_changes(tmp_path: Path) -> None:
     class Expanded(torch.nn.Module):
         def __init__(self) -> None:
@@ -273,6 +285,7 @@ def test_an_expanded_buffer_is_refused_before_anything_changes(tmp_path: Path) -
     assert torch.equal(target.weight, before["weight"])
 
 
+@pytest.mark.brings("module with lists that grow, as metrics have", "torch", "same")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lists_of_a_metric_that_grow(tmp_path: Path, layout: str) -> None:
     """Like a persistent list state of torchmetrics, which has another number of tensors at each save."""
@@ -298,6 +311,7 @@ def test_lists_of_a_metric_that_grow(tmp_path: Path, layout: str) -> None:
         assert torch.equal(target["w"].weight, trained["w"].weight)
 
 
+@pytest.mark.brings("quantised `Linear8bitLt`, `LinearNF4`", "bitsandbytes", "refused")
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "LinearNF4"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: str) -> None:

@@ -26,6 +26,7 @@ def run(task: str, directory: Path, layout: str, size: int) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
+@pytest.mark.brings("`ZeroRedundancyOptimizer`, in jobs of other sizes", "torch", "same")
 @pytest.mark.parametrize("layout", ["zarr3", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_other_numbers_of_processes_resume(tmp_path: Path, layout: str) -> None:
     run("save", tmp_path, layout, 2)

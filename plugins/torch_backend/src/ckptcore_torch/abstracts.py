@@ -8,6 +8,7 @@ the load.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,17 +51,24 @@ def _abstract_of_stored(stored: ArrayRecord) -> torch.Tensor | None:
 def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> object:
     """Return an abstract tensor for the state of a parameter.
 
-    If the parameter is a DTensor of the same shape, the result has its mesh and placements.
-    Otherwise, as for a step count, the result is a meta tensor, which requests a whole tensor on
-    every process. The result is `stored` itself if PyTorch lacks the dtype.
+    If the parameter is a DTensor, a state of its shape has its mesh and placements. A state of
+    another shape, such as the vectors of LBFGS, is on its mesh and replicated, because PyTorch
+    computes nothing from a DTensor and a plain tensor, except a single element such as a step
+    count: that is a plain tensor. The result is `stored` itself if PyTorch lacks the dtype.
     """
     distributed = sys.modules.get("torch.distributed.tensor")  # DTensors exist only if this module was imported
-    if distributed is None or not isinstance(parameter, distributed.DTensor) or tuple(parameter.shape) != stored.shape:
+    single = math.prod(stored.shape) == 1 and tuple(parameter.shape) != stored.shape
+    if distributed is None or single or not isinstance(parameter, distributed.DTensor):
         return abstract_tensor(stored)
     encoding = encoding_of_stored(stored.dtype.name, PLAIN_ARRAY)
     if encoding is None:
         return stored
-    return torch.empty_like(parameter.detach(), dtype=encoding.dtype, device="meta")
+    if tuple(parameter.shape) == stored.shape:
+        return torch.empty_like(parameter.detach(), dtype=encoding.dtype, device="meta")
+    whole = torch.empty(stored.shape, dtype=encoding.dtype, device="meta")
+    replicated = [distributed.Replicate()] * parameter.device_mesh.ndim
+    abstract: torch.Tensor = distributed.DTensor.from_local(whole, parameter.device_mesh, replicated, run_check=False)
+    return abstract
 
 
 def abstract_like(tensor: torch.Tensor) -> torch.Tensor:

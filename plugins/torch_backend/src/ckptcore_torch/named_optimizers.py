@@ -24,7 +24,7 @@ from ckptcore_torch.optimizer_forms import (
     without_placeholders,
 )
 from ckptcore_torch.optimizer_names import NamedState, named_state, names_of_parameters
-from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, slots_to_load
+from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, refuse_meta, slots_to_load
 
 __all__ = ["NamedOptimizer", "NamedOptimizerHandler", "NamedOptimizerPart", "NamedOptimizerPartHandler"]
 
@@ -106,7 +106,10 @@ class NamedOptimizerHandler(CheckpointableHandler):
         Raises:
             TreeMismatchError: lists parameters that only the checkpoint or only the optimizers
                 have, and parameters that are in one group but were saved with different options.
+                Also if parameters are on the meta device.
         """
+        for optimizer in value.optimizers:
+            refuse_meta(optimizer)
         if _are_numbered(stored) and len(value.optimizers) == 1:
             return _NUMBERED.flatten_to_load(value.optimizers[0], stored)
         members = _named_states(value)

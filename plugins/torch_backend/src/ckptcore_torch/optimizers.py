@@ -27,6 +27,7 @@ __all__ = [
     "numbers_parameters",
     "options_to_load",
     "parameter_keys",
+    "refuse_meta",
     "slots_to_load",
     "with_parameter_shapes",
 ]
@@ -61,6 +62,7 @@ class OptimizerHandler(CheckpointableHandler):
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers
                 them, or the reverse; if ``param_names`` differ; if parameters are on the meta device.
         """
+        refuse_meta(value)
         state = wrapped_objects(value, value.state_dict())
         if not isinstance(stored, Mapping):
             return state
@@ -71,7 +73,6 @@ class OptimizerHandler(CheckpointableHandler):
         if not isinstance(stored_groups, list | tuple):
             stored_groups = ()  # not the state of an optimizer: the core reports the differences
         _refuse_names(value, stored_groups)
-        _refuse_meta(value)
         parameters = {number: parameter for parameter, number in numbered_parameters(value, state).items()}
         if has_parameter_names(stored_groups) and has_parameter_names(state["param_groups"]):
             groups = in_order_of(state["param_groups"], stored_groups, type(value).__name__)
@@ -243,7 +244,7 @@ def _in_own_order(optimizer: torch.optim.Optimizer, state: Any) -> Any:
     return {**state, "param_groups": named}
 
 
-def _refuse_meta(optimizer: torch.optim.Optimizer) -> None:
+def refuse_meta(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error if a load of the model will replace parameters of the optimizer: it would train the old ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
