@@ -19,7 +19,9 @@ def check(state: object, *, layout: str | Layout = "safetensors", context: Conte
     """Check that a tree can be saved and restored. Call it before the training, not only at the first save.
 
     Reads no array and writes nothing. In a job, every process calls it. Objects may create state while they are used,
-    such as the moments of an optimizer; a check after the first step finds more.
+    such as the moments of an optimizer; a check after the first step finds more. Methods of objects are called as by a
+    save: pass an optimizer itself rather than an object that calls ``get_optimizer_state_dict`` of PyTorch, which makes
+    a step if the optimizer has no state.
 
     Args:
         state: the tree, as for `save` and `load_into`.

@@ -22,8 +22,19 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model import JSON, LEAF, HostArray, LeafRecord, Skeleton, TreeMetadata, ValueRecord, unreadable_leaf
+from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
+from ckptcore.model import (
+    JSON,
+    LEAF,
+    PLAIN_ARRAY,
+    ArrayRecord,
+    HostArray,
+    LeafRecord,
+    Skeleton,
+    TreeMetadata,
+    ValueRecord,
+    unreadable_leaf,
+)
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
 from ckptcore_dcp.directories import WRITER, find_dcp_files
@@ -173,12 +184,29 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemP
             else:
                 leaves.append(locations.add(len(leaves), leaf, value.storages, key=value.key, path=name))
     chunks = InspectedChunks(list(tensors), list(tensors.values()))
+    if composed := chunks.composed([leaves[number] for number in tensors]):
+        names = [name for name in order if name in metadata.tensors]  # in the order of `tensors`
+        refused = {names[number]: unreadable_leaf(UnsupportedLeafError(_COMPOSED)) for number in composed}
+        plain = {name: tensor for name, tensor in metadata.tensors.items() if name not in refused}
+        return _inspection(replace(metadata, tensors=plain, unreadable={**metadata.unreadable, **refused}), values)
     for number, (leaf_number, tensor) in enumerate(tensors.items()):
         cuts = chunks.cuts(number, tensor.shape)
         if cuts is not None:
             leaves[leaf_number] = record_of_tensor(tensor.dtype, tensor.shape, cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), locations.aliases)
     return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER)
+
+
+_COMPOSED: Final = (
+    "an instance of a tensor subclass, of which torch.distributed.checkpoint pickles the class: load the checkpoint "
+    "with it, and save the state with ckptcore, which saves the inner tensors"
+)
+
+
+def _itemsize(record: LeafRecord) -> int:
+    """Return the bytes of an element; 0 for dtypes of which a byte may have several."""
+    is_plain = isinstance(record, ArrayRecord) and record.kind == PLAIN_ARRAY
+    return record.spec.numpy_dtype.itemsize if is_plain else 0
 
 
 class InspectedChunks:
@@ -195,10 +223,25 @@ class InspectedChunks:
             found, within, owner = found.take(rows), within[rows], owner[rows]
         self._columns = found
         self._within = within
+        self._owner = owner
         self._leaf: HostArray = np.array(leaves, np.int64)[owner]
         self._bounds: Sequence[int] = np.searchsorted(owner, np.arange(len(tensors) + 1)).tolist()
         self._starts: Sequence[Sequence[int]] = found.offsets.T.tolist()
         self._stops: Sequence[Sequence[int]] = (found.offsets + found.sizes).T.tolist()
+
+    def composed(self, records: Sequence[LeafRecord]) -> Sequence[int]:
+        """Return the numbers of tensors whose items have fewer bytes than their elements.
+
+        An item is the output of ``torch.save``, which is longer than its elements, unless these are compressed. A
+        shorter one has a tensor subclass: the shape is that of the whole, and the inner tensors have the elements.
+        """
+        if not len(self._owner):
+            return ()
+        sizes = np.where(self._within, self._columns.sizes, 1).prod(axis=1)
+        itemsizes = np.array([_itemsize(record) for record in records], np.int64)
+        is_short = self._columns.length < sizes * itemsizes[self._owner]
+        is_short[list(self._columns.transforms)] = False
+        return np.unique(self._owner[is_short]).tolist()
 
     def cuts(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
         """Return the grid cuts of a tensor with this shape, or None if it has at most one chunk. See `cuts_of`."""
