@@ -24,3 +24,13 @@ mlflow  MLflow
 
 Each module imports the library that it is for, so none is imported here.
 """
+
+from __future__ import annotations
+
+import sys
+
+
+def lightning_callbacks() -> list[object]:
+    """Return the callbacks for a Trainer of Lightning, which calls this: none in programs without our adapter."""
+    adapter = sys.modules.get("ckptcore_integrations.lightning")
+    return [] if adapter is None else [adapter.CheckState()]

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,31 @@ class CheckpointMixin(_Accelerator):
     step: int
     _pending: Callable[[], None] | None = None
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare objects, and check that they can be saved. See ``accelerate.Accelerator.prepare``.
+
+        Raises:
+            NotImplementedError: see `save_state`.
+            UnsupportedLeafError: lists what cannot be saved or restored.
+        """
+        _refuse_unsupported(self)
+        before = self._checkpointables()
+        prepared = super().prepare(*args, **kwargs)
+        self._check_new(before)
+        return prepared
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Register objects, and check that they can be saved.
+
+        See ``accelerate.Accelerator.register_for_checkpointing``.
+
+        Raises:
+            UnsupportedLeafError: lists what cannot be saved or restored.
+        """
+        before = self._checkpointables()
+        super().register_for_checkpointing(*objects)
+        self._check_new(before)
+
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Path:
@@ -82,9 +107,10 @@ class CheckpointMixin(_Accelerator):
         weights = [self.get_state_dict(model) for model in self._models]
         files = self._files_of_hooks(weights)
         save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables
+        process = ObjectWithFiles(self._save_process, self._load_process)
         handle = save(
             location,
-            {**_numbered("model", weights), **self._objects()},
+            {**_numbered("model", weights), **self._objects(), "process": process},
             overwrite=not self.project_configuration.automatic_checkpoint_naming,
             metadata={"files": self._digests_of_all(files)},
             strategy=SaveWithFiles(files=files),
@@ -130,7 +156,10 @@ class CheckpointMixin(_Accelerator):
         models = list(self._models)
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(directory))
-        ckptcore.load_checkpointables(directory, into={**_numbered("model", models), **self._objects()})
+        process = ObjectWithFiles(self._save_process, self._load_process)
+        ckptcore.load_checkpointables(
+            directory, into={**_numbered("model", models), **self._objects(), "process": process}
+        )
         self._continue_numbers()
 
     def wait_for_checkpoint(self) -> None:
@@ -148,13 +177,21 @@ class CheckpointMixin(_Accelerator):
         self.wait_for_checkpoint()
         super().end_training()
 
+    def _checkpointables(self) -> dict[str, Any]:
+        """Return what a checkpoint has besides files."""
+        return {**_numbered("model", self._models), **self._objects()}
+
+    def _check_new(self, before: Mapping[str, Any]) -> None:
+        """Check the objects that were prepared or registered since. In a job, every process has the same ones."""
+        if new := {name: value for name, value in self._checkpointables().items() if name not in before}:
+            ckptcore.check_checkpointables(new)
+
     def _objects(self) -> dict[str, Any]:
-        """Return what a checkpoint has besides models."""
+        """Return what a checkpoint has besides models and files."""
         return {
             **_numbered("optimizer", [optimizer.optimizer for optimizer in self._optimizers]),
             **_numbered("scheduler", [scheduler.scheduler for scheduler in self._schedulers]),
             **{f"custom_checkpoint_{number}": custom for number, custom in enumerate(self._custom_objects)},
-            "process": ObjectWithFiles(self._save_process, self._load_process),
         }
 
     def _save_process(self, directory: str) -> None:

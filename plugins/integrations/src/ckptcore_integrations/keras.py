@@ -89,10 +89,20 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         self.checkpointer: Checkpointer | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Own the directory."""
-        self.checkpointer = Checkpointer(
+        """Own the directory, and check that the model, which Keras has built, can be saved.
+
+        Raises:
+            UnsupportedLeafError: lists what cannot be saved or restored.
+        """
+        checkpointer = Checkpointer(
             self.directory, preservation_policy=self._policy, layout=self._layout, context=self._context
         )
+        try:
+            checkpointer.check_checkpointables(self._values())
+        except BaseException:
+            checkpointer.close()  # Keras does not call `on_train_end` after an error
+            raise
+        self.checkpointer = checkpointer
 
     def on_train_end(self, logs: Any = None) -> None:
         """Wait for running saves, and release the directory.
@@ -120,19 +130,22 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
     def _save_checkpoint(self, step: int, logs: Any = None) -> None:
         """Save a step. Keras calls this when a step is due."""
         assert self.checkpointer is not None
-        tree = self.model.get_state_tree()
-        if self.save_weights_only:
-            values = {"pytree": {name: tree[name] for name in ("trainable_variables", "non_trainable_variables")}}
-        else:
-            values = {"pytree": tree, "model_config": {"config": saving_lib._serialize_model_as_json(self.model)[0]}}
-            if (assets := saving_lib._save_assets_to_dict(self.model)) is not None:
-                values["assets"] = assets
         metrics = {name: float(value) for name, value in (logs or {}).items()}
-        self.checkpointer.save_checkpointables(step, values, metrics=metrics)
+        self.checkpointer.save_checkpointables(step, self._values(), metrics=metrics)
         if not self.save_on_background:
             self.checkpointer.wait()
         if self.verbose and self.is_primary_host():
             print(f"\nStep {step}: saved to {redacted_location(self.directory)}")
+
+    def _values(self) -> dict[str, Any]:
+        """Return the objects that a step has."""
+        tree = self.model.get_state_tree()
+        if self.save_weights_only:
+            return {"pytree": {name: tree[name] for name in ("trainable_variables", "non_trainable_variables")}}
+        values = {"pytree": tree, "model_config": {"config": saving_lib._serialize_model_as_json(self.model)[0]}}
+        if (assets := saving_lib._save_assets_to_dict(self.model)) is not None:
+            values["assets"] = assets
+        return values
 
 
 def resume(directory: str, model: Any, *, context: Context | None = None) -> int | None:

@@ -1,7 +1,8 @@
 """PyTorch Lightning: checkpoints of a Trainer that are saved and loaded with ckptcore.
 
 `CkptcoreIO` is a `CheckpointIO` for `Trainer(plugins=[...])`. `FSDPStrategy` and `ModelParallelStrategy` do not use a
-`CheckpointIO` for sharded state: use the strategies of this module in their place.
+`CheckpointIO` for sharded state: use the strategies of this module in their place. Before the first step of `fit`, all
+of them check that the state can be saved.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,11 +34,14 @@ import ckptcore
 from ckptcore import Context, Matching
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.events import logger_named
 from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
 from ckptcore_integrations.added_files import is_checkpoint
 
 __all__ = ["CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
+
+logger = logger_named("ckptcore.integrations.lightning")
 
 _Path: TypeAlias = str | Path
 _T = TypeVar("_T")
@@ -52,9 +57,6 @@ _ONLY_SHARDED: Final = (
 
 _SHARDED_METADATA: Final = "meta.pt"
 """A file in the directories that Lightning's own sharded strategies write."""
-
-_VERSIONS: Final = "state_dict_versions"
-"""Entry for the versions of modules, which a state dict has as the attribute ``_metadata``."""
 
 
 class CkptcoreIO(CheckpointIO):
@@ -86,6 +88,10 @@ class CkptcoreIO(CheckpointIO):
         self._running: SaveHandle | None = None
         self._to_remove: list[_Path] = []
 
+    def check(self, checkpoint: dict[str, Any]) -> None:
+        """Check that a checkpoint can be saved. See `ckptcore.check`."""
+        ckptcore.check(checkpoint, layout=self._layout, context=self._context)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save a checkpoint to a path or URL. See `ckptcore.save`.
 
@@ -94,13 +100,12 @@ class CkptcoreIO(CheckpointIO):
         """
         _refuse_storage_options(storage_options)
         self._finish()
-        state = _with_versions(checkpoint)
         _recover(path, self._context)
         if _is_of_lightning(path):
-            self._save(ckptcore.save, _beside(path), state)
+            self._save(ckptcore.save, _beside(path), checkpoint)
             _replace(path, self._context)
         else:
-            self._running = self._save(ckptcore.save_async if self._asynchronous else ckptcore.save, path, state)
+            self._running = self._save(ckptcore.save_async if self._asynchronous else ckptcore.save, path, checkpoint)
 
     def _save(self, save: Callable[..., SaveHandle | None], path: _Path, state: dict[str, Any]) -> SaveHandle | None:
         return save(path, state, layout=self._layout, overwrite=True, context=self._context)
@@ -117,9 +122,6 @@ class CkptcoreIO(CheckpointIO):
         self._finish()
         location = _to_load(path, self._context)
         checkpoint: dict[str, Any] = ckptcore.load(location, framework="torch", context=self._context)
-        versions = checkpoint.pop(_VERSIONS, None)
-        if versions is not None:
-            checkpoint["state_dict"]._metadata = versions
         if device is None:
             return checkpoint
         moved: dict[str, Any] = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.to(device))
@@ -146,6 +148,26 @@ class CkptcoreIO(CheckpointIO):
             _delete(path, self._context)
 
 
+class CheckState(Callback):
+    """Checks that a `CkptcoreIO` can save the state, before the first step of a `fit`.
+
+    A `CheckpointIO` has no hook for the start of a training. So an entry point of this distribution lets Lightning add
+    this callback to each Trainer that is created after this module has been imported.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check what Lightning would save now. Rank 0 checks, and all ranks raise its error.
+
+        Raises:
+            UnsupportedLeafError: lists what cannot be saved.
+        """
+        io = trainer.strategy.checkpoint_io
+        io = getattr(io, "checkpoint_io", io)  # of a wrapper, such as Lightning's `AsyncCheckpointIO`
+        if isinstance(io, CkptcoreIO) and not isinstance(trainer.strategy, ShardedCheckpoints):
+            state = _state_of(trainer)
+            _by_leader(trainer.strategy, lambda: io.check(state))
+
+
 class ShardedCheckpoints(Strategy):
     """Mixin for strategies with sharded state: all ranks save and load one checkpoint together.
 
@@ -165,6 +187,18 @@ class ShardedCheckpoints(Strategy):
         self._checkpoint_layout = layout
         self._checkpoint_context = context or Context()
 
+    def on_train_start(self) -> None:
+        """Check that the state can be saved. Lightning calls this on all ranks before the first step.
+
+        Raises:
+            UnsupportedLeafError: lists what cannot be saved.
+            RankFailedError: another rank has such state.
+        """
+        super().on_train_start()
+        assert self.lightning_module is not None
+        own = self._own(_state_of(self.lightning_module.trainer))
+        ckptcore.check(own, layout=self._checkpoint_layout, context=self._checkpoint_context)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
         """Save a checkpoint to a path or URL. All ranks call this. See `ckptcore.save`.
 
@@ -172,14 +206,14 @@ class ShardedCheckpoints(Strategy):
             TypeError: there are `storage_options`; give them to the Context.
         """
         _refuse_storage_options(storage_options)
-        own = {name: value for name, value in checkpoint.items() if self.is_global_zero or name in _SHARDED}
+        own = self._own(checkpoint)
         alone = replace(self._checkpoint_context, job=_ALONE)
 
         def prepare() -> tuple[_Path, bool]:
             _recover(filepath, alone)
             return filepath, _is_of_lightning(filepath)
 
-        path, replaces = self._by_leader(prepare)
+        path, replaces = _by_leader(self, prepare)
         ckptcore.save(
             _beside(path) if replaces else path,
             own,
@@ -188,7 +222,7 @@ class ShardedCheckpoints(Strategy):
             context=self._checkpoint_context,
         )
         if replaces:
-            self._by_leader(lambda: _replace(path, alone))
+            _by_leader(self, lambda: _replace(path, alone))
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the state of the model, and of the optimizers when fitting. Return the other entries.
@@ -199,7 +233,7 @@ class ShardedCheckpoints(Strategy):
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
         """
         alone = replace(self._checkpoint_context, job=_ALONE)
-        path = self._by_leader(lambda: _to_load(checkpoint_path, alone))
+        path = _by_leader(self, lambda: _to_load(checkpoint_path, alone))
         model, module = self.model, self.lightning_module
         assert model is not None and module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
@@ -226,22 +260,9 @@ class ShardedCheckpoints(Strategy):
         if self.is_global_zero:
             _delete(filepath, replace(self._checkpoint_context, job=_ALONE))
 
-    def _by_leader(self, call: Callable[[], _T]) -> _T:
-        """Call a function on rank 0, and return its result on all ranks. If it raises, all ranks raise."""
-        outcome: tuple[_T | None, str] = None, ""
-        failure: Exception | None = None
-        if self.is_global_zero:
-            try:
-                outcome = call(), ""
-            except Exception as error:  # noqa: BLE001  # the others wait for the outcome
-                failure, outcome = error, (None, f"rank 0 failed: {type(error).__name__}: {error}")
-        result, message = self.broadcast(outcome)
-        if failure is not None:
-            raise failure
-        if message:
-            raise CheckpointError(message)
-        found: _T = result
-        return found
+    def _own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries that this rank saves."""
+        return {name: value for name, value in checkpoint.items() if self.is_global_zero or name in _SHARDED}
 
 
 class CkptcoreFSDPStrategy(ShardedCheckpoints, FSDPStrategy):
@@ -272,6 +293,36 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=True, **options)
 
 
+def _state_of(trainer: Any) -> dict[str, Any]:
+    """Return what the Trainer would save now; nothing if a hook of the program fails because it is too early."""
+    savers = trainer.checkpoint_callbacks
+    only_weights = bool(savers) and all(getattr(saver, "save_weights_only", False) for saver in savers)
+    try:
+        state: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(only_weights)  # as `save_checkpoint` does
+    except Exception:  # of any hook, such as one that reads a metric of the training
+        logger.warning("the state is not checked before the training: a hook cannot save it yet", exc_info=True)
+        return {}
+    return state
+
+
+def _by_leader(strategy: Strategy, call: Callable[[], _T]) -> _T:
+    """Call a function on rank 0, and return its result on all ranks. If it raises, all ranks raise."""
+    outcome: tuple[_T | None, str] = None, ""
+    failure: Exception | None = None
+    if strategy.is_global_zero:
+        try:
+            outcome = call(), ""
+        except Exception as error:  # noqa: BLE001  # the others wait for the outcome
+            failure, outcome = error, (None, f"rank 0 failed: {type(error).__name__}: {error}")
+    result, message = strategy.broadcast(outcome)
+    if failure is not None:
+        raise failure
+    if message:
+        raise CheckpointError(message)
+    found: _T = result
+    return found
+
+
 def _alone(context: Context | None) -> Context:
     """Return a Context with which this process saves and loads without the other ranks."""
     context = context or Context()
@@ -297,12 +348,6 @@ def _device(map_location: object) -> torch.device | None:
         f"map_location={map_location!r}: pass a device or its name. Checkpoints do not record devices, so functions "
         "and mappings of devices cannot be applied"
     )
-
-
-def _with_versions(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with the versions of its modules as an entry."""
-    versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
-    return checkpoint if versions is None else {**checkpoint, _VERSIONS: dict(versions)}
 
 
 def _delete(path: _Path, context: Context) -> None:

@@ -77,16 +77,26 @@ def _not_reported(path: str) -> str:
     return next(other for other in itertools.chain([path], others) if other not in reported)
 
 
-def resume(into: Mapping[str, Any], *, context: Context | None = None) -> int | None:
-    """Load the checkpoint that Ray Train gives this worker, in place. Every worker calls this.
+def resume(
+    into: Mapping[str, Any], *, layout: str | Layout = "safetensors", context: Context | None = None
+) -> int | None:
+    """Load the checkpoint that Ray Train gives this worker, in place. Every worker calls this before it trains.
+
+    First checks that the objects can be saved. See `ckptcore.check_checkpointables`.
 
     Args:
         into: objects by name, as for `ckptcore.load_checkpointables`.
+        layout: the layout of `save_and_report`. A load finds the layout of the checkpoint itself.
         context: options, such as those of the storage.
 
     Returns:
         The step; None if the run has no checkpoint yet.
+
+    Raises:
+        UnsupportedLeafError: lists what cannot be saved or restored.
+        RankFailedError: another worker has such objects.
     """
+    ckptcore.check_checkpointables(into, layout=layout, context=context)
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return None

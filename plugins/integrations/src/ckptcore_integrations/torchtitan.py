@@ -207,10 +207,15 @@ class CkptcoreManager(BaseCheckpointManager):
     def _load(self, step: int = -1) -> bool:
         """Load a step, or the newest valid one. Without steps, load the initial checkpoint, if there is one.
 
+        The Trainer calls this before each training, so it first checks that the state can be saved.
+
         Raises:
             CheckpointNotFoundError: the step, or the initial checkpoint, does not exist.
             TreeMismatchError: the checkpoint lacks a part of the state.
+            UnsupportedLeafError: lists what cannot be saved or restored.
         """
+        if self._writer is not None:
+            self._writer.check(self._state(self.states))
         self._reader.reload()
         newest = self._reader.latest
         if step == -1 and newest is None:

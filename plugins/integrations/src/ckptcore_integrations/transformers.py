@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import HubStrategy, sort_checkpoints
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+from transformers.trainer_utils import HubStrategy, SaveStrategy, sort_checkpoints
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
@@ -91,15 +91,21 @@ class CheckpointMixin(_Trainer):
     Raises:
         NotImplementedError: by `train`, with DeepSpeed, FSDP, XLA, SageMaker, PEFT, ``save_on_each_node``, or a
             ``hub_strategy`` that uploads checkpoints.
+        UnsupportedLeafError: by `train`, before the first step; lists what cannot be saved or restored.
     """
 
     save_in_background = False
     _pending: Callable[[], None] | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. See ``transformers.Trainer.train``."""
+        """Check that the state can be saved, and train. See ``transformers.Trainer.train``."""
         _refuse_unsupported(self)
-        return super().train(*args, **kwargs)
+        check = _CheckState(self)
+        self.add_callback(check)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.remove_callback(check)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last save is committed, then delete checkpoints beyond ``save_total_limit``.
@@ -226,6 +232,18 @@ class CheckpointMixin(_Trainer):
                 processes,
                 self.args.world_size,
             )
+
+
+class _CheckState(TrainerCallback):
+    """Checks that the state can be saved, when the Trainer has made the optimizer and the scheduler."""
+
+    def __init__(self, trainer: CheckpointMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check, unless the Trainer saves nothing."""
+        if args.save_strategy != SaveStrategy.NO:
+            ckptcore.check_checkpointables(self._trainer._checkpointables(), layout=_ONE_FILE)
 
 
 def newest_sound(directory: str | os.PathLike[str]) -> str | None:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sklearn.datasets import load_digits
 
 import ckptcore
 from ckptcore import Context
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.events import Event
 from ckptcore.policies import CustomSteps, EveryNSteps
 from tests.docs.pages import code_blocks
@@ -140,6 +142,31 @@ def arguments(directory: Path) -> None:
             found["refused"] += 1
     found["nothing"] = resume(str(directory / "x"), make())
     print(json.dumps(found))
+
+
+def refused(directory: Path) -> None:
+    """Train a model that cannot be saved, and then one that can, in the same directory."""
+
+    class Model(keras.Sequential):  # type: ignore[misc]  # without types here
+        """A model with a lock and a function in its state."""
+
+        def get_state_tree(self, *args: Any) -> Any:
+            """Add both."""
+            return {**super().get_state_tree(*args), "lock": threading.Lock(), "deep": [print]}
+
+    seen: list[int] = []
+    batches = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, _: seen.append(batch))
+    model = make()
+    wrong = Model(model.layers)
+    wrong.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    message = ""
+    try:
+        wrong.fit(Batches(0), verbose=0, callbacks=[CkptcoreCheckpoint(str(directory)), batches])
+    except UnsupportedLeafError as error:
+        message = str(error)
+    steps = len(seen)
+    model.fit(Batches(0), verbose=0, callbacks=[CkptcoreCheckpoint(str(directory))])
+    print(json.dumps({"steps": steps, "paths": [path in message for path in ("'pytree': lock", "'pytree': deep[0]")]}))
 
 
 def keras_loads(directory: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ckptcore_integrations.accelerate import CheckpointMixin
 from sklearn.datasets import load_digits
 
 import ckptcore
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -254,6 +255,39 @@ def test_hooks_write_files_and_take_weights(tmp_path: Path) -> None:
         run.accelerator.load_state()
     save.remove()
     load.remove()
+
+
+class Wrong:
+    """A registered object with a lock."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lock": threading.Lock(), "deep": [print]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class WrongModel(torch.nn.Linear):
+    """A model whose extra state is a lock."""
+
+    def get_extra_state(self) -> Any:
+        return threading.Lock()
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(UnsupportedLeafError) as caught:
+        run.accelerator.register_for_checkpointing(Progress(), Wrong())
+    assert "in 'custom_checkpoint_2': lock" in str(caught.value)
+    assert "in 'custom_checkpoint_2': deep[0]" in str(caught.value)
+    with pytest.raises(UnsupportedLeafError, match="in 'model_1': _extra_state"):
+        run.accelerator.prepare(WrongModel(2, 2))
+    run.project.save_on_each_node = True
+    with pytest.raises(NotImplementedError, match="save_on_each_node"):
+        run.accelerator.prepare(torch.nn.Linear(2, 2))
 
 
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ def test_arguments(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, backend: str) -> None:
+    assert run(backend, "refused(d)", tmp_path) == {"steps": 0, "paths": [True, True]}
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_the_programs_of_the_guide_run(tmp_path: Path, backend: str) -> None:
     page = Path(__file__).parents[4] / "docs/how-to/with-keras.md"
     assert run(backend, f"guide(d, Path({str(page)!r}))", tmp_path) == "done"

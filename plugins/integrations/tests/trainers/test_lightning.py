@@ -19,6 +19,7 @@ from ckptcore_integrations.lightning import CkptcoreFSDPStrategy, CkptcoreIO, Ck
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from sklearn.datasets import load_digits
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,7 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, UnsupportedLeafError
 from ckptcore.events import Event
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
@@ -361,6 +362,74 @@ def test_a_checkpoint_returns_as_it_was_saved(uninterrupted: Any, tmp_path: Path
     actual = io.load_checkpoint(tmp_path / "checkpoint", weights_only=False)
     assert same(actual, expected)
     assert actual["state_dict"]._metadata == module.state_dict()._metadata
+
+
+class Called(Digits):
+    """A classifier whose checkpoints have a function. Lightning saves it as a pickle."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add it."""
+        checkpoint["deep"] = [print]
+
+
+class Locked(Called):
+    """A classifier whose checkpoints have a lock and a function."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add both."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["lock"] = threading.Lock()
+
+
+class Early(Digits):
+    """A classifier that saves a metric, which it does not have before the training."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the metric."""
+        checkpoint["metric"] = float(self.trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, *, wrapped: bool) -> None:
+    module = Locked()
+    io = AsyncCheckpointIO(CkptcoreIO()) if wrapped else CkptcoreIO()
+    with pytest.raises(UnsupportedLeafError) as caught:
+        fit(trainer(tmp_path, plugins=[io]), module)
+    assert module.seen == []
+    assert "\n  lock" in str(caught.value)
+    assert "\n  deep[0]" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_what_will_be_saved_by_ckptcore_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = fit(trainer(tmp_path / "early", plugins=[CkptcoreIO()], max_steps=4), Early())
+    assert "not checked before the training" in caplog.text
+    assert ckptcore.load(tmp_path / "early" / "step=4.ckpt")["metric"] == module.trainer.callback_metrics["loss"]
+    assert len(fit(trainer(tmp_path / "other", max_steps=2), Called()).seen) == 2
+
+
+def fit_locked(directory: Path) -> None:
+    """Train a sharded module that cannot be saved, and report the error and the number of steps."""
+
+    class ShardedAndLocked(Sharded, Locked):
+        pass
+
+    module = ShardedAndLocked()
+    strategy = CkptcoreModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    run = trainer(directory, devices=2, strategy=strategy)
+    with pytest.raises(CheckpointError) as caught:
+        fit(run, module)
+    (directory.parent / f"report-{run.global_rank}").write_text(f"{len(module.seen)} {caught.value}")
+
+
+@pytest.mark.system
+def test_all_ranks_know_what_cannot_be_saved(tmp_path: Path) -> None:
+    run_job(f"fit_locked(Path({str(tmp_path / 'run')!r}))", 2)
+    for rank in range(2):
+        report = (tmp_path / f"report-{rank}").read_text()
+        assert report.startswith("0 ")
+        assert "lock" in report
+        assert "deep[0]" in report
 
 
 def test_storage_urls() -> None:

@@ -83,6 +83,34 @@ print(json.dumps([[checkpoint_location(found), metrics["count"]] for found, metr
 """
 
 
+REFUSED = """
+import json, sys, threading
+from pathlib import Path
+import numpy as np
+import ray
+import ray.train.torch
+from ckptcore.errors import CheckpointError
+from ckptcore_integrations.ray_train import resume
+
+directory = sys.argv[2]
+
+def worker():
+    state = {"model": {"w": np.ones(3)}, "loop": {"lock": threading.Lock(), "deep": [print]}}
+    try:
+        resume(state)
+    except CheckpointError as error:
+        Path(directory, f"message-{ray.train.get_context().get_world_rank()}").write_text(str(error))
+
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+ray.train.torch.TorchTrainer(
+    worker,
+    scaling_config=ray.train.ScalingConfig(num_workers=2),
+    run_config=ray.train.RunConfig(name="run", storage_path=directory),
+).fit()
+print(json.dumps([Path(directory, f"message-{rank}").read_text() for rank in range(2)]))
+"""
+
+
 def run(directory: Path, fate: str) -> dict[str, Any]:
     """Train, and return the last metrics and the location of the last checkpoint."""
     directory.mkdir()
@@ -128,3 +156,9 @@ def test_steps_that_are_reported_again_are_not_deleted(tmp_path: Path) -> None:
     assert [count for _, count in kept] == [5, 6]
     for location, count in kept:
         assert (ckptcore.load(f"{location}/model")["w"] == count).all()
+
+
+def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+    for message in run_program(REFUSED, tmp_path):
+        assert "in 'loop': lock" in message
+        assert "in 'loop': deep[0]" in message

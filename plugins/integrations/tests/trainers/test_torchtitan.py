@@ -21,14 +21,14 @@ import ckptcore
 pytestmark = pytest.mark.system
 
 
-def train(call: str, size: int = 1) -> list[int]:
-    """Call `run` of the program in a job. Return the exit statuses of the ranks."""
+def train(call: str, size: int = 1, *, function: str = "run") -> list[int]:
+    """Call `run`, or another function of the program, in a job. Return the exit statuses of the ranks."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = str(chosen.getsockname()[1])
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     job = {**os.environ, "PYTHONPATH": paths, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    program = f"from pathlib import Path; import titan_program as t; t.run({call})"
+    program = f"from pathlib import Path; import titan_program as t; t.{function}({call})"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program],
@@ -91,6 +91,15 @@ def test_the_last_step_of_two_ranks_is_exported(tmp_path: Path) -> None:
     assert set(exported) == {f"model.{name}" for name in weights if not name.startswith(("state.", "param_groups."))}
     for name, tensor in exported.items():
         assert tensor.tolist() == weights[name.removeprefix("model.")]
+
+
+def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+    arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
+    assert train(arguments, function="run_refused") == [0]
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["steps"] == 0
+    assert "\n  others/lock" in report["message"]
+    assert "\n  others/deep[0]" in report["message"]
 
 
 def test_pickles_with_code_are_found() -> None:

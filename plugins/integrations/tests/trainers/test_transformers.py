@@ -37,7 +37,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -359,6 +359,33 @@ def resume_in_a_job(directory: Path) -> None:
     assert_same(run, resumed, since=4)
     Path(directory.parent / f"done-{run.args.process_index}").write_text(json.dumps([row[1] for row in run.seen]))
     torch.distributed.destroy_process_group()
+
+
+class Wrong(torch.nn.Module):
+    """Its extra state has a lock and a function."""
+
+    def get_extra_state(self) -> Any:
+        """Return both."""
+        return {"lock": threading.Lock(), "function": print}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Do nothing."""
+
+
+def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+    run: Any = trainer(tmp_path / "run")
+    run.model.wrong = Wrong()
+    for _ in range(2):
+        with pytest.raises(UnsupportedLeafError) as caught:
+            run.train()
+        assert "in 'model': ['wrong._extra_state']/lock" in str(caught.value)
+        assert "in 'model': ['wrong._extra_state']/function" in str(caught.value)
+    assert not hasattr(run, "seen")
+    assert os.listdir(tmp_path / "run") == []
+    unsaved: Any = trainer(tmp_path / "unsaved", save_strategy="no", max_steps=1)
+    unsaved.model.wrong = Wrong()
+    unsaved.train()
+    assert len(unsaved.seen) == 1
 
 
 @pytest.mark.system

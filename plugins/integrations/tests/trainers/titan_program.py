@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.trainer import Trainer
 
 from ckptcore import Context
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.events import Event
 
 distributed.set_pg_timeouts = lambda **_: None  # it calls a function that released versions of PyTorch lack
@@ -206,6 +208,20 @@ def build(folder: Path, manager: type = CkptcoreManager, *, steps: int = 12, **o
     ).build()
 
 
+def run_refused(folder: Path, report: Path) -> None:
+    """Train with a state that cannot be saved, and report the error and the number of steps."""
+    trainer = build(folder)
+    trainer.checkpointer.states["others"] = {"lock": threading.Lock(), "deep": [print]}
+    message = ""
+    try:
+        trainer.train()
+    except UnsupportedLeafError as error:
+        message = str(error)
+    report.write_text(json.dumps({"steps": len(getattr(trainer, "seen", [])), "message": message}))
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
 def full(trainer: Any) -> dict[str, Any]:
     """Return the weights and the state of the optimizer, with whole tensors."""
     state = {**trainer.model_parts[0].state_dict(), **trainer.optimizers.state_dict()}
@@ -225,4 +241,4 @@ def run(folder: Path, report: Path, managers: str = "CkptcoreManager", **options
     torch.distributed.destroy_process_group()
 
 
-__all__ = ["CheckpointManager", "Killed", "build", "full", "run"]
+__all__ = ["CheckpointManager", "Killed", "build", "full", "run", "run_refused"]
