@@ -157,8 +157,8 @@ class CompositeLoad:
                 raise
             raise TargetUndefinedError(
                 f"{self.location} was replaced or deleted after {format_names(self._changed)} had been restored from "
-                "it, and loading again failed. The objects may have states of different saves: load again before using "
-                f"them: {error}"
+                "it, and loading again failed. The objects may have states of different saves. Before using them, load "
+                f"a sound checkpoint into them, or create them again: {error}"
             ) from error
 
     def _load(self, composite: CompositeCheckpoint) -> dict[str, object]:
@@ -193,7 +193,8 @@ class CompositeLoad:
                 raise
             raise TargetUndefinedError(
                 f"loading {request.name!r} failed after {', '.join(self._changed)} had been restored. The objects may "
-                f"have states of different saves: load again before using them: {error}"
+                "have states of different saves. Before using them, load a sound checkpoint into them, or create them "
+                f"again: {error}"
             ) from error
         if request.changes >= Changes.FILES:
             self._add_changed(request.name)

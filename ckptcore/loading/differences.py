@@ -28,9 +28,11 @@ __all__ = [
     "adjust",
     "adjusted",
     "container_differences",
+    "key_differences",
     "lost_scales",
     "mismatch",
     "missing_leaves",
+    "structure_differences",
     "unexpected_leaves",
 ]
 
@@ -47,6 +49,17 @@ _ALLOW_MORE: Final = ("truncating", "narrowing", "placeholder")
 
 _CASTS: Final = get_args(Casting)
 """The choices for casts: each also allows the casts of the earlier ones."""
+
+_LOSSES: Final = {
+    "keep": "missing leaves keep their present values",
+    "placeholder": "missing leaves become PLACEHOLDER",
+    "ignore": "unexpected leaves are not loaded",
+    "narrowing": "numbers are rounded",
+    "truncating": "fractions are dropped",
+    "truncate": "elements outside of the requested shape are not loaded",
+    "pad": "elements that are not stored become pad_value",
+}
+"""By choice, the loss that a message states."""
 
 _PROPOSED_SHAPES: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
 """Changes that may turn one shape into another, in the order in which they are proposed."""
@@ -70,7 +83,7 @@ class Difference:
     """One difference.
 
     Attributes:
-        sort: the kind of difference: missing, unexpected, sequence, kind, shape, dtype or value.
+        sort: the kind of difference: missing, unexpected, key, sequence, kind, shape, dtype or value.
         line: a message with the path, the requested and the stored form.
         allowed_by: the option that allows it; None if no option does.
     """
@@ -103,6 +116,10 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
         counted = f" ({len(differences)} differences: {counts})"
     if remedies := [found.allowed_by for found in differences if found.allowed_by is not None]:
         allowing = f". To allow intended differences, pass matching=Matching({_options(remedies)})"
+        if losses := [text for choice, text in _LOSSES.items() if any(choice in _words(found) for found in remedies)]:
+            allowing += f": {', '.join(losses)}"
+        if {"missing", "unexpected"} <= by_sort.keys():
+            allowing += ". Load leaves that only have other names with transforms=[Rename(stored, requested)] instead"
     if (quantized := find_quantized(tree)) is not None:
         dequantizing = (
             f". Weights are quantised ({quantized}): to load them as numbers, pass "
@@ -126,10 +143,18 @@ def _options(remedies: Sequence[Remedy]) -> str:
 
 def _choice(choices: Sequence[str | frozenset[str]]) -> str:
     """Return the value that includes several choices, as Python code."""
-    words = {word for choice in choices for word in ([choice] if isinstance(choice, str) else choice)}
+    words = {word for choice in choices for word in _split(choice)}
     if not isinstance(choices[0], str):
         return "{" + ", ".join([f'"{word}"' for word in sorted(words)]) + "}"
     return f'"{next((word for word in _ALLOW_MORE if word in words), choices[0])}"'
+
+
+def _words(remedy: Remedy) -> Collection[str]:
+    return _split(remedy.choice)
+
+
+def _split(choice: str | frozenset[str]) -> Collection[str]:
+    return (choice,) if isinstance(choice, str) else choice
 
 
 def _shorten(line: str) -> str:
@@ -147,6 +172,44 @@ def _shares(counts: Mapping[str, int]) -> dict[str, int]:
             shares[sort] += added
             left -= added
     return shares
+
+
+def key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
+    """Yield the differences for requested and stored leaves whose keys have the same text.
+
+    Args:
+        pairs: the requested path and the stored one.
+    """
+    for requested, stored in pairs:
+        line = f"key: {requested} is requested, {stored} is stored; their keys have the same text"
+        yield Difference("key", line, Remedy("keys", "text"))
+
+
+def structure_differences(
+    requested: Collection[TreePath], stored: Collection[TreePath]
+) -> Mapping[TreePath, Difference]:
+    """Find leaves of one tree where the other one has a container. No option allows them, because that would lose it.
+
+    Args:
+        requested: the paths of requested leaves that are not stored.
+        stored: the paths of stored leaves that are not requested.
+
+    Returns:
+        The difference by each of these paths. Paths of one container have one difference.
+    """
+    found: dict[TreePath, Difference] = {}
+    lines: dict[TreePath, Difference] = {}
+    for leaves, others, sorts in (
+        (requested, stored, ("a leaf", "a container")),
+        (stored, requested, ("a container", "a leaf")),
+    ):
+        known = set(leaves)
+        for path in others:
+            for length in range(1, len(path)):
+                if (top := path[:length]) in known:
+                    line = f"{format_path(top)}: kind: {sorts[0]} is requested, {sorts[1]} is stored"
+                    found[path] = found[top] = lines.setdefault(top, Difference("kind", line))
+    return found
 
 
 def missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:
@@ -253,7 +316,9 @@ def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matchin
 
 
 def _remedy(requested: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
-    """Return the option that allows the change of a shape; None if no option does."""
+    """Return the option that allows the change of a shape and keeps elements; None if no option does."""
+    if (0 in requested) != (0 in stored):
+        return None
     for shapes in _PROPOSED_SHAPES:
         changes = _shape_changes(requested, stored, replace(matching, shapes=shapes))
         if changes is not None:

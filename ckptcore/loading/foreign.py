@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.target import IsForeign, LocationVersion, has_members
+from ckptcore.commit.target import IsForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
 from ckptcore.distributions import install_hint
 from ckptcore.errors import (
@@ -39,6 +41,9 @@ __all__ = [
     "open_foreign_files",
     "several_checkpointables",
 ]
+
+_FILES_TRIED: Final = 20
+"""Limit of files that are inspected for the message about a directory that is not a checkpoint."""
 
 _STEPS_SHOWN: Final = 10
 
@@ -95,11 +100,14 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
         raise _lost_root(location)
     from ckptcore.step_names import StepNames  # only if no layout finds a tree
 
-    if entry is None and (steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"])):
-        raise CheckpointNotFoundError(_steps_message(location, steps))
+    hint = install_hint(files=[entry] if entry is not None else version.names)
+    if entry is None and not hint:
+        if steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"]):
+            raise CheckpointNotFoundError(_steps_message(location, steps, context))
+        if file := _single_file(store, version.names, registry.layouts()):
+            raise CheckpointNotFoundError(_files_message(location, file))
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
-    hint = install_hint(files=[entry] if entry is not None else version.names)
     raise CheckpointNotFoundError(
         f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): "
         + (f"install support for its format with {hint}" if hint else "check the path")
@@ -208,11 +216,48 @@ def _check_member(location: Location, name: str) -> None:
         raise _lost_root(location)
 
 
-def _steps_message(location: Location, steps: Mapping[int, str]) -> str:
-    """Return the message for a directory of steps. Does not guess which one is meant."""
-    names = list(steps.values())
-    shown = ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
+def _single_file(store: ObjectReader, names: Sequence[str], layouts: Sequence[Layout]) -> str | None:
+    """Return the first file of a directory that is a checkpoint by itself, but not the directory."""
+    files = [name for name in names if not name.endswith("/")]
+    for file in files[:_FILES_TRIED]:
+        for layout in layouts:
+            with contextlib.suppress(CheckpointError):  # of a file that is no checkpoint either
+                if layout.inspect(store, file) is not None:
+                    return file
+    return None
+
+
+def _files_message(location: Location, file: str) -> str:
     within = location.display.rstrip("/")
+    return (
+        f"{location.display} is not one checkpoint: it has separate files, and no layout reads them together. "
+        f"Load each of them by its own location, such as {within}/{file}"
+    )
+
+
+def _steps_message(location: Location, steps: Mapping[int, str], context: Context) -> str:
+    """Return the message for a directory of steps. Does not guess which one is meant.
+
+    If the newest one is not a checkpoint, the message says what that is.
+    """
+    names = list(steps.values())
+    within = location.display.rstrip("/")
+    newest = replace(
+        location,
+        display=f"{within}/{names[-1]}",
+        parent=location.store,
+        name=names[-1],
+        identity=f"{location.identity}/{names[-1]}",
+    )
+    version = read_version(newest)
+    try:
+        if version.root is None:
+            open_foreign(newest, version, context)
+    except (CompositeCheckpointError, CorruptCheckpointError, UncommittedCheckpointError):
+        pass  # of a step: a load of it says more
+    except CheckpointNotFoundError as error:
+        return f"{location.display} is not a checkpoint, and neither is its newest step: {error}"
+    shown = ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
     return (
         f"{location.display} is not a checkpoint. Its names look like a directory of steps ({shown}): load a step by "
         f"its own location, such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"

@@ -129,6 +129,8 @@ def match_leaves(
         from ckptcore.loading import differences as of_trees  # only if the trees differ
 
         before: list[Difference] = []
+        if absent and unexpected and (matching.missing, matching.unexpected) != ("keep", "ignore"):
+            before.extend(compared.take_related(absent, unexpected))
         if matching.missing == "error":
             names = [format_path(tree.paths[number]) for number in unexpected]
             before.extend(of_trees.missing_leaves([format_path(paths[position]) for position in absent], names))
@@ -301,6 +303,30 @@ class _Comparison:
             and not _is_skipped(form(path), skips, dotted)
             and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
         ]
+
+    def take_related(self, absent: list[int], unexpected: list[int]) -> list[Difference]:
+        """Return the differences of missing and unexpected leaves that belong together, and remove both from the lists.
+
+        Their keys have the same text, or one of the trees has a leaf where the other one has a container.
+        """
+        from ckptcore.loading.differences import key_differences, structure_differences  # only if the trees differ
+
+        requested = {position: self.paths[position] for position in absent}
+        stored = {number: self.tree.paths[number] for number in unexpected}
+        if not self.by_name:
+            found: list[int | None] = [None] * len(absent)
+            for forms in _FOREIGN_FORMS:
+                missing = [place for place, number in enumerate(found) if number is None]
+                free = {path: number for number, path in stored.items()}
+                _match_loosely(list(requested.values()), found, missing, free, *forms)
+            pairs = [(position, number) for position, number in zip(absent, found, strict=True) if number is not None]
+        else:
+            pairs = []
+        named = [(format_path(requested.pop(position)), format_path(stored.pop(number))) for position, number in pairs]
+        of_structure = structure_differences(list(map(_plain, requested.values())), list(map(_plain, stored.values())))
+        absent[:] = [position for position, path in requested.items() if _plain(path) not in of_structure]
+        unexpected[:] = [number for number, path in stored.items() if _plain(path) not in of_structure]
+        return [*key_differences(named), *dict.fromkeys(of_structure.values())]
 
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""

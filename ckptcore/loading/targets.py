@@ -107,7 +107,7 @@ def load_into_target(
             raise
         raise TargetUndefinedError(
             f"{source}: the load failed after it began to change the target, which now has a mix of old and loaded "
-            f"data. Load again before using it: {error}"
+            f"data. Before using it, load a sound checkpoint into it, or create it again: {error}"
         ) from error
     return target
 
@@ -136,7 +136,8 @@ def load_files_into(
             raise
         raise TargetUndefinedError(
             f"{source} was replaced or deleted while {name!r} was restored from it, and loading again failed: {error}. "
-            f"{name!r} may have a mix of two states: load again before using it"
+            f"{name!r} may have a mix of two states. Before using it, load a sound checkpoint into it, or create it "
+            "again"
         ) from error
 
 
@@ -324,7 +325,7 @@ class _RestoredFiles(LoadTarget[object]):
         except Exception as error:
             raise TargetUndefinedError(
                 f"{self._name!r} failed to restore itself from {source}: {type(error).__name__}: {error}. It may "
-                "have a mix of two states: create a new object and load again"
+                "have a mix of two states: create a new object, and load this or another checkpoint into it"
             ) from error
 
 

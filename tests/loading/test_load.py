@@ -105,7 +105,7 @@ def test_near_names_are_suggested(location: Path) -> None:
 
 def test_keys_of_another_sort_do_not_match(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"0": np.ones(1)})
-    with pytest.raises(TreeMismatchError, match=r"missing: \[0\]"):
+    with pytest.raises(TreeMismatchError, match=r"key: \[0\] is requested, \['0'\] is stored"):
         ckptcore.load(tmp_path / "c", {0: np.ones(1)})
 
 

@@ -1,0 +1,278 @@
+"""Remedies in error texts for PyTorch: each is followed as the text says, and what was saved must come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ckptcore_torch.named_optimizers import NamedOptimizer
+from torch import nn
+
+import ckptcore
+from ckptcore import PLACEHOLDER, AbstractArray
+from ckptcore.errors import CheckpointError
+
+VALUES = torch.arange(6.0).reshape(2, 3)
+
+
+def refused(call: Callable[[], object], *texts: str) -> str:
+    """Return the message of an error, which has some texts."""
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value), str(caught.value)
+    return str(caught.value)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Compare nested values, tensors bit for bit."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[name], right[name]) for name in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make a step with gradients that differ between parameters."""
+    for number, parameter in enumerate(model.parameters(), 1):
+        parameter.grad = torch.full_like(parameter, float(number))
+    optimizer.step()
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def test_meta_and_fake_tensors(tmp_path: Path) -> None:
+    meta = torch.empty(2, 3, device="meta")
+    refused(lambda: ckptcore.save(tmp_path / "c", {"w": meta}), "only be used in an abstract tree; save the real")
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2, 3)
+    refused(lambda: ckptcore.save(tmp_path / "c", {"w": fake}), "save the real tensor")
+    ckptcore.save(tmp_path / "c", {"w": VALUES})
+    for abstract in (meta, fake):
+        assert equal(ckptcore.load(tmp_path / "c", {"w": abstract}), {"w": VALUES})
+
+
+def test_lazy_modules(tmp_path: Path) -> None:
+    lazy = nn.LazyLinear(2)
+    refused(lambda: ckptcore.save(tmp_path / "c", {"model": lazy}), "call the module once, then save it or load into")
+    lazy(torch.ones(1, 3))
+    ckptcore.save(tmp_path / "c", {"model": lazy})
+    other = nn.LazyLinear(2)
+    other(torch.ones(1, 3))
+    ckptcore.load_into(tmp_path / "c", {"model": other})
+    assert equal(dict(other.state_dict()), dict(lazy.state_dict()))
+
+
+def test_freed_storages(tmp_path: Path) -> None:
+    freed = VALUES.clone()
+    freed.untyped_storage().resize_(0)
+    refused(lambda: ckptcore.save(tmp_path / "c", {"w": freed}), "gather the parameters before saving them")
+    ckptcore.save(tmp_path / "c", {"w": VALUES})
+    refused(lambda: ckptcore.load_into(tmp_path / "c", {"w": freed}), "gather the parameters before loading into them")
+    freed.untyped_storage().resize_(24)  # as a gather does
+    ckptcore.load_into(tmp_path / "c", {"w": freed})
+    assert equal(freed, VALUES)
+
+
+def test_shapes_and_kinds(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": VALUES, "text": "a"})
+    wrong = {"w": torch.zeros(3), "text": torch.zeros(2)}
+    text = refused(lambda: ckptcore.load(tmp_path / "c", wrong), "w: shape:", "metadata(location).abstract")
+    assert "matching" not in text
+    loaded = ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3), "text": ""})
+    assert equal(loaded, {"w": VALUES, "text": "a"})
+    stored: Any = ckptcore.metadata(tmp_path / "c").abstract
+    assert equal(ckptcore.load(tmp_path / "c", {**stored, "w": torch.zeros(2, 3)}), {"w": VALUES, "text": "a"})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors(tmp_path: Path) -> None:
+    quantized = torch.quantize_per_tensor(VALUES, 0.5, 1, torch.qint8)
+    text = refused(lambda: ckptcore.save(tmp_path / "c", {"w": quantized}))
+    assert "int_repr()" in text
+    assert "dequantize()" in text
+    parts = {"i": quantized.int_repr(), "scale": quantized.q_scale(), "zero": quantized.q_zero_point()}
+    ckptcore.save(tmp_path / "parts", parts)
+    loaded = ckptcore.load(tmp_path / "parts", framework="torch")
+    again = torch._make_per_tensor_quantized_tensor(loaded["i"], loaded["scale"], loaded["zero"])
+    assert torch.equal(again, quantized)
+    ckptcore.save(tmp_path / "plain", {"w": quantized.dequantize()})
+    assert equal(ckptcore.load(tmp_path / "plain", framework="torch")["w"], quantized.dequantize())
+
+
+def test_dtypes_that_the_other_framework_lacks(tmp_path: Path) -> None:
+    complex_values = torch.complex(VALUES, VALUES)
+    ckptcore.save(tmp_path / "c", {"w": complex_values})
+    refused(lambda: ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3)}), "no cast from complex64 to float32")
+    assert equal(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3, dtype=torch.complex64)})["w"].real, VALUES)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Expanded(nn.Module):
+    """Has a buffer whose elements share memory."""
+
+    def __init__(self, *, copied: bool) -> None:
+        super().__init__()
+        mask = torch.ones(1, 3).expand(2, 3)
+        self.register_buffer("mask", mask.contiguous() if copied else mask)
+
+
+def test_expanded_buffers(tmp_path: Path) -> None:
+    saved = Expanded(copied=False)
+    ckptcore.save(tmp_path / "c", {"model": saved})
+    refused(lambda: ckptcore.load_into(tmp_path / "c", {"model": saved}), "register_buffer(name, tensor.contiguous())")
+    copied = Expanded(copied=True)
+    copied.mask.zero_()  # type: ignore[operator]  # a buffer
+    ckptcore.load_into(tmp_path / "c", {"model": copied})
+    assert equal(copied.mask, torch.ones(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_state_dicts_of_modules_in_other_wrappers(tmp_path: Path) -> None:
+    saved, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    wrapped: Any = torch.compile(saved)
+    ckptcore.save(tmp_path / "c", dict(wrapped.state_dict()))
+    text = refused(
+        lambda: ckptcore.load_into(tmp_path / "c", plain), "Use the same wrappers, or load the tensors under"
+    )
+    assert "'_orig_mod.weight'" in text or "'_orig_mod.bias'" in text
+    into = {f"_orig_mod.{name}": tensor for name, tensor in plain.state_dict().items()}
+    ckptcore.load_into(tmp_path / "c", into)
+    assert equal(dict(plain.state_dict()), dict(saved.state_dict()))
+    same_wrappers: Any = torch.compile(nn.Linear(3, 2))
+    ckptcore.load_into(tmp_path / "c", same_wrappers)
+    assert equal(dict(same_wrappers.state_dict()), dict(wrapped.state_dict()))
+
+
+def test_modules_of_another_architecture(tmp_path: Path) -> None:
+    saved = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    ckptcore.save(tmp_path / "c", {"model": saved})
+    other = nn.Sequential(nn.Linear(3, 2))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    refused(lambda: ckptcore.load_into(tmp_path / "c", {"model": other}), "1.weight")
+    assert equal(dict(other.state_dict()), before)
+    same = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    ckptcore.load_into(tmp_path / "c", {"model": same})
+    assert equal(dict(same.state_dict()), dict(saved.state_dict()))
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model after one step, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    stepped(model, optimizer)
+    return model, optimizer
+
+
+def test_an_optimizer_on_meta(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckptcore.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    with torch.device("meta"):
+        new = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    both = {"model": new, "optimizer": torch.optim.AdamW(new.parameters())}
+    refused(lambda: ckptcore.load_into(tmp_path / "c", both), "load the model first, create the optimizer with its new")
+    ckptcore.load_into(tmp_path / "c", {"model": new, "optimizer": PLACEHOLDER})
+    created = torch.optim.AdamW(new.parameters())
+    ckptcore.load_into(tmp_path / "c", {"model": PLACEHOLDER, "optimizer": created})
+    assert equal(created.state_dict(), optimizer.state_dict())
+    for one, other in ((model, optimizer), (new, created)):
+        stepped(one, other)
+    assert equal(dict(new.state_dict()), dict(model.state_dict()))
+
+
+def test_an_optimizer_with_other_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    stepped(model, optimizer)
+    ckptcore.save(tmp_path / "c", {"optimizer": optimizer})
+    other = torch.optim.AdamW([(f"renamed.{name}", value) for name, value in model.named_parameters()])
+    refused(lambda: ckptcore.load_into(tmp_path / "c", {"optimizer": other}), "create it with model.parameters()")
+    again = torch.optim.AdamW(model.parameters())
+    ckptcore.load_into(tmp_path / "c", {"optimizer": again})
+    assert equal(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_states_by_name_and_by_number(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckptcore.save(tmp_path / "named", {"optimizer": NamedOptimizer(model, optimizer)})
+    again = torch.optim.AdamW(model.parameters())
+    refused(
+        lambda: ckptcore.load_into(tmp_path / "named", {"optimizer": again}), "named_optimizers.NamedOptimizer(model,"
+    )
+    ckptcore.load_into(tmp_path / "named", {"optimizer": NamedOptimizer(model, again)})
+    assert equal(again.state_dict(), optimizer.state_dict())
+
+
+def test_optimizers_that_have_no_names(tmp_path: Path) -> None:
+    model, _ = trained()
+    other = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    for parameter in (*model.parameters(), *other.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"optimizer": NamedOptimizer(model, optimizer)}),
+        "pass the right model, or save the optimizer itself",
+    )
+    whole = nn.ModuleList([model, other])
+    for name, saved in (("right", NamedOptimizer(whole, optimizer)), ("itself", optimizer)):
+        ckptcore.save(tmp_path / name, {"optimizer": saved})
+        again = torch.optim.AdamW(optimizer.param_groups[0]["params"])
+        into = NamedOptimizer(whole, again) if name == "right" else again
+        ckptcore.load_into(tmp_path / name, {"optimizer": into})
+        assert equal(again.state_dict(), optimizer.state_dict())
+
+
+def test_optimizers_that_share_a_parameter(tmp_path: Path) -> None:
+    model, first = trained()
+    second = torch.optim.SGD(model.parameters(), momentum=0.9)
+    stepped(model, second)
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"o": NamedOptimizer(model, first, second)}),
+        "save each optimizer in a separate NamedOptimizer",
+    )
+    ckptcore.save(tmp_path / "c", {"a": NamedOptimizer(model, first), "b": NamedOptimizer(model, second)})
+    again = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)
+    ckptcore.load_into(tmp_path / "c", {"a": NamedOptimizer(model, again[0]), "b": NamedOptimizer(model, again[1])})
+    assert equal(again[0].state_dict(), first.state_dict())
+    assert equal(again[1].state_dict(), second.state_dict())
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
+    """Its files load one by one. The parent does not send the user into a directory that does not load."""
+    step = tmp_path / "run" / "global_step10"
+    step.mkdir(parents=True)
+    (tmp_path / "run" / "latest").write_text("global_step10")
+    files = {
+        "mp_rank_00_model_states.pt": {"module": {"w": VALUES}},
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt": {"optimizer_state_dict": {"exp_avg": VALUES}},
+    }
+    for name, content in files.items():
+        torch.save(content, step / name)
+    for location in (tmp_path / "run", step):
+        text = refused(lambda location=location: ckptcore.load(location), "Load each of them by its own location")  # type: ignore[misc]  # of a default
+        named = Path(text.rpartition("such as ")[2])
+        assert equal(ckptcore.load(named, framework="torch"), files[named.name])
+
+
+def test_array_and_tensor(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": VALUES})
+    abstract = {"w": AbstractArray((2, 3), "float32")}
+    assert equal(torch.from_numpy(ckptcore.load(tmp_path / "c", abstract)["w"]), VALUES)
