@@ -238,7 +238,7 @@ def _files_message(location: Location, file: str) -> str:
 def _steps_message(location: Location, steps: Mapping[int, str], context: Context) -> str:
     """Return the message for a directory of steps. Does not guess which one is meant.
 
-    If the newest one is not a checkpoint, the message says what that is.
+    If the newest one has files and is not a checkpoint, the message says what it is.
     """
     names = list(steps.values())
     within = location.display.rstrip("/")
@@ -251,7 +251,7 @@ def _steps_message(location: Location, steps: Mapping[int, str], context: Contex
     )
     version = read_version(newest)
     try:
-        if version.root is None:
+        if version.root is None and version.names:
             open_foreign(newest, version, context)
     except (CompositeCheckpointError, CorruptCheckpointError, UncommittedCheckpointError):
         pass  # of a step: a load of it says more

@@ -113,11 +113,14 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
             return f"{dtype.kind}{length}"
     if (name := _ml_names().get(native)) is not None:
         return name
-    reason = "structured" if dtype.names is not None else "object" if dtype.hasobject else "not portable or not known"
-    raise UnsupportedLeafError(
-        f"dtype {dtype} cannot be stored ({reason}); "
-        "save its fields, or a view or a cast to a plain dtype, as separate arrays"
-    )
+    if dtype.names is not None:
+        reason, remedy = "structured", f"save a dict of its fields, such as value[{dtype.names[0]!r}]"
+    elif dtype.hasobject:
+        reason, remedy = "object", "save value.tolist() if its elements can be saved"
+    else:
+        reason = "not portable or not known"
+        remedy = "save value.view('uint8'), which keeps all bits, or a cast to a plain dtype"
+    raise UnsupportedLeafError(f"dtype {dtype} cannot be stored ({reason}); {remedy}")
 
 
 class Box(NamedTuple):

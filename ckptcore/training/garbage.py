@@ -378,7 +378,7 @@ class StepDeleter:
             if ended is None:
                 raise OnlyStepError(
                     f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; "
-                    "save another one first, or remove the directory with ckptcore.delete or your own tools"
+                    "save another one first, or remove the directory with your own tools"
                 )
         except BaseException:
             intent.close()

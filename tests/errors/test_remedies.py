@@ -11,7 +11,7 @@ import pytest
 from ckptcore_transforms import Rename
 
 import ckptcore
-from ckptcore import PLACEHOLDER, CheckpointReader, Matching, PerProcess
+from ckptcore import PLACEHOLDER, Checkpointer, CheckpointReader, Matching, PerProcess
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -296,6 +296,115 @@ def test_masked_arrays(tmp_path: Path) -> None:
     assert again.data.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("kind", [np.asarray, lambda value: value.view(np.recarray)])
+def test_structured_arrays(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    value = kind(np.array([(1, 2.5), (3, 4.5)], [("a", "i4"), ("b", "f8")]))
+    text = refused(lambda: ckptcore.save(tmp_path / "c", {"w": value}))
+    if "np.asarray(value)" in text:
+        text = refused(lambda: ckptcore.save(tmp_path / "c", {"w": np.asarray(value)}))
+    assert "save a dict of its fields, such as value['a']" in text
+    ckptcore.save(tmp_path / "c", {name: np.asarray(value[name]) for name in value.dtype.names})
+    assert same(ckptcore.load(tmp_path / "c"), {"a": np.array([1, 3], "i4"), "b": np.array([2.5, 4.5])})
+
+
+def test_arrays_of_objects(tmp_path: Path) -> None:
+    value = np.array([None, "a", [1]], object)
+    refused(lambda: ckptcore.save(tmp_path / "c", {"w": value}), "save value.tolist()")
+    ckptcore.save(tmp_path / "c", {"w": value.tolist()})
+    assert same(ckptcore.load(tmp_path / "c"), {"w": [None, "a", [1]]})
+
+
+def test_dtypes_that_differ_between_platforms(tmp_path: Path) -> None:
+    value = np.array([1, 2], np.longdouble) / 3
+    refused(lambda: ckptcore.save(tmp_path / "c", {"w": value}), "save value.view('uint8'), which keeps all bits")
+    ckptcore.save(tmp_path / "c", {"w": value.view("uint8")})
+    assert (ckptcore.load(tmp_path / "c")["w"].view(np.longdouble) == value).all()
+
+
+# --- runs and destinations --------------------------------------------------------------------------------------------
+
+
+def test_the_only_step(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save_blocking(1, {"w": ONE})
+        refused(lambda: checkpointer.delete(1) or checkpointer.wait(), "save another one first")  # type: ignore[func-returns-value]  # None
+        checkpointer.save_blocking(2, {"w": TWO})
+        checkpointer.delete(1)
+        checkpointer.wait()
+        assert list(checkpointer.steps) == [2]
+        assert same(checkpointer.load(), {"w": TWO})
+
+
+def test_a_closed_checkpointer(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.close()
+    refused(lambda: checkpointer.save(1, {"w": ONE}), "is closed; create a new one")
+    with Checkpointer(tmp_path / "run") as another:
+        another.save_blocking(1, {"w": ONE})
+        refused(lambda: another.save_blocking(1, {"w": TWO}), "pass overwrite=True to replace it")
+        another.save_blocking(1, {"w": TWO}, overwrite=True)
+        assert same(another.load(), {"w": TWO})
+
+
+def test_a_directory_in_use(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as owner:
+        owner.save_blocking(1, {"w": ONE})
+        refused(lambda: Checkpointer(tmp_path / "run"), "Close that Checkpointer", "a CheckpointReader can read here")
+        with CheckpointReader(tmp_path / "run") as reader:
+            assert same(reader.load(), {"w": ONE})
+    with Checkpointer(tmp_path / "run") as another:
+        assert same(another.load(), {"w": ONE})
+
+
+def test_a_checkpoint_as_a_run(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "run" / "1", {"w": ONE})
+    refused(lambda: Checkpointer(tmp_path / "run" / "1"), "pass the directory that contains it")
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        assert same(checkpointer.load(), {"w": ONE})
+
+
+def test_destinations_that_exist(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    refused(lambda: ckptcore.save(tmp_path / "c", {"w": TWO}), "save to another location, or pass overwrite=True")
+    ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True)
+    assert same(ckptcore.load(tmp_path / "c"), {"w": TWO})
+    refused(lambda: ckptcore.save(tmp_path / "c" / "inner", {"w": ONE}), "save outside it")
+    (tmp_path / "file").write_text("mine")
+    refused(
+        lambda: ckptcore.save(tmp_path / "file", {}, overwrite=True), "save to another location, or remove the file"
+    )
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "mine").write_text("mine")
+    refused(lambda: ckptcore.save(tmp_path / "directory", {}, overwrite=True), "save to another location, or remove")
+    for name in ("file", "directory/mine"):
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+    for name in ("file", "directory", "other"):
+        ckptcore.save(tmp_path / name, {"w": ONE})
+        assert same(ckptcore.load(tmp_path / name), {"w": ONE})
+
+
+def test_urls_that_lost_a_slash() -> None:
+    text = refused(
+        lambda: ckptcore.save(Path("memory://remedies/c"), {"w": ONE}), "give 'memory://remedies/c' as a str"
+    )
+    ckptcore.save("memory://remedies/c", {"w": ONE})
+    assert same(ckptcore.load("memory://remedies/c"), {"w": ONE})
+    assert "memory:/remedies" in text
+    refused(lambda: ckptcore.save("memory://remedies", {}), "give a directory below it")
+
+
+def test_bases_of_updates(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "base", {"w": ONE, "v": TWO})
+    ckptcore.save(tmp_path / "update", {"w": ONE * 2}, strategy=ckptcore.Update(base=tmp_path / "base"))
+    expected = ckptcore.load(tmp_path / "update")
+    refused(lambda: ckptcore.delete(tmp_path / "base"), "delete it first. A copy by ckptcore.copy needs no base")
+    ckptcore.copy(tmp_path / "update", tmp_path / "copy")
+    ckptcore.delete(tmp_path / "update")
+    ckptcore.delete(tmp_path / "base")
+    assert same(ckptcore.load(tmp_path / "copy"), expected)
+
+
 def test_keys_of_another_type(tmp_path: Path) -> None:
     refused(lambda: ckptcore.save(tmp_path / "c", {("a", 1): ONE}), "keys are int or str: convert it")
     ckptcore.save(tmp_path / "c", {str(("a", 1)): ONE})
@@ -322,3 +431,41 @@ def test_a_state_of_each_process_within_another(tmp_path: Path) -> None:
     refused(lambda: ckptcore.save_checkpointables(tmp_path / "c", nested), "remove this inner PerProcess")
     ckptcore.save_checkpointables(tmp_path / "c", {"data": PerProcess({"position": 3})})
     assert ckptcore.load_checkpointables(tmp_path / "c") == {"data": {"position": 3}}
+
+
+# --- open checkpoints -------------------------------------------------------------------------------------------------
+
+
+def test_open_checkpoints(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    with ckptcore.open(tmp_path / "c") as opened:
+        array: Any = opened["w"]
+        refused(lambda: np.array(array, copy=False), "do not pass copy=False, or use memory_map()", error=ValueError)
+        assert np.array(array).tolist() == array.memory_map().tolist() == ONE.tolist()
+        text = refused(lambda: array[[0, 2]], "and index the result", error=IndexError)
+        assert "array[2:9]" in text
+        assert array[0:3][[0, 2]].tolist() == [0, 2]
+    refused(lambda: array[:], "open it again, or read before the end of its with block", error=ValueError)
+    with ckptcore.open(tmp_path / "c") as opened:
+        assert opened["w"][:].tolist() == ONE.tolist()
+    ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True)
+    with ckptcore.open(tmp_path / "c") as opened:
+        ckptcore.save(tmp_path / "c", {"w": ONE}, overwrite=True)
+        refused(lambda: opened["w"][:], "was replaced or deleted after it was opened: open it again")
+    with ckptcore.open(tmp_path / "c") as opened:
+        assert opened["w"][:].tolist() == ONE.tolist()
+
+
+def test_options_with_wrong_values(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    matching: Any = Matching
+    text = refused(lambda: matching(cast="yes"), "expected one of", error=ValueError)
+    for choice in eval(f"({text.rpartition('expected one of ')[2]})"):
+        assert same(ckptcore.load(tmp_path / "c", {"w": TWO}, matching=matching(cast=choice)), {"w": ONE})
+    text = refused(lambda: matching(shapes="pad"), "expected a set of", error=ValueError)
+    choices = set(eval(f"({text.rpartition('expected a set of ')[2]})"))
+    assert same(ckptcore.load(tmp_path / "c", {"w": TWO}, matching=matching(shapes=choices)), {"w": ONE})
+    load: Any = ckptcore.load
+    refused(lambda: load(tmp_path / "c", matching="safe"), 'such as Matching(cast="safe")', error=TypeError)
+    refused(lambda: load(tmp_path / "c", transforms=Rename("w", "v")), "transforms=[Rename(...)", error=TypeError)
+    assert same(load(tmp_path / "c", transforms=[Rename("w", "v")]), {"v": ONE})

@@ -12,7 +12,7 @@ from ckptcore_torch.named_optimizers import NamedOptimizer
 from torch import nn
 
 import ckptcore
-from ckptcore import PLACEHOLDER, AbstractArray
+from ckptcore import PLACEHOLDER
 from ckptcore.errors import CheckpointError
 
 VALUES = torch.arange(6.0).reshape(2, 3)
@@ -231,7 +231,7 @@ def test_optimizers_that_have_no_names(tmp_path: Path) -> None:
     whole = nn.ModuleList([model, other])
     for name, saved in (("right", NamedOptimizer(whole, optimizer)), ("itself", optimizer)):
         ckptcore.save(tmp_path / name, {"optimizer": saved})
-        again = torch.optim.AdamW(optimizer.param_groups[0]["params"])
+        again = torch.optim.AdamW(whole.parameters())
         into = NamedOptimizer(whole, again) if name == "right" else again
         ckptcore.load_into(tmp_path / name, {"optimizer": into})
         assert equal(again.state_dict(), optimizer.state_dict())
@@ -252,6 +252,70 @@ def test_optimizers_that_share_a_parameter(tmp_path: Path) -> None:
     assert equal(again[1].state_dict(), second.state_dict())
 
 
+def test_groups_with_other_options(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+
+    def in_groups() -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}])
+
+    optimizer = in_groups()
+    stepped(model, optimizer)
+    ckptcore.save(tmp_path / "c", {"optimizer": NamedOptimizer(model, optimizer)})
+    one = torch.optim.AdamW(model.parameters())
+    refused(
+        lambda: ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(model, one)}),
+        "use the same groups as when the optimizer was saved",
+    )
+    assert not one.state
+    again = in_groups()
+    ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(model, again)})
+    assert equal(again.state_dict(), optimizer.state_dict())
+
+
+def test_optimizers_of_another_model(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckptcore.save(tmp_path / "c", {"optimizer": NamedOptimizer(model, optimizer)})
+    other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1))
+    created = torch.optim.AdamW(other.parameters())
+    text = refused(lambda: ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(other, created)}))
+    assert not created.state
+    assert "optimizer" in text
+    same_model, _ = trained()
+    again = torch.optim.AdamW(same_model.parameters())
+    ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(same_model, again)})
+    assert equal(again.state_dict(), optimizer.state_dict())
+
+
+class LocksInside(nn.Module):
+    """Its extra state cannot be saved unless it is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.extra: object = print
+
+    def get_extra_state(self) -> object:
+        """Return the extra state."""
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        """Replace it."""
+        self.extra = state
+
+
+def test_code_in_a_state(tmp_path: Path) -> None:
+    model = LocksInside()
+    refused(lambda: ckptcore.save(tmp_path / "c", {"model": model}), "_extra_state", "code is not saved, remove it")
+    model.extra = {"scale": 2.0}
+    ckptcore.save(tmp_path / "c", {"model": model})
+    other = LocksInside()
+    other.extra = {"scale": 0.0}
+    ckptcore.load_into(tmp_path / "c", {"model": other})
+    assert other.extra == {"scale": 2.0}
+    assert equal(dict(other.inner.state_dict()), dict(model.inner.state_dict()))
+
+
 # --- directories ------------------------------------------------------------------------------------------------------
 
 
@@ -270,9 +334,3 @@ def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
         text = refused(lambda location=location: ckptcore.load(location), "Load each of them by its own location")  # type: ignore[misc]  # of a default
         named = Path(text.rpartition("such as ")[2])
         assert equal(ckptcore.load(named, framework="torch"), files[named.name])
-
-
-def test_array_and_tensor(tmp_path: Path) -> None:
-    ckptcore.save(tmp_path / "c", {"w": VALUES})
-    abstract = {"w": AbstractArray((2, 3), "float32")}
-    assert equal(torch.from_numpy(ckptcore.load(tmp_path / "c", abstract)["w"]), VALUES)

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import sys
 
+__all__ = ["lightning_callbacks"]
+
 
 def lightning_callbacks() -> list[object]:
     """Return the callbacks for a Trainer of Lightning, which calls this: none in programs without our adapter."""

@@ -39,7 +39,7 @@ from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
 from ckptcore_integrations.added_files import is_checkpoint
 
-__all__ = ["CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
+__all__ = ["CheckState", "CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
 
 logger = logger_named("ckptcore.integrations.lightning")
 
@@ -294,14 +294,21 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
-    """Return what the Trainer would save now; nothing if a hook of the program fails because it is too early."""
+    """Return what the Trainer would save now, with optimizers instead of their states.
+
+    Sharded strategies would make a step to have states. Returns nothing if a hook of the program fails because it is
+    too early.
+    """
     savers = trainer.checkpoint_callbacks
     only_weights = bool(savers) and all(getattr(saver, "save_weights_only", False) for saver in savers)
+    trainer.strategy.optimizer_state = lambda optimizer: optimizer
     try:
         state: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(only_weights)  # as `save_checkpoint` does
     except Exception:  # of any hook, such as one that reads a metric of the training
         logger.warning("the state is not checked before the training: a hook cannot save it yet", exc_info=True)
         return {}
+    finally:
+        del trainer.strategy.optimizer_state
     return state
 
 

@@ -189,6 +189,11 @@ class CkptcoreManager(BaseCheckpointManager):
         self._check_position(state)
         return {**state, **objects[MODEL].state_dict()}
 
+    def _check(self, writer: Checkpointer) -> None:
+        """Check that the state can be saved, with the optimizers themselves: their container would make a step."""
+        state = self._state({name: value for name, value in self.states.items() if name != OPTIMIZER})
+        writer.check({**state, OPTIMIZER: list(self.states[OPTIMIZER])})
+
     def _check_position(self, state: Mapping[str, Any]) -> None:
         """Refuse a pickle that TorchTitan's data loader would run code of."""
         if not isinstance(self.states[DATALOADER], ParallelAwareDataloader):
@@ -215,7 +220,7 @@ class CkptcoreManager(BaseCheckpointManager):
             UnsupportedLeafError: lists what cannot be saved or restored.
         """
         if self._writer is not None:
-            self._writer.check(self._state(self.states))
+            self._check(self._writer)
         self._reader.reload()
         newest = self._reader.latest
         if step == -1 and newest is None:

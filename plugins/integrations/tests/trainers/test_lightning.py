@@ -544,6 +544,8 @@ def train_sharded(kind: str, directory: Path) -> None:
     """Train in a job of two ranks, resume from the middle, and compare the losses."""
     run, module = sharded(kind, directory, 2)
     fit(run, module)
+    (steps,) = {int(state["step"]) for state in run.optimizers[0].state.values()}
+    assert steps == 12  # the check before the training made none
     again, resumed = sharded(kind, directory / "again", 2)
     again.callbacks.append(SaveAtStart())
     if again.local_rank == 0:  # a file of Lightning, which the save replaces
