@@ -44,12 +44,12 @@ CASES: dict[str, tuple[object, object, object]] = {
 }
 
 
-def equal(one: object, other: object) -> bool:
+def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         same = isinstance(other, dict) and one.keys() == other.keys()
         return same and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))  # type: ignore[arg-type]
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other) and (isinstance(other, np.generic) or type(one) is type(other))
 
 

@@ -92,21 +92,6 @@ def test_shapes_and_kinds(tmp_path: Path) -> None:
     assert equal(ckptcore.load(tmp_path / "c", {**stored, "w": torch.zeros(2, 3)}), {"w": VALUES, "text": "a"})
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantized_tensors(tmp_path: Path) -> None:
-    quantized = torch.quantize_per_tensor(VALUES, 0.5, 1, torch.qint8)
-    text = refused(lambda: ckptcore.save(tmp_path / "c", {"w": quantized}))
-    assert "int_repr()" in text
-    assert "dequantize()" in text
-    parts = {"i": quantized.int_repr(), "scale": quantized.q_scale(), "zero": quantized.q_zero_point()}
-    ckptcore.save(tmp_path / "parts", parts)
-    loaded = ckptcore.load(tmp_path / "parts", framework="torch")
-    again = torch._make_per_tensor_quantized_tensor(loaded["i"], loaded["scale"], loaded["zero"])
-    assert torch.equal(again, quantized)
-    ckptcore.save(tmp_path / "plain", {"w": quantized.dequantize()})
-    assert equal(ckptcore.load(tmp_path / "plain", framework="torch")["w"], quantized.dequantize())
-
-
 def test_dtypes_that_the_other_framework_lacks(tmp_path: Path) -> None:
     complex_values = torch.complex(VALUES, VALUES)
     ckptcore.save(tmp_path / "c", {"w": complex_values})

@@ -205,8 +205,9 @@ _COMPOSED: Final = (
 
 def _itemsize(record: LeafRecord) -> int:
     """Return the bytes of an element; 0 for dtypes of which a byte may have several."""
-    is_plain = isinstance(record, ArrayRecord) and record.kind == PLAIN_ARRAY
-    return record.spec.numpy_dtype.itemsize if is_plain else 0
+    if not isinstance(record, ArrayRecord) or record.kind != PLAIN_ARRAY:
+        return 0
+    return record.spec.numpy_dtype.itemsize
 
 
 class InspectedChunks:
@@ -241,7 +242,8 @@ class InspectedChunks:
         itemsizes = np.array([_itemsize(record) for record in records], np.int64)
         is_short = self._columns.length < sizes * itemsizes[self._owner]
         is_short[list(self._columns.transforms)] = False
-        return np.unique(self._owner[is_short]).tolist()
+        numbers: list[int] = np.unique(self._owner[is_short]).tolist()
+        return numbers
 
     def cuts(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
         """Return the grid cuts of a tensor with this shape, or None if it has at most one chunk. See `cuts_of`."""

@@ -137,7 +137,7 @@ def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None
 
 
 def _new(kind: type, attributes: Mapping[str, Any]) -> Any:
-    value = object.__new__(kind)
+    value: Any = object.__new__(kind)
     vars(value).update(attributes)
     return value
 

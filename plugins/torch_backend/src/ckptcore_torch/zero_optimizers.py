@@ -50,7 +50,7 @@ class ZeroOptimizerHandler(CheckpointableHandler):
         own = {numbers: parameter for parameter, numbers in _numbers(value).items()}
         states = request["state"] if isinstance(request, Mapping) else {}
         for number in states:
-            if number not in own or value._param_to_rank[own[number]] != value.rank:
+            if number not in own or _rank_of(value, own[number]) != value.rank:
                 states[number] = PLACEHOLDER
         return request
 
@@ -64,8 +64,9 @@ class ZeroOptimizerHandler(CheckpointableHandler):
         _NUMBERED.restore(whole, {**state, "state": _without_placeholders(state["state"])})
         target.optim.state.clear()
         target.optim.state.update(whole.state)
-        target._sync_param_groups(whole.param_groups, target.param_groups)
-        target._sync_param_groups(target.param_groups, target.optim.param_groups)
+        untyped: Any = target  # PyTorch leaves its private attributes untyped
+        untyped._sync_param_groups(whole.param_groups, target.param_groups)
+        untyped._sync_param_groups(target.param_groups, target.optim.param_groups)
 
     def may_refuse(self, target: ZeroRedundancyOptimizer, request: object) -> bool:
         """Return False: the loader of the optimizer is not called."""
@@ -97,11 +98,17 @@ def _numbers(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
     return {parameter: number for number, parameter in enumerate(parameters)}
 
 
+def _rank_of(zero: Any, parameter: torch.Tensor) -> int:
+    """Return the rank that has the state of a parameter."""
+    rank: int = zero._param_to_rank[parameter]
+    return rank
+
+
 def _without_placeholders(states: Mapping[Any, Any]) -> dict[Any, Any]:
     return {number: slots for number, slots in states.items() if slots is not PLACEHOLDER}
 
 
-def _expect_initialized(zero: ZeroRedundancyOptimizer) -> None:
+def _expect_initialized(zero: Any) -> None:
     try:
         zero._check_overlap_initialized()
     except RuntimeError as error:
