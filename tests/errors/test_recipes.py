@@ -126,6 +126,7 @@ RECIPES: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[Any], bool]]]
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.brings("`Namespace`, pandas, PIL and others", "Python", "refused")
 def test_the_recipe_of_a_value_keeps_it(name: str, tmp_path: Path) -> None:
     value, advice, follow, has_all = RECIPES[name]
     with pytest.raises(UnsupportedLeafError, match=rf"^state/x is a .*which no installed plugin handles: .*{advice}"):

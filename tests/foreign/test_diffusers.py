@@ -51,6 +51,7 @@ _VARIANTS = {
 
 
 @pytest.mark.parametrize("name", _VARIANTS)
+@pytest.mark.brings("variants `fp16` of diffusers, also sharded", "safetensors", "same")
 def test_a_variant_is_opened_by_its_file_or_index(name: str) -> None:
     path = _GOLDEN / _VARIANTS[name]
     expected = _expected(path.parent, "fp16")
@@ -126,6 +127,7 @@ def test_a_variant_in_one_file_of_torch(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path)["w"].tolist() == [1, 1]
 
 
+@pytest.mark.brings("root of a pipeline of diffusers", "safetensors", "same")
 def test_a_pipeline_is_several_checkpointables() -> None:
     metadata = ckptcore.metadata(_PIPELINE)
     assert metadata.is_composite

@@ -39,6 +39,7 @@ def saved(tmp_path: Path) -> tuple[Path, _Tied]:
     return path, model
 
 
+@pytest.mark.brings("tied weights of `save_model`", "safetensors", "same")
 def test_every_name_can_be_loaded(saved: tuple[Path, _Tied]) -> None:
     path, model = saved
     loaded = ckptcore.load(path)

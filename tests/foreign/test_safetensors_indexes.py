@@ -46,6 +46,7 @@ def _shards(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("location", ["", _INDEX])
+@pytest.mark.brings("tensor in two shards, of which the index names one", "safetensors", "same")
 def test_the_index_names_one_of_two_copies(location: str, tmp_path: Path) -> None:
     _shards(tmp_path)
     assert _values(ckptcore.load(tmp_path / location)) == {"a": 1, "b": 4, "w": 5}
@@ -114,6 +115,7 @@ def test_other_entries_can_be_loaded(with_a_missing_entry: tuple[Path, str, str]
     assert _values(target) == others
 
 
+@pytest.mark.brings("entry of an index that does not exist", "safetensors", "refused")
 def test_a_missing_entry_is_an_error_when_it_is_requested(
     with_a_missing_entry: tuple[Path, str, str], run: Run
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_dtype_that_is_no_name(dtype: str, tmp_path: Path) -> None:
     assert ckptcore.load(path, {"a": np.empty(2, np.float32), "b": np.empty(1, np.float32), "odd": PLACEHOLDER})
 
 
+@pytest.mark.brings("tensor of an unknown dtype", "safetensors", "plain form")
 def test_an_unknown_dtype_is_loaded_as_bytes(tmp_path: Path) -> None:
     header = {
         "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},

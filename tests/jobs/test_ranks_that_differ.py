@@ -71,6 +71,7 @@ DIFFERENT: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("layout", SHARING)
 @pytest.mark.parametrize("kind", ["generator", "position", "large"])
+@pytest.mark.brings("arrays that differ between ranks", "torch", "refused")
 def test_an_error_names_the_array_the_ranks_and_the_remedy(tmp_path: Path, layout: str, kind: str) -> None:
     message = refusal(tmp_path / "x", lambda rank: {"same": np.arange(9), "own": DIFFERENT[kind](rank)}, layout)
     assert "own: different on rank 0; rank 1; rank 2" in message
@@ -85,6 +86,7 @@ def test_every_kind_of_array_is_compared(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("layout", SHARING)
 @pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.brings("arrays that differ between ranks, in `PerProcess`", "torch", "same")
 def test_the_remedy_keeps_the_array_of_every_rank(tmp_path: Path, layout: str, kind: str) -> None:
     make = DIFFERENT[kind]
 

@@ -44,6 +44,7 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.brings("a thousand and more plain numbers", "Python", "same")
 def test_values_come_back_exactly(layout: str, tmp_path: Path) -> None:
     saved = state()
     ckptcore.save(tmp_path / "c", saved, layout=layout)

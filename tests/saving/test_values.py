@@ -185,6 +185,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.brings("paths, times, enum members, sets, ranges, dtypes and others", "Python", "same")
 def test_every_value_comes_back_as_its_type_or_in_its_plain_form(layout: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {name: value for name, (value, _, _) in VALUES.items()}, layout=layout)
     plain = ckptcore.load(tmp_path / "c")

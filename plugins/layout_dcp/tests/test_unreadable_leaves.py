@@ -215,6 +215,7 @@ def test_an_index_that_lists_what_does_not_exist(name: str, tmp_path: Path) -> N
     assert (problem.key, problem.arrays) == (file, ("lost",))
 
 
+@pytest.mark.brings("`torch.save` file without one storage", "torch", "refused")
 def test_a_file_without_the_elements_of_one_tensor(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "lost": torch.zeros(3)}, tmp_path / "whole.pt")
     with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "state.pt", "w") as part:
@@ -265,6 +266,7 @@ def test_a_dtype_of_dcp_that_no_array_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [torch.ones(2), 5], ids=["tensor", "value"])
 @pytest.mark.parametrize("damage", ["missing", "cut off", "zeros"])
+@pytest.mark.brings("damaged item of DCP", "torch", "refused")
 def test_an_item_of_dcp_that_is_damaged(lost: object, damage: str, tmp_path: Path) -> None:
     file = _save_in_files(tmp_path, lost=lost)["lost"]
     data = file.read_bytes()

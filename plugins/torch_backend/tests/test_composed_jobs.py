@@ -34,5 +34,6 @@ def test_states_load_on_every_mesh_that_cuts_no_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.brings("quantised optimizers under FSDP2 and tensor parallelism", "torchao", "same")
 def test_optimizers_continue_under_fsdp_and_tensor_parallelism(processes: int, tmp_path: Path) -> None:
     run(processes, "resumed", tmp_path)

@@ -115,6 +115,7 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("layout", ["zarr3", "dcp", "torch.save"])
+@pytest.mark.brings("optimizer in a wrapper", "torch", "same")
 def test_an_optimizer_in_a_wrapper(tmp_path: Path, layout: str) -> None:
     def made() -> tuple[torch.nn.Parameter, Wrapper]:
         parameter = torch.nn.Parameter(torch.ones(3))
@@ -138,6 +139,7 @@ def test_an_optimizer_in_a_wrapper(tmp_path: Path, layout: str) -> None:
     assert torch.equal(trained[0], fresh[0])
 
 
+@pytest.mark.brings("replay buffer that is new", "torch", "same")
 def test_a_replay_buffer_and_an_average_model(tmp_path: Path) -> None:
     """Their arrays exist only after the first use."""
 

@@ -335,6 +335,7 @@ def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.brings("tied weight that is stored under one name", "torch", "same")
 def test_a_tied_weight_that_is_stored_under_one_name(tmp_path: Path, device: str) -> None:
     """As files of transformers have it; `safetensors.torch.load_model` accepts it, too."""
 

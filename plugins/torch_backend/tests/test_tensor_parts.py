@@ -164,6 +164,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.brings("tensor subclasses, sparse, quantised, conjugated tensors", "torch", "same")
 def test_tensors_of_every_kind_come_back_as_they_were(layout: str, tmp_path: Path) -> None:
     state = {name: make(0) for name, make in MAKERS.items()}
     ckptcore.save(tmp_path / "c", state, layout=layout)
@@ -317,6 +318,7 @@ class Graph(torch.nn.Module):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.brings("module with sparse and quantised buffers", "torch", "same")
 def test_sparse_buffers_of_a_module_come_back(layout: str, tmp_path: Path) -> None:
     module, target = Graph(0), Graph(1)
     ckptcore.save(tmp_path / "c", {"m": module}, layout=layout)
@@ -325,6 +327,7 @@ def test_sparse_buffers_of_a_module_come_back(layout: str, tmp_path: Path) -> No
         assert bits(one) == bits(other), name
 
 
+@pytest.mark.brings("`Embedding(sparse=True)` with `SparseAdam`", "torch", "same")
 def test_an_embedding_with_sparse_gradients_continues(tmp_path: Path) -> None:
     def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -366,6 +369,7 @@ def test_a_sparse_tensor_with_invalid_indices_is_refused(tmp_path: Path) -> None
         ckptcore.load(tmp_path / "worse", {"w": coo(1)})
 
 
+@pytest.mark.brings("nested tensors", "torch", "refused")
 def test_tensors_that_are_refused_can_be_saved_as_their_advice_says(tmp_path: Path) -> None:
     jagged: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * 2], layout=torch.jagged)
     with warnings.catch_warnings():

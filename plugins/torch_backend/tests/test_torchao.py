@@ -72,6 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.brings("8-bit, 4-bit and fp8 optimizers", "torchao", "same")
 def test_an_optimizer_continues_as_with_torch_save(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, optimizer = job(OPTIMIZERS[name], 0, dtype)
     train(model, optimizer, 1)
@@ -113,6 +114,7 @@ def test_an_optimizer_continues_as_with_torch_save(name: str, dtype: torch.dtype
         (torch.optim.Adam, {}, "exp_avg is stored as the parts of a OptimState8bit, and this Adam has none"),
     ],
 )
+@pytest.mark.brings("states of another block size or kind", "torchao", "refused")
 def test_another_optimizer_is_refused_before_anything_changes(
     optimizer: Any, options: Any, message: str, tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in CONFIGS for layout in ("zarr3", "dcp")])
+@pytest.mark.brings("int8 and float8 weights", "torchao", "same")
 def test_a_quantised_model_gets_its_weights(name: str, layout: str, tmp_path: Path) -> None:
     def make(seed: int) -> Any:
         torch.manual_seed(seed)
