@@ -156,7 +156,7 @@ def test_an_interrupt_has_exit_code_130(run: Run, checkpoint: Path, monkeypatch:
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_closed_pipe_has_exit_code_141(tmp_path: Path, options: list[str]) -> None:
-    ckptcore.save(tmp_path / "many", {f"leaf_{number}": number for number in range(5000)})
+    ckptcore.save(tmp_path / "many", {f"leaf_{number}": np.float64(number) for number in range(5000)})
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     saw = subprocess.Popen(
         [*PROGRAM, "inspect", str(tmp_path / "many"), *options],

@@ -123,6 +123,7 @@ def test_a_rank_that_skips_a_step(tmp_path: Path, lines: Lines) -> None:
     def work(rank: int, context: Context) -> None:
         with Checkpointer(tmp_path / "run", context=context) as checkpointer:
             checkpointer.save(1, STATE)
+            checkpointer.wait()
             assert lines.texts == []
             if rank == 1:
                 lines.write_when([1])
