@@ -218,7 +218,8 @@ def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
     if handler is None or type(leaf) in VALUE_KINDS:
         return handler is not None
     try:
-        return is_plain_value(handler.describe(leaf))
+        record = handler.describe(leaf)
+        return isinstance(record, ArrayRecord) and is_plain_value(record)
     except UnsupportedLeafError:
         return False  # the comparison of leaves reports it with its path
 

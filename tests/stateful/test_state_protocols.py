@@ -311,14 +311,14 @@ def test_a_random_key_is_asked_for_as_it_is(tmp_path: Path) -> None:
     assert bool(target.state["key"] == jax.random.key(3))
 
 
-def test_an_object_without_the_state_gets_it_in_pythons_and_numpys_types(tmp_path: Path) -> None:
+def test_an_object_without_the_state_gets_it_in_the_types_of_the_checkpoint(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Keeper(_full()))
     target = Keeper({"none": 3, "tensor": "a str", "list": 5, "counter": [1], "numpy": None})
     ckptcore.load_into(tmp_path / "step", target)
     found, expected = target.state, _full()
     assert list(found) == list(expected)
-    for key in ("tensor", "grown", "numpy", "jax"):
-        assert type(found[key]) is np.ndarray
+    for key, kind in {"tensor": torch.Tensor, "grown": torch.Tensor, "numpy": np.ndarray, "jax": np.ndarray}.items():
+        assert type(found[key]) is kind
         assert np.array_equal(found[key], np.asarray(expected[key]))
     for same in ("scalar", "ordered", "tuple", "empty", "none", "flag", "big", "bytes", "text", "float", 7):
         _assert_same(found[same], expected[same], str(same))
