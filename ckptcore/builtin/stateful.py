@@ -240,9 +240,11 @@ def _copied(state: Any) -> Any:
         return type(state)((key, _copied(child)) for key, child in state.items())
     if type(state) in (list, tuple):
         return type(state)(map(_copied, state))
+    if state_handler(type(state)) is not None:
+        return state  # an object in the state of another one: it has an `undo` of its own
     try:
         return copy.deepcopy(state)
-    except (TypeError, NotImplementedError):  # such as a lock, or a tensor without a copy: no load changes it
+    except (TypeError, RuntimeError):  # such as a lock, or a tensor of a computation: no load changes it
         return state
 
 

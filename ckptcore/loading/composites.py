@@ -153,7 +153,10 @@ class CompositeLoad:
 
             return load_composite_collectively(self, strategy.job)
         except Exception as error:
-            if not self._changed or isinstance(error, TargetUndefinedError):
+            if isinstance(error, TargetUndefinedError):
+                raise
+            if not self._changed:
+                self._undo.run(error)  # also if another rank refused
                 raise
             raise TargetUndefinedError(
                 f"{self.location} was replaced or deleted after {format_names(self._changed)} had been restored from "

@@ -76,8 +76,9 @@ class Matching:
             always matched in this way.
         values: plain values (None, numbers, text, bytes, arrays without axes, and lists and dicts of nothing else) of
             another kind or structure than the requested ones: ``"stored"``: a number or an array without axes has the
-            requested form if nothing is lost, otherwise the stored value is loaded as it is, so that counters, bests
-            and histories of a program can change; ``"error"``.
+            requested form if nothing is lost. Otherwise, where a value of Python is requested, the stored one is loaded
+            as it is, so that counters, bests and histories of a program can change. A dict keeps its text keys: one
+            that is not stored is missing. ``"error"``: these are differences.
     """
 
     unexpected: Unexpected = "error"

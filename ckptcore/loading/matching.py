@@ -382,8 +382,7 @@ class _Comparison:
             else:
                 reason = _difference(requested, record)
             is_sequence = reason is not None and reason.startswith("sequence")
-            are_values = reason is not None and not is_sequence and _is_plain(record)
-            are_values = are_values and _is_plain(requested) and not self._is_object(position, requested)
+            are_values = reason is not None and not is_sequence and _is_plain(record) and self._is_value(position)
             if are_values and matching.values == "stored":
                 self._take_stored(position, handler, requested, record)
             elif reason is not None:
@@ -410,10 +409,9 @@ class _Comparison:
         elif isinstance(stored, ValueRecord) and (array := _array_of(stored, requested.spec)) is not None:
             self.arrays[position] = array
 
-    def _is_object(self, position: int, requested: LeafRecord) -> bool:
-        """Return True for an object that is stored like a plain value, such as a buffer of bytes."""
-        is_plain = type(self.leaves[position]) in VALUE_KINDS or isinstance(self.leaves[position], list | tuple | dict)
-        return isinstance(requested, ValueRecord) and not is_plain
+    def _is_value(self, position: int) -> bool:
+        """Return True if a plain value is requested: not an array, nor an object that is stored like one."""
+        return type(self.leaves[position]) in VALUE_KINDS or isinstance(self.leaves[position], list | tuple | dict)
 
     def _take_stored(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
         """Load a plain value in its stored form; a number as a number, also if it is stored as an array."""

@@ -6,8 +6,8 @@ becomes 0.73, a list grows. The caller decides the form where nothing is lost by
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from ckptcore.builtin.host_leaves import PLAIN_KINDS, VALUE_KINDS
@@ -64,6 +64,7 @@ class _Walk:
         self.leaves: list[object] = []
         self.handlers: list[LeafHandler | None] = []
         self.has_changed = False
+        self._times = Counter(_containers(flat.shape))
 
     def node(
         self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton | None, number: int
@@ -101,6 +102,8 @@ class _Walk:
             return False
         if self._by_name and not leaf_count(stored):
             return False
+        if isinstance(shape, Container) and self._times[id(shape.like)] > 1:
+            return False  # one object at two paths cannot get two contents
         if _has_same_keys(asked, stored, self._keys_of_others(asked, stored, number)):
             return False
         of_tree = self._tree.leaves[number : number + leaf_count(stored)]
@@ -171,6 +174,15 @@ class _Walk:
         self.leaves.extend(made.leaves)
         self.handlers.extend(made.handlers)
         return LEAF
+
+
+def _containers(shape: Shape) -> Iterator[int]:
+    """Yield the identity of each list and dict, once for each path that it has."""
+    if isinstance(shape, Container):
+        if isinstance(shape.like, list | dict):
+            yield id(shape.like)
+        for child in shape.children:
+            yield from _containers(child)
 
 
 def _children(stored: Skeleton, number: int) -> dict[str, tuple[Skeleton, int]]:

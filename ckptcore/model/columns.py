@@ -112,9 +112,8 @@ def _runs(value: Sequence[Any], items: list[object]) -> list[JSON]:
             runs.append(len(items) - before)
             continue
         for child in children:
-            before = len(items)
             run = [COLUMN_KINDS[type(child)], _runs(child, items)]
-            if len(items) > before and runs and isinstance(runs[-1], list) and runs[-1][:2] == run:
+            if runs and isinstance(runs[-1], list) and runs[-1][:2] == run and _has_values(run[1]):
                 runs[-1][2] += 1
             else:
                 runs.append([*run, 1])
@@ -211,8 +210,8 @@ def _build_runs(runs: Any, items: Iterator[Any], depth: int) -> Iterator[Any]:
 
 
 def _has_values(runs: Any) -> bool:
-    """Return True if containers have a value. Only such containers are repeated, so values limit their number."""
-    return any(run > 0 if type(run) is int else _has_values(run[1]) for run in runs)
+    """Return True if a container and each one in it have a value. Only such are repeated: values limit their number."""
+    return bool(runs) and all(run > 0 if type(run) is int else _has_values(run[1]) for run in runs)
 
 
 def _decode_items(encoded: Any) -> list[Any]:

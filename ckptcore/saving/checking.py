@@ -16,6 +16,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import describe_part, naming
 from ckptcore.saving.preparing import refuse_per_process_objects
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import PerProcess, flatten
 
 __all__ = ["check_values"]
@@ -80,7 +81,8 @@ def _restore_abstractly(value: object, description: TreeDescription, plugins: Pl
     if isinstance(value, PerProcess):
         value = value.value
     find = stored_at(description.tree, plugins)
-    flat = flatten(value, plugins, rank=rank, stored_at=find)
+    columns = requested_columns(description.tree)
+    flat = flatten(value, plugins, rank=rank, stored_at=find, columns=columns)
     match_leaves(flat, description.tree, "the state", by_name=False)
 
 

@@ -243,7 +243,7 @@ class _Flattening:
                 "a container may contain itself. Nothing was written"
             )
         leaves, handlers, columns = self.leaves, self.handlers, self.columns
-        count, length = len(leaves), len(self.path)
+        count, length, depth = len(leaves), len(self.path), self.depth
         try:
             result = (
                 self._checkpointable(value, found.checkpointable)
@@ -263,6 +263,7 @@ class _Flattening:
                 self.refusals.append(UnsupportedLeafError(f"{name}: a {kind} raised {type(error).__name__}: {error}"))
             self.leaves, self.handlers, self.columns = leaves, handlers, columns
             del leaves[count:], handlers[count:], self.path[length:]
+            self.depth = depth
             result = self._placeholder()
         self.depth -= 1
         return result
@@ -585,8 +586,21 @@ class LiveObject(NamedTuple):
         return f"{format_path(self.path)}, a {type(self.node.like).__qualname__}"
 
     def undo(self) -> Callable[[], None] | None:
-        """Return a function that puts the present state back; None if there is none. See `CheckpointableHandler`."""
-        return self.node.handler.undo(self.node.like)
+        """Return a function that puts the present state back; None if there is none. See `CheckpointableHandler`.
+
+        It also puts back the objects in its state, which are restored with it.
+        """
+        nodes = [self.node, *[inner.node for inner in _inner_objects(self.node.state)]]
+        found = [node.handler.undo(node.like) for node in nodes]
+        functions = [one for one in found if one is not None]
+        if len(functions) < len(nodes):
+            return None
+
+        def undo() -> None:
+            for one in functions:
+                one()
+
+        return undo
 
     def restore(self, leaves: Sequence[object]) -> None:
         """Restore the object, and first the objects in its state. `leaves` are those of the whole value."""
@@ -635,6 +649,14 @@ def lacks_object_at(shape: Shape, path: TreePath) -> bool:
             return inside
         shape = shape.children[shape.keys.index(key)]
     return inside and not isinstance(shape, _Checkpointable)
+
+
+def _inner_objects(state: Shape) -> Iterator[LiveObject]:
+    """Return the objects in the state of another one, at any depth."""
+    for found in _find_objects(state, (), 0):
+        if found.node.handler.is_object:
+            yield found
+            yield from _inner_objects(found.node.state)
 
 
 def _holds_refusing(shape: Shape) -> bool:

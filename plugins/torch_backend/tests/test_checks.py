@@ -98,3 +98,20 @@ def test_all_ranks_know_of_one(tmp_path: Path) -> None:
         return type(caught.value)
 
     assert list(ThreadJob(2).run(check)) == [RankFailedError, UnsupportedLeafError]
+
+
+def test_long_lists_and_large_groups_pass() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(1001)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    ckptcore.check({"losses": [0.5] * 1000, "by step": dict.fromkeys(range(1000), 1), "optimizer": optimizer})
+
+
+def test_many_cycles_are_listed() -> None:
+    def cycle() -> list[Any]:
+        found: list[Any] = []
+        found.append(found)
+        return found
+
+    state = {**{f"c{number}": cycle() for number in range(300)}, "z": threading.Lock()}
+    with pytest.raises(UnsupportedLeafError, match="251 more|and 2"):
+        ckptcore.check(state)

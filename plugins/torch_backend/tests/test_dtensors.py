@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ckptcore_testing import LeafExample, LeafHandlerTests
 from ckptcore_torch.dtensors import DTensorHandler
+from ckptcore_torch.modules import ModuleHandler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -106,3 +107,14 @@ def test_a_rank_without_elements() -> None:
         assert DTensorHandler().shards(module.weight, 3, 8) == ()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_module_is_filled_without_a_copy() -> None:
+    """A module that has no loader of its own cannot refuse, so nothing is kept to put back."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    fully_shard(model)
+    handler = ModuleHandler()
+    stored = {name: AbstractArray(tuple(held.shape), "float32") for name, held in model.state_dict().items()}
+    request = handler.flatten_to_load(model, stored)
+    assert not handler.may_refuse(model, request)

@@ -356,3 +356,111 @@ def test_a_tied_weight_that_is_stored_under_one_name(tmp_path: Path, device: str
     separate = module_dict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
     with pytest.raises(TreeMismatchError, match=r"head.weight.* is not stored"):
         ckptcore.load_into(tmp_path / "model.safetensors", separate)
+
+
+class Totals(torch.nn.Module):
+    """Its loader sets attributes that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.seen = 1, [1]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"total": self.total, "seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+        self.seen[:] = state["seen"]
+
+
+class Lookahead(torch.optim.SGD):
+    """An optimizer with a counter and an optimizer inside, as libraries wrap them."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, lr=lr)
+        self.base = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+        self.k = int(lr * 10)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # as libraries do
+        return {**super().state_dict(), "base": self.base.state_dict(), "k": self.k}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        self.k = state_dict["k"]
+        self.base.load_state_dict(state_dict["base"])
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class Outer:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner = state["inner"]
+
+
+class Counted:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one tree", "several objects"])
+def test_everything_that_loaders_set_is_put_back(tmp_path: Path, several: bool) -> None:
+    def objects(number: int) -> dict[str, Any]:
+        totals = Totals()
+        totals.total, totals.seen = number, [number]
+        weight = torch.nn.Parameter(torch.full((2,), float(number)))
+        return {
+            "a": totals,
+            "b": Lookahead([weight], number / 10),
+            "c": Outer(Counted(number)),
+            "z": RefusingScheduler(),
+        }
+
+    (ckptcore.save_checkpointables if several else ckptcore.save)(tmp_path / "c", objects(5))
+    target = objects(1)
+    inner, seen = target["c"].inner, target["a"].seen
+    with pytest.raises(TreeMismatchError, match="another schedule"):
+        if several:
+            ckptcore.load_checkpointables(tmp_path / "c", into=target)
+        else:
+            ckptcore.load_into(tmp_path / "c", target)
+    assert (target["a"].total, target["a"].seen) == (1, [1])
+    assert (target["b"].k, target["b"].base.param_groups[0]["lr"], target["b"].param_groups[0]["lr"]) == (1, 0.1, 0.1)
+    assert target["c"].inner is inner
+    assert inner.count == 1
+    assert isinstance(seen, list)
+
+
+def test_one_list_at_two_paths_gets_one_content(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": [1, 2], "b": [3, 4]})
+    history: list[int] = []
+    with pytest.raises(TreeMismatchError):
+        ckptcore.load_into(tmp_path / "c", {"a": history, "b": history})
+    assert history == []
+
+
+def test_a_state_with_a_tensor_of_a_computation(tmp_path: Path) -> None:
+    class Doubled(Counted):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count, "twice": torch.ones(2, requires_grad=True) * 2}
+
+    ckptcore.save(tmp_path / "c", Doubled(3))
+    target = Doubled(1)
+    ckptcore.load_into(tmp_path / "c", target)
+    assert target.count == 3
+
+
+def test_another_dtype_of_a_part_of_pytorch_is_a_difference(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", torch.nn.BatchNorm1d(2).double())
+    with pytest.raises(TreeMismatchError, match="cast="):
+        ckptcore.load_into(tmp_path / "c", torch.nn.BatchNorm1d(2))

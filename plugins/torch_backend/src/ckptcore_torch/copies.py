@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from ckptcore_torch.tensors import is_uninitialized
+from ckptcore_torch.tensors import is_uninitialized, overlaps_itself
 
 __all__ = ["ModuleCopy", "OptimizerCopy"]
 
@@ -20,8 +20,9 @@ class ModuleCopy:
         """Copy them. Tensors that are shared are copied once."""
         self._parts = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
         self._values = _copies(_tensors([[parameters, buffers] for _, parameters, buffers in self._parts]))
+        self._attributes = [(part, _plain_attributes(part)) for part in module.modules() if _is_foreign(part)]
         self._extra: list[tuple[torch.nn.Module, Any]] = [
-            (part, copy.deepcopy(part.get_extra_state()))
+            (part, _deep_copy(part.get_extra_state()))
             for part in module.modules()
             if type(part).get_extra_state is not torch.nn.Module.get_extra_state
         ]
@@ -31,6 +32,8 @@ class ModuleCopy:
         for part, parameters, buffers in self._parts:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
+        for part, attributes in self._attributes:
+            part.__dict__.update(attributes)
         for put_back in self._values:
             put_back()
         for part, state in self._extra:
@@ -49,9 +52,16 @@ class OptimizerCopy:
         self._state = {key: _without_sharing(slots) for key, slots in optimizer.state.items()}
         held = [self._state, [_options(group) for group in self._groups]]
         self._values = _copies(_tensors(held))
+        # A wrapper has attributes of its own, and the optimizer inside it.
+        self._attributes = _plain_attributes(optimizer)
+        inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+        self._inner = [OptimizerCopy(value) for value in inner]
 
     def restore(self) -> None:
         """Put everything back into the same tensors."""
+        for inner in self._inner:
+            inner.restore()
+        self._optimizer.__dict__.update(self._attributes)
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(options)
@@ -59,6 +69,27 @@ class OptimizerCopy:
         self._optimizer.state.update(self._state)
         for put_back in self._values:
             put_back()
+
+
+_OF_PYTORCH: Final = frozenset(vars(torch.nn.Module())) | {"state", "param_groups", "defaults"}
+"""Attributes that hold tensors, modules and hooks, and are copied or kept in other ways."""
+
+
+def _is_foreign(part: torch.nn.Module) -> bool:
+    """Return True if a module is not one of PyTorch, so that its loader may set any attribute."""
+    return not type(part).__module__.startswith("torch.")
+
+
+def _plain_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, with new lists and dicts in place of its own."""
+    return {name: _without_sharing(held) for name, held in vars(value).items() if name not in _OF_PYTORCH}
+
+
+def _deep_copy(state: Any) -> Any:
+    try:
+        return copy.deepcopy(state)
+    except (TypeError, RuntimeError):  # such as a lock, or a tensor of a computation: no load changes it
+        return state
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +124,7 @@ def _copies(tensors: Any) -> list[Callable[[], None]]:
 
 def _copy(tensor: torch.Tensor) -> Callable[[], None]:
     """Return a function that gives a tensor its present elements, also if it has other memory then."""
-    if is_uninitialized(tensor) or tensor.is_meta:
+    if is_uninitialized(tensor) or tensor.is_meta or overlaps_itself(tensor):  # no load fills these
         return lambda: None
     data, elements, attributes = tensor.data, tensor.detach().clone(), dict(tensor.__dict__)
 

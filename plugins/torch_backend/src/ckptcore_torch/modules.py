@@ -116,8 +116,7 @@ class ModuleHandler(CheckpointableHandler):
         own = target.state_dict()
         request = _with_all_names(own, _with_module_names(target, own, request))
         return Loaders.of(target).are_foreign or any(
-            name not in request or not (request[name] is held or same_memory(held, request[name]) or _is_meta(held))
-            for name, held in own.items()
+            name not in request or not _is_filled(held, request[name]) for name, held in own.items()
         )
 
     def undo(self, target: torch.nn.Module) -> Callable[[], None]:
@@ -138,7 +137,8 @@ def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
         elif not loaders.decide(name):
             request[name] = held
         elif name in stored:
-            request[name] = held if _has_form(held, stored[name]) else _stored_form(held, stored[name])
+            has_form = _has_form(held, stored[name], any_dtype=not loaders.are_foreign)
+            request[name] = held if has_form else _stored_form(held, stored[name])
     for name, found in stored.items():
         if name not in state and isinstance(name, str) and loaders.decide(name):
             request[name] = state_to_load(None, found, array=abstract_tensor)
@@ -176,6 +176,13 @@ def _refuse_overlaps(module: torch.nn.Module, state: Mapping[str, Any], stored: 
             )
 
 
+def _is_filled(held: object, requested: object) -> bool:
+    """Return True if a load fills an entry of a module, or assigns it to one that has no elements yet."""
+    if not isinstance(held, torch.Tensor) or is_uninitialized(held) or is_sharded(type(held)) or held.is_meta:
+        return True
+    return isinstance(requested, torch.Tensor) and not requested.is_meta
+
+
 def _stored_form(held: object, stored: Any) -> object:
     """Return the request for an entry whose stored form is not that of the module."""
     if isinstance(held, torch.Tensor) and isinstance(stored, AbstractArray):
@@ -183,13 +190,16 @@ def _stored_form(held: object, stored: Any) -> object:
     return state_to_load(held, stored, array=abstract_tensor)
 
 
-def _has_form(held: object, stored: object) -> bool:
-    """Return True if a tensor of the module has the stored shape and dtype, so that it can be filled."""
+def _has_form(held: object, stored: object, *, any_dtype: bool) -> bool:
+    """Return True if a tensor of the module has the stored shape and dtype, so that it can be filled.
+
+    The core reports another dtype, unless a loader that is not PyTorch's may want it.
+    """
     return (
         isinstance(held, torch.Tensor)
         and isinstance(stored, AbstractArray)
         and tuple(held.shape) == stored.shape
-        and encoding_of(held.dtype).name == stored.dtype.name
+        and (any_dtype or encoding_of(held.dtype).name == stored.dtype.name)
     )
 
 

@@ -1,7 +1,7 @@
 """Objects in the states of optimizers, such as the projectors of GaLore: they are saved as their attributes.
 
-A load creates the object again. Its class is found by name in the Python module of the optimizer's own class, never
-imported because a checkpoint names it, and neither ``__init__`` nor ``__setstate__`` is called.
+A load creates the object again. Its class is a plain class of the optimizer's own library that the module of the
+optimizer has, never imported because a checkpoint names it, and no method of it is called.
 """
 
 from __future__ import annotations
@@ -131,9 +131,15 @@ def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None
         if kind is torch.optim.Optimizer:
             return None
         found = getattr(sys.modules.get(kind.__module__), name.rpartition(".")[2], None)
-        if isinstance(found, type) and _name_of(found) == name and not issubclass(found, torch.Tensor | dict | list):
+        if isinstance(found, type) and _name_of(found) == name and _is_of(kind, found):
             return found
     return None
+
+
+def _is_of(optimizer: type, kind: type) -> bool:
+    """Return True for a plain class of the library of an optimizer, which can be made without running its code."""
+    same_library = kind.__module__.partition(".")[0] == optimizer.__module__.partition(".")[0]
+    return same_library and kind.__new__ is object.__new__ and not hasattr(kind, "__del__")
 
 
 def _new(kind: type, attributes: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -73,6 +73,7 @@ class OptimizerHandler(CheckpointableHandler):
         if not isinstance(stored_groups, list | tuple):
             stored_groups = ()  # not the state of an optimizer: the core reports the differences
         _refuse_names(value, stored_groups)
+        _refuse_other_sizes(value, state["param_groups"], stored_groups)
         parameters = {number: parameter for parameter, number in numbered_parameters(value, state).items()}
         if has_parameter_names(stored_groups) and has_parameter_names(state["param_groups"]):
             groups = in_order_of(state["param_groups"], stored_groups, type(value).__name__)
@@ -293,6 +294,22 @@ def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Ten
         else slot
         for name, slot in stored.items()
     }
+
+
+_MANY: Final = 1000
+"""Parameters of a group from which their numbers are one leaf, whose length the core does not compare."""
+
+
+def _refuse_other_sizes(optimizer: torch.optim.Optimizer, groups: Sequence[Any], stored_groups: Sequence[Any]) -> None:
+    """Raise an error if a large group has another number of parameters. The core reports small ones."""
+    for number, (group, stored) in enumerate(zip(groups, stored_groups, strict=False)):
+        found = stored.get("params") if isinstance(stored, Mapping) else None
+        own = len(group["params"])
+        if isinstance(found, list | tuple) and len(found) != own and max(len(found), own) >= _MANY:
+            difference = (
+                f"group {number} of the {type(optimizer).__name__} has {own} parameters, {len(found)} are stored"
+            )
+            raise TreeMismatchError(f"{difference}. Create it with the parameters that it had", [difference])
 
 
 def _refuse_numbers(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
