@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptcore.model import AbstractArray
+
 WHOLE = torch.arange(1, 36, dtype=torch.float32).reshape(5, 7)
 
 
