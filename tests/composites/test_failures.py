@@ -14,9 +14,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore.errors import CheckpointNotFoundError, StorageError, TargetUndefinedError, TreeMismatchError
+from ckptcore import Context
+from ckptcore.context import JobOptions
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    RankFailedError,
+    StorageError,
+    TargetUndefinedError,
+    TreeMismatchError,
+)
+from ckptcore.protocols import Coordinator
 from tests.composites.objects import Counter, Files, Linear, staged
 
 
@@ -201,3 +211,42 @@ def test_staged_files_of_a_running_process_are_not_removed(tmp_path: Path) -> No
     ckptcore.save_checkpointables(tmp_path / "outer", {"files": first}, context=ckptcore.Context())
     assert ckptcore.load_checkpointables(tmp_path / "outer")["files"] == {"a": b"1"}
     assert ckptcore.load_checkpointables(tmp_path / "inner")["files"] == {"b": b"2"}
+
+
+class _Position:
+    def __init__(self, number: int, *, refuses: bool = False) -> None:
+        self.number, self.refuses = number, refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses:
+            raise ValueError("not mine")
+        self.number = state["number"]
+
+
+def test_a_rank_whose_objects_were_restored_puts_them_back_if_another_one_refuses(tmp_path: Path) -> None:
+    def save(coordinator: Coordinator) -> None:
+        context = Context(job=JobOptions(coordinator=coordinator))
+        ckptcore.save_checkpointables(tmp_path / "c", {"a": _Position(5), "b": _Position(6)}, context=context)
+
+    def load(coordinator: Coordinator) -> tuple[int, int]:
+        objects = {"a": _Position(1), "b": _Position(1, refuses=coordinator.rank == 0)}
+        with pytest.raises((TreeMismatchError, RankFailedError), match="not mine"):
+            ckptcore.load_checkpointables(
+                tmp_path / "c", into=objects, context=Context(job=JobOptions(coordinator=coordinator))
+            )
+        return objects["a"].number, objects["b"].number
+
+    ThreadJob(2).run(save)
+    assert list(ThreadJob(2).run(load)) == [(1, 1), (1, 1)]
+
+
+def test_damaged_files_leave_objects_as_they_were(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"position": _Position(5), "files": Files({"a": b"1"})})
+    (tmp_path / "c" / "files" / "a").write_bytes(b"2")
+    position = _Position(1)
+    with pytest.raises(ckptcore.errors.ChecksumError):
+        ckptcore.load_checkpointables(tmp_path / "c", into={"position": position, "files": Files()})
+    assert position.number == 1
