@@ -54,13 +54,14 @@ def run_tests(installed: Path, *arguments: str) -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize("toy", [pytest.param(toy, marks=[pytest.mark.slow] * (toy == "toy_layout")) for toy in TOYS])
 def test_a_stranger_passes_the_tests_of_its_kind(installed: Path, toy: str) -> None:
     outcomes = run_tests(installed, str(installed / toy / "tests"))
     assert list(outcomes.values()).count("passed") > 8
     assert "failure" not in outcomes.values()
 
 
+@pytest.mark.slow
 def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
     """A cut through the matrix; the whole of it is the slow test below."""
     outcomes = run_tests(installed, str(MATRIX), "--slow", "--full", "-k", f"({CUT}) and not ({LONG})")

@@ -88,6 +88,7 @@ class TestOcdbt(_LayoutTests):
         return OcdbtLayout()
 
 
+@pytest.mark.slow
 class TestOcdbtInPieces(_SystemSweeps):
     """Several read chunks per write chunk, and several data files."""
 
