@@ -139,7 +139,8 @@ def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None
 def _is_of(optimizer: type, kind: type) -> bool:
     """Return True for a plain class of the library of an optimizer, which can be made without running its code."""
     same_library = kind.__module__.partition(".")[0] == optimizer.__module__.partition(".")[0]
-    return same_library and kind.__new__ is object.__new__ and not hasattr(kind, "__del__")
+    makes: object = kind.__new__
+    return same_library and makes is object.__new__ and not hasattr(kind, "__del__")
 
 
 def _new(kind: type, attributes: Mapping[str, Any]) -> Any:
