@@ -32,6 +32,7 @@ __all__ = [
     "required_parameters",
     "state_handler",
     "state_to_load",
+    "undo_by",
 ]
 
 _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -222,8 +223,13 @@ def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[
     return result
 
 
-def _undo(get: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], None]:
-    """Return a function that puts a copy of the present state back, unless the state is unchanged."""
+def undo_by(get: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], None]:
+    """Return a function that puts a copy of the present state back, for `CheckpointableHandler.undo`.
+
+    Args:
+        get: returns the state of an object.
+        put: sets it. Not called if the state is unchanged.
+    """
     before = _copied(get())
 
     def undo() -> None:
@@ -292,7 +298,7 @@ class StateDictHandler(CheckpointableHandler):
 
     def undo(self, target: Any) -> Callable[[], None]:
         """Return a function that loads a copy of the present state dict."""
-        return _undo(target.state_dict, target.load_state_dict)
+        return undo_by(target.state_dict, target.load_state_dict)
 
 
 class GetStateHandler(CheckpointableHandler):
@@ -322,7 +328,7 @@ class GetStateHandler(CheckpointableHandler):
 
     def undo(self, target: Any) -> Callable[[], None]:
         """Return a function that sets a copy of the present state."""
-        return _undo(target.get_state, target.set_state)
+        return undo_by(target.get_state, target.set_state)
 
 
 class StateTreeHandler(CheckpointableHandler):

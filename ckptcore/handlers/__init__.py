@@ -16,6 +16,7 @@ from ckptcore.builtin.stateful import (
     StateDictHandler,
     StateTreeHandler,
     state_to_load,
+    undo_by,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "ValueForm",
     "ValueFormHandler",
     "state_to_load",
+    "undo_by",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
+from ckptcore.handlers import undo_by
 from ckptcore_torch.tensors import is_uninitialized, overlaps_itself
 
 __all__ = ["ModuleCopy", "OptimizerCopy"]
@@ -19,10 +19,12 @@ class ModuleCopy:
     def __init__(self, module: torch.nn.Module) -> None:
         """Copy them. Tensors that are shared are copied once."""
         self._parts = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
-        self._values = _copies(_tensors([[parameters, buffers] for _, parameters, buffers in self._parts]))
         self._attributes = [(part, _plain_attributes(part)) for part in module.modules() if _is_foreign(part)]
-        self._extra: list[tuple[torch.nn.Module, Any]] = [
-            (part, _deep_copy(part.get_extra_state()))
+        self._values = _copies(
+            _tensors([held for _, *all_held in (*self._parts, *self._attributes) for held in all_held])
+        )
+        self._extra = [
+            undo_by(part.get_extra_state, part.set_extra_state)
             for part in module.modules()
             if type(part).get_extra_state is not torch.nn.Module.get_extra_state
         ]
@@ -34,12 +36,8 @@ class ModuleCopy:
             part._buffers.update(buffers)
         for part, attributes in self._attributes:
             part.__dict__.update(attributes)
-        for put_back in self._values:
+        for put_back in (*self._values, *self._extra):
             put_back()
-        for part, state in self._extra:
-            # A setter that refused has usually changed nothing, and would refuse again.
-            if not _are_equal(part.get_extra_state(), state):
-                part.set_extra_state(state)
 
 
 class OptimizerCopy:
@@ -85,13 +83,6 @@ def _plain_attributes(value: Any) -> dict[str, Any]:
     return {name: _without_sharing(held) for name, held in vars(value).items() if name not in _OF_PYTORCH}
 
 
-def _deep_copy(state: Any) -> Any:
-    try:
-        return copy.deepcopy(state)
-    except (TypeError, RuntimeError):  # such as a lock, or a tensor of a computation: no load changes it
-        return state
-
-
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group without its parameters, which an optimizer does not restore."""
     return {name: option for name, option in group.items() if name != "params"}
@@ -135,17 +126,3 @@ def _copy(tensor: torch.Tensor) -> Callable[[], None]:
         tensor.__dict__.update(attributes)
 
     return put_back
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return True if two states are certainly equal."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.dtype == other.dtype and torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return isinstance(one, bool | int | float | complex | str | bytes | None) and one == other
