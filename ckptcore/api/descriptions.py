@@ -19,7 +19,8 @@ from ckptcore.other_libraries import explains_arguments
 from ckptcore.protocols import LeafHandler, Transforms
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.columns import saved_columns
-from ckptcore.tree.flattening import flatten, unflatten_states
+from ckptcore.tree.flattening import flatten
+from ckptcore.tree.shapes import unflatten_states
 
 __all__ = ["abstract", "metadata", "open"]
 

@@ -17,7 +17,8 @@ from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMe
 from ckptcore.model.tree import LEAF, Key, Node, Skeleton, leaf_count
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
-from ckptcore.tree.flattening import Container, Flat, NewContainer, Shape, flatten, rebuild
+from ckptcore.tree.flattening import Flat, flatten, rebuild
+from ckptcore.tree.shapes import Container, NewContainer, Shape
 
 __all__ = ["is_plain_value", "with_stored_values"]
 

@@ -37,21 +37,9 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.columns import requested_columns
-from ckptcore.tree.flattening import (
-    STATE_OF,
-    Flat,
-    Shape,
-    first_fixed,
-    flatten,
-    lacks_object_at,
-    objects_that_may_refuse,
-    own_values,
-    per_process_values,
-    rebuild,
-    restore,
-    shared_containers,
-    unflatten,
-)
+from ckptcore.tree.flattening import STATE_OF, Flat, flatten, own_values, per_process_values, rebuild
+from ckptcore.tree.restoring import first_fixed, restore, shared_containers
+from ckptcore.tree.shapes import Shape, lacks_object_at, objects_that_may_refuse, unflatten
 
 __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ckptcore.errors import CheckpointError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import logger_named
 from ckptcore.loading.checkpoint import Source
-from ckptcore.tree.flattening import LiveObject
+from ckptcore.tree.shapes import LiveObject
 
 __all__ = ["Undo"]
 

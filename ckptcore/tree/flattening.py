@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -36,30 +36,21 @@ from ckptcore.protocols import (
     LeafHandler,
 )
 from ckptcore.tree.columns import ColumnRule, SavedColumns
+from ckptcore.tree.shapes import Container, ObjectNode, Shape, holds_refusing, rank_of_key
 
 __all__ = [
     "PER_PROCESS",
     "PLACEHOLDER",
     "STATE_OF",
-    "Container",
     "Flat",
-    "LiveObject",
-    "NewContainer",
     "PerProcess",
-    "first_fixed",
     "flatten",
-    "lacks_object_at",
     "leaves_of_values",
-    "objects_that_may_refuse",
     "own_values",
     "per_process_leaves",
     "per_process_objects",
     "per_process_values",
     "rebuild",
-    "restore",
-    "shared_containers",
-    "unflatten",
-    "unflatten_states",
 ]
 
 PLACEHOLDER: Final = ...
@@ -109,47 +100,6 @@ class Flat(NamedTuple):
     def paths(self) -> Iterator[TreePath]:
         """Return the path of each leaf."""
         return leaf_paths(self.skeleton)
-
-
-class Container(NamedTuple):
-    """A container in a flattened value: itself, its handler, its children, and the leaves below it. See `Shape`."""
-
-    like: object
-    handler: ContainerHandler
-    keys: tuple[Key, ...]
-    children: tuple[Shape, ...]
-    leaves: int
-    order: tuple[int, ...] | None
-
-
-class _Checkpointable(NamedTuple):
-    like: object
-    handler: CheckpointableHandler
-    state: Shape
-    leaves: int
-    may_refuse: bool
-
-
-class NewContainer(NamedTuple):
-    """A container that a load builds, because the stored one has another structure. It contains no objects.
-
-    Attributes:
-        content: the container to build.
-        own: a list or dict of the value that gets the content; None to replace what the value has.
-        leaves: the number of leaves in it.
-    """
-
-    content: Container
-    own: Any
-    leaves: int
-
-
-Shape: TypeAlias = Container | NewContainer | _Checkpointable | None
-"""A node of a flattened value: a container, a checkpointable with its state, or None for a leaf.
-
-``leaves`` is the number of leaves below a node. ``order`` has the positions of the children that are not leaves, in the
-order of visits; None if that is the order of the keys. See `_visiting_order`.
-"""
 
 
 def flatten(
@@ -301,8 +251,8 @@ class _Flattening:
         if stored is not None:
             self._choose_frameworks(before)
         may_refuse = self.stored_at is not None and handler.is_object
-        may_refuse = may_refuse and (_holds_refusing(shape) or handler.may_refuse(value, state))
-        return skeleton, _Checkpointable(value, handler, shape, len(self.leaves) - before, may_refuse)
+        may_refuse = may_refuse and (holds_refusing(shape) or handler.may_refuse(value, state))
+        return skeleton, ObjectNode(value, handler, shape, len(self.leaves) - before, may_refuse)
 
     def _choose_frameworks(self, start: int) -> None:
         """Request the arrays that an object does not have yet in the framework in which they were saved."""
@@ -384,15 +334,8 @@ def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...
     """
     if len(inner) < 2:
         return None
-    order = tuple(sorted(inner, key=lambda position: _rank_of(keys[position])))
+    order = tuple(sorted(inner, key=lambda position: rank_of_key(keys[position])))
     return None if order == tuple(inner) else order
-
-
-def _rank_of(key: Key) -> tuple[bool, int, str]:
-    """Return a value that sorts keys of all types."""
-    if isinstance(key, int):
-        return False, key, ""
-    return True, 0, key.name if isinstance(key, Attribute) else key
 
 
 def per_process_objects(shape: Shape) -> Iterator[tuple[TreePath, object]]:
@@ -401,7 +344,7 @@ def per_process_objects(shape: Shape) -> Iterator[tuple[TreePath, object]]:
 
 
 def _per_process_objects(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
-    if isinstance(shape, _Checkpointable):
+    if isinstance(shape, ObjectNode):
         # An object that wraps what differs in its state shares the rest.
         if shape.handler.per_process and next(_per_process_values(shape.state, path), None) is None:
             yield path, shape.like
@@ -419,7 +362,7 @@ def per_process_values(shape: Shape) -> Iterator[TreePath]:
 
 
 def _per_process_values(shape: Shape, path: TreePath) -> Iterator[TreePath]:
-    if isinstance(shape, _Checkpointable):
+    if isinstance(shape, ObjectNode):
         yield from _per_process_values(shape.state, path)
     elif isinstance(shape, Container) and isinstance(shape.like, PerProcess):
         yield path
@@ -447,47 +390,6 @@ def _leaves_below(flat: Flat, above: Collection[TreePath]) -> frozenset[int]:
     return frozenset(
         [number for number, path in enumerate(flat.paths()) if any(path[:length] in tops for length in lengths)]
     )
-
-
-def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
-    """Build a value with exactly the types and static content of the flattened one, and other leaves."""
-    return _unflatten(shape, iter(leaves), lambda node, state: node.handler.unflatten(node.like, state))
-
-
-def unflatten_states(shape: Shape, leaves: Sequence[object]) -> object:
-    """Build a value like `unflatten`, but with the states of objects in place of the objects."""
-    return _unflatten(shape, iter(leaves), _state_of_object)
-
-
-def _state_of_object(node: _Checkpointable, state: object) -> object:
-    return state if node.handler.is_object else node.handler.unflatten(node.like, state)
-
-
-def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[_Checkpointable, object], object]) -> object:
-    if shape is None:
-        return next(leaves)
-    if isinstance(shape, _Checkpointable):
-        return of_state(shape, _unflatten(shape.state, leaves, of_state))
-    if isinstance(shape, NewContainer):
-        shape = shape.content
-    return shape.handler.unflatten(
-        shape.like, _in_order(shape, leaves, lambda child, below: _unflatten(child, below, of_state))
-    )
-
-
-def _in_order(
-    shape: Container, leaves: Iterator[object], make: Callable[[Shape, Iterator[object]], object]
-) -> list[object]:
-    """Return the children of a container, in the order of its keys. `make` is called in the visiting order."""
-    if shape.order is None:
-        return [next(leaves) if child is None else make(child, leaves) for child in shape.children]
-    children = [
-        next(leaves) if child is None else list(itertools.islice(leaves, child.leaves)) for child in shape.children
-    ]
-    for position in shape.order:
-        below = cast("list[object]", children[position])
-        children[position] = make(shape.children[position], iter(below))
-    return children
 
 
 def own_values(
@@ -565,265 +467,3 @@ def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) 
     if names_objects and skeleton.kind == "object":
         return StoredObject(zip(keys, children, strict=True), skeleton.type)
     return dict(zip(keys, children, strict=True))
-
-
-class LiveObject(NamedTuple):
-    """An object in a value.
-
-    Attributes:
-        path: its path.
-        node: the object with its state.
-        leaves: the positions of the leaves of its state.
-    """
-
-    path: TreePath
-    node: _Checkpointable
-    leaves: range
-
-    @property
-    def name(self) -> str:
-        """Its path and type, for messages."""
-        return f"{format_path(self.path)}, a {type(self.node.like).__qualname__}"
-
-    def undo(self) -> Callable[[], None] | None:
-        """Return a function that puts the present state back; None if there is none. See `CheckpointableHandler`.
-
-        It also puts back the objects in its state, which are restored with it.
-        """
-        nodes = [self.node, *[inner.node for inner in _inner_objects(self.node.state)]]
-        found = [node.handler.undo(node.like) for node in nodes]
-        functions = [one for one in found if one is not None]
-        if len(functions) < len(nodes):
-            return None
-
-        def undo() -> None:
-            for one in functions:
-                one()
-
-        return undo
-
-    def restore(self, leaves: Sequence[object]) -> None:
-        """Restore the object, and first the objects in its state. `leaves` are those of the whole value."""
-        state = _unflatten(self.node.state, iter([leaves[position] for position in self.leaves]), _restored)
-        self.node.handler.restore(self.node.like, state)
-
-
-def _restored(node: _Checkpointable, state: object) -> object:
-    """Restore an object in the state of another one, and return it. Build a new value that is no object."""
-    if not node.handler.is_object:
-        return node.handler.unflatten(node.like, state)
-    node.handler.restore(node.like, state)
-    return node.like
-
-
-def objects_that_may_refuse(shape: Shape) -> Sequence[LiveObject]:
-    """Return the objects in a value that may refuse a loaded state, in the order of visits. See `_visiting_order`."""
-    return [found for found in _objects(shape) if found.node.may_refuse]
-
-
-def _objects(shape: Shape) -> Sequence[LiveObject]:
-    """Return the objects in a value that are in no other object, in the order of visits.
-
-    That order is equal on every process of a job, because `load_state_dict` may be collective.
-    """
-    return sorted(_find_objects(shape, (), 0), key=lambda found: [_rank_of(key) for key in found.path])
-
-
-def _find_objects(shape: Shape, path: TreePath, start: int) -> Iterator[LiveObject]:
-    if isinstance(shape, _Checkpointable):
-        yield LiveObject(path, shape, range(start, start + shape.leaves))
-    elif isinstance(shape, Container):
-        for key, child in zip(shape.keys, shape.children, strict=True):
-            if child is not None:
-                yield from _find_objects(child, (*path, key), start)
-            start += 1 if child is None else child.leaves
-
-
-def lacks_object_at(shape: Shape, path: TreePath) -> bool:
-    """Return True if a path is in the state of an object in a value, and no object is at the path itself."""
-    inside = False
-    for key in path:
-        while isinstance(shape, _Checkpointable):
-            inside, shape = True, shape.state
-        if not isinstance(shape, Container) or key not in shape.keys:
-            return inside
-        shape = shape.children[shape.keys.index(key)]
-    return inside and not isinstance(shape, _Checkpointable)
-
-
-def _inner_objects(state: Shape) -> Iterator[LiveObject]:
-    """Return the objects in the state of another one, at any depth."""
-    for found in _find_objects(state, (), 0):
-        if found.node.handler.is_object:
-            yield found
-            yield from _inner_objects(found.node.state)
-
-
-def _holds_refusing(shape: Shape) -> bool:
-    """Return True if an object in the state of another object may refuse its own state."""
-    return any(True for found in _find_objects(shape, (), 0) if found.node.may_refuse)
-
-
-def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], paths: Sequence[TreePath]) -> None:
-    """Store other leaves in the flattened value, in place. Objects that may refuse a state were restored before.
-
-    Args:
-        shape: the shape of the value.
-        leaves: the new leaves.
-        filled: for each leaf, True if it was filled in place and stays.
-        paths: the paths of the leaves, for errors.
-
-    Raises:
-        CheckpointError: names a leaf that can be replaced neither in place nor in its container.
-    """
-    fixed = first_fixed(shape, [not done for done in filled])
-    if fixed is not None:
-        raise CheckpointError(
-            f"{format_path(paths[fixed])} can be changed neither in place nor in its container; use load() and keep "
-            "its result"
-        )
-    _restore(shape, leaves, filled, iter(range(len(leaves))))
-    for found in _objects(shape):
-        if not found.node.may_refuse:
-            found.restore(leaves)
-
-
-def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
-    """Return the first leaf to replace that no container above it can replace; None if all can be replaced.
-
-    Args:
-        shape: the shape of the value.
-        changed: for each leaf, True if it must be replaced.
-    """
-    return _first_fixed(shape, changed, iter(range(len(changed))), live=True)
-
-
-def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int], *, live: bool) -> int | None:
-    if shape is None:
-        number = next(position)
-        return number if changed[number] else None
-    if isinstance(shape, _Checkpointable):
-        _skip(shape, position)
-        return None
-    if isinstance(shape, NewContainer):
-        numbers = list(itertools.islice(position, shape.leaves))
-        return numbers[0] if numbers and shape.own is None else None
-    replaceable = _replaceable(shape) if live else ()
-    if len(replaceable) == len(shape.children):
-        _skip(shape, position)
-        return None
-    live = live and _children_are_live(shape)
-    for number, child in enumerate(shape.children):
-        if number in replaceable:
-            _skip(child, position)
-            continue
-        fixed = _first_fixed(child, changed, position, live=live)
-        if fixed is not None:
-            return fixed
-    return None
-
-
-def _children_are_live(shape: Container) -> bool:
-    """Return True if a container returns its children themselves, and does not build new ones each time."""
-    again = shape.handler.flatten(shape.like).children
-    return all(now is _like_of(child, now) for now, child in zip(again, shape.children, strict=True))
-
-
-def _like_of(shape: Shape, other: object) -> object:
-    """Return the value of a node; `other` for a leaf, and for a container that is replaced."""
-    if isinstance(shape, NewContainer):
-        return other if shape.own is None else shape.own
-    return other if shape is None else shape.like
-
-
-def _replaceable(shape: Container) -> Collection[int]:
-    """Return the positions of the children that can be replaced in the container itself."""
-    return shape.handler.replaceable(shape.like)
-
-
-def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
-    """Find mutable containers that are at several paths of a value. Return pairs of leaf ranges.
-
-    A pair has the leaves below the first path of a container, and the leaves below a further path.
-    """
-    pairs: list[tuple[range, range]] = []
-    _find_shared(shape, 0, {}, pairs)
-    return pairs
-
-
-def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]]) -> int:
-    """Add the shared containers of a node whose leaves start at `start`. Return the end of its leaves."""
-    if shape is None:
-        return start + 1
-    if isinstance(shape, _Checkpointable):
-        return _find_shared(shape.state, start, {}, [])  # the object builds a new state each time
-    if isinstance(shape, NewContainer):
-        return start + shape.leaves
-    stop = start
-    for child in shape.children:
-        stop = _find_shared(child, stop, found, pairs)
-    first = found.setdefault(id(shape.like), range(start, stop))
-    if first.start != start and _replaceable(shape):
-        pairs.append((first, range(start, stop)))
-    return stop
-
-
-def _skip(shape: Shape, position: Iterator[int]) -> None:
-    """Advance past the leaves of a node."""
-    deque(itertools.islice(position, 1 if shape is None else shape.leaves), maxlen=0)
-
-
-class _Unreplaced:
-    __slots__ = ()
-
-
-_KEPT: Final = _Unreplaced()
-_CHANGED: Final = _Unreplaced()
-
-
-def _restore(
-    shape: Shape,
-    leaves: Sequence[object],
-    filled: Sequence[bool],
-    position: Iterator[int],
-) -> object:
-    """Return the new value of a node for its container; `_KEPT` or `_CHANGED` if the node itself remains."""
-    if shape is None:
-        number = next(position)
-        return _KEPT if filled[number] else leaves[number]
-    if isinstance(shape, _Checkpointable):
-        _skip(shape, position)
-        return _KEPT
-    if isinstance(shape, NewContainer):
-        children: list[object] = []
-        for child in shape.content.children:
-            if child is None:
-                children.append(leaves[next(position)])
-                continue
-            new = _restore(child, leaves, filled, position)
-            children.append(_like_of(child, None) if new is _KEPT or new is _CHANGED else new)
-        built: Any = shape.content.handler.unflatten(shape.content.like, children)
-        if isinstance(shape.own, list):
-            shape.own[:] = built
-        elif shape.own is not None:
-            shape.own.clear()
-            shape.own.update(built)
-        return built if shape.own is None else _CHANGED
-    replaced = [_restore(child, leaves, filled, position) for child in shape.children]
-    if all(child is _KEPT for child in replaced):
-        return _KEPT
-    others = {number: child for number, child in enumerate(replaced) if child is not _KEPT and child is not _CHANGED}
-    replaceable = _replaceable(shape) if others else ()
-    moved = any(child is _CHANGED for child in replaced) and not _children_are_live(shape)
-    if not moved and all(number in replaceable for number in others):
-        if others:
-            shape.handler.replace(shape.like, others)
-        return _CHANGED
-    current = shape.handler.flatten(shape.like).children
-    merged = []
-    for old, new, child in zip(current, replaced, shape.children, strict=True):
-        if new is _CHANGED:
-            merged.append(_like_of(child, old))  # the changed container, because the current one may be a new copy
-        else:
-            merged.append(old if new is _KEPT else new)
-    return shape.handler.unflatten(shape.like, merged)

@@ -21,7 +21,8 @@ from flax import nnx
 from ckptcore.errors import UnsupportedKeyError
 from ckptcore.model import LEAF, Attribute, Node, TreeMetadata, format_path
 from ckptcore.plugins import installed_plugins
-from ckptcore.tree.flattening import flatten, rebuild, unflatten
+from ckptcore.tree.flattening import flatten, rebuild
+from ckptcore.tree.shapes import unflatten
 
 HANDLER = RegisteredContainer()
 

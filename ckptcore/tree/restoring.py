@@ -1,0 +1,179 @@
+"""Restore a flattened value: put loaded leaves into its containers and objects, in place."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+from ckptcore.errors import CheckpointError
+from ckptcore.model.tree import TreePath, format_path
+from ckptcore.tree.shapes import Container, NewContainer, ObjectNode, Shape, objects_in
+
+__all__ = ["first_fixed", "restore", "shared_containers"]
+
+
+def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], paths: Sequence[TreePath]) -> None:
+    """Store other leaves in the flattened value, in place. Objects that may refuse a state were restored before.
+
+    Args:
+        shape: the shape of the value.
+        leaves: the new leaves.
+        filled: for each leaf, True if it was filled in place and stays.
+        paths: the paths of the leaves, for errors.
+
+    Raises:
+        CheckpointError: names a leaf that can be replaced neither in place nor in its container.
+    """
+    fixed = first_fixed(shape, [not done for done in filled])
+    if fixed is not None:
+        raise CheckpointError(
+            f"{format_path(paths[fixed])} can be changed neither in place nor in its container; use load() and keep "
+            "its result"
+        )
+    _restore(shape, leaves, filled, iter(range(len(leaves))))
+    for found in objects_in(shape):
+        if not found.node.may_refuse:
+            found.restore(leaves)
+
+
+def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
+    """Return the first leaf to replace that no container above it can replace; None if all can be replaced.
+
+    Args:
+        shape: the shape of the value.
+        changed: for each leaf, True if it must be replaced.
+    """
+    return _first_fixed(shape, changed, iter(range(len(changed))), live=True)
+
+
+def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int], *, live: bool) -> int | None:
+    if shape is None:
+        number = next(position)
+        return number if changed[number] else None
+    if isinstance(shape, ObjectNode):
+        _skip(shape, position)
+        return None
+    if isinstance(shape, NewContainer):
+        numbers = list(itertools.islice(position, shape.leaves))
+        return numbers[0] if numbers and shape.own is None else None
+    replaceable = _replaceable(shape) if live else ()
+    if len(replaceable) == len(shape.children):
+        _skip(shape, position)
+        return None
+    live = live and _children_are_live(shape)
+    for number, child in enumerate(shape.children):
+        if number in replaceable:
+            _skip(child, position)
+            continue
+        fixed = _first_fixed(child, changed, position, live=live)
+        if fixed is not None:
+            return fixed
+    return None
+
+
+def _children_are_live(shape: Container) -> bool:
+    """Return True if a container returns its children themselves, and does not build new ones each time."""
+    again = shape.handler.flatten(shape.like).children
+    return all(now is _like_of(child, now) for now, child in zip(again, shape.children, strict=True))
+
+
+def _like_of(shape: Shape, other: object) -> object:
+    """Return the value of a node; `other` for a leaf, and for a container that is replaced."""
+    if isinstance(shape, NewContainer):
+        return other if shape.own is None else shape.own
+    return other if shape is None else shape.like
+
+
+def _replaceable(shape: Container) -> Collection[int]:
+    """Return the positions of the children that can be replaced in the container itself."""
+    return shape.handler.replaceable(shape.like)
+
+
+def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
+    """Find mutable containers that are at several paths of a value. Return pairs of leaf ranges.
+
+    A pair has the leaves below the first path of a container, and the leaves below a further path.
+    """
+    pairs: list[tuple[range, range]] = []
+    _find_shared(shape, 0, {}, pairs)
+    return pairs
+
+
+def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]]) -> int:
+    """Add the shared containers of a node whose leaves start at `start`. Return the end of its leaves."""
+    if shape is None:
+        return start + 1
+    if isinstance(shape, ObjectNode):
+        return _find_shared(shape.state, start, {}, [])  # the object builds a new state each time
+    if isinstance(shape, NewContainer):
+        return start + shape.leaves
+    stop = start
+    for child in shape.children:
+        stop = _find_shared(child, stop, found, pairs)
+    first = found.setdefault(id(shape.like), range(start, stop))
+    if first.start != start and _replaceable(shape):
+        pairs.append((first, range(start, stop)))
+    return stop
+
+
+def _skip(shape: Shape, position: Iterator[int]) -> None:
+    """Advance past the leaves of a node."""
+    deque(itertools.islice(position, 1 if shape is None else shape.leaves), maxlen=0)
+
+
+class _Unreplaced:
+    __slots__ = ()
+
+
+_KEPT: Final = _Unreplaced()
+_CHANGED: Final = _Unreplaced()
+
+
+def _restore(
+    shape: Shape,
+    leaves: Sequence[object],
+    filled: Sequence[bool],
+    position: Iterator[int],
+) -> object:
+    """Return the new value of a node for its container; `_KEPT` or `_CHANGED` if the node itself remains."""
+    if shape is None:
+        number = next(position)
+        return _KEPT if filled[number] else leaves[number]
+    if isinstance(shape, ObjectNode):
+        _skip(shape, position)
+        return _KEPT
+    if isinstance(shape, NewContainer):
+        children: list[object] = []
+        for child in shape.content.children:
+            if child is None:
+                children.append(leaves[next(position)])
+                continue
+            new = _restore(child, leaves, filled, position)
+            children.append(_like_of(child, None) if new is _KEPT or new is _CHANGED else new)
+        built: Any = shape.content.handler.unflatten(shape.content.like, children)
+        if isinstance(shape.own, list):
+            shape.own[:] = built
+        elif shape.own is not None:
+            shape.own.clear()
+            shape.own.update(built)
+        return built if shape.own is None else _CHANGED
+    replaced = [_restore(child, leaves, filled, position) for child in shape.children]
+    if all(child is _KEPT for child in replaced):
+        return _KEPT
+    others = {number: child for number, child in enumerate(replaced) if child is not _KEPT and child is not _CHANGED}
+    replaceable = _replaceable(shape) if others else ()
+    moved = any(child is _CHANGED for child in replaced) and not _children_are_live(shape)
+    if not moved and all(number in replaceable for number in others):
+        if others:
+            shape.handler.replace(shape.like, others)
+        return _CHANGED
+    current = shape.handler.flatten(shape.like).children
+    merged = []
+    for old, new, child in zip(current, replaced, shape.children, strict=True):
+        if new is _CHANGED:
+            merged.append(_like_of(child, old))  # the changed container, because the current one may be a new copy
+        else:
+            merged.append(old if new is _KEPT else new)
+    return shape.handler.unflatten(shape.like, merged)

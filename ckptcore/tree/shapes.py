@@ -1,0 +1,211 @@
+"""Shapes of flattened values: their containers and objects, to build values like them and to restore objects."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from ckptcore.model.tree import Attribute, Key, TreePath, format_path
+from ckptcore.protocols import CheckpointableHandler, ContainerHandler
+
+__all__ = [
+    "Container",
+    "LiveObject",
+    "NewContainer",
+    "ObjectNode",
+    "Shape",
+    "holds_refusing",
+    "lacks_object_at",
+    "objects_in",
+    "objects_that_may_refuse",
+    "rank_of_key",
+    "unflatten",
+    "unflatten_states",
+]
+
+
+class Container(NamedTuple):
+    """A container in a flattened value: itself, its handler, its children, and the leaves below it. See `Shape`."""
+
+    like: object
+    handler: ContainerHandler
+    keys: tuple[Key, ...]
+    children: tuple[Shape, ...]
+    leaves: int
+    order: tuple[int, ...] | None
+
+
+class ObjectNode(NamedTuple):
+    like: object
+    handler: CheckpointableHandler
+    state: Shape
+    leaves: int
+    may_refuse: bool
+
+
+class NewContainer(NamedTuple):
+    """A container that a load builds, because the stored one has another structure. It contains no objects.
+
+    Attributes:
+        content: the container to build.
+        own: a list or dict of the value that gets the content; None to replace what the value has.
+        leaves: the number of leaves in it.
+    """
+
+    content: Container
+    own: Any
+    leaves: int
+
+
+Shape: TypeAlias = Container | NewContainer | ObjectNode | None
+"""A node of a flattened value: a container, a checkpointable with its state, or None for a leaf.
+
+``leaves`` is the number of leaves below a node. ``order`` has the positions of the children that are not leaves, in the
+order of visits; None if that is the order of the keys. See `_visiting_order`.
+"""
+
+
+def rank_of_key(key: Key) -> tuple[bool, int, str]:
+    """Return a value that sorts keys of all types."""
+    if isinstance(key, int):
+        return False, key, ""
+    return True, 0, key.name if isinstance(key, Attribute) else key
+
+
+def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
+    """Build a value with exactly the types and static content of the flattened one, and other leaves."""
+    return _unflatten(shape, iter(leaves), lambda node, state: node.handler.unflatten(node.like, state))
+
+
+def unflatten_states(shape: Shape, leaves: Sequence[object]) -> object:
+    """Build a value like `unflatten`, but with the states of objects in place of the objects."""
+    return _unflatten(shape, iter(leaves), _state_of_object)
+
+
+def _state_of_object(node: ObjectNode, state: object) -> object:
+    return state if node.handler.is_object else node.handler.unflatten(node.like, state)
+
+
+def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[ObjectNode, object], object]) -> object:
+    if shape is None:
+        return next(leaves)
+    if isinstance(shape, ObjectNode):
+        return of_state(shape, _unflatten(shape.state, leaves, of_state))
+    if isinstance(shape, NewContainer):
+        shape = shape.content
+    return shape.handler.unflatten(
+        shape.like, _in_order(shape, leaves, lambda child, below: _unflatten(child, below, of_state))
+    )
+
+
+def _in_order(
+    shape: Container, leaves: Iterator[object], make: Callable[[Shape, Iterator[object]], object]
+) -> list[object]:
+    """Return the children of a container, in the order of its keys. `make` is called in the visiting order."""
+    if shape.order is None:
+        return [next(leaves) if child is None else make(child, leaves) for child in shape.children]
+    children = [
+        next(leaves) if child is None else list(itertools.islice(leaves, child.leaves)) for child in shape.children
+    ]
+    for position in shape.order:
+        below = cast("list[object]", children[position])
+        children[position] = make(shape.children[position], iter(below))
+    return children
+
+
+class LiveObject(NamedTuple):
+    """An object in a value.
+
+    Attributes:
+        path: its path.
+        node: the object with its state.
+        leaves: the positions of the leaves of its state.
+    """
+
+    path: TreePath
+    node: ObjectNode
+    leaves: range
+
+    @property
+    def name(self) -> str:
+        """Its path and type, for messages."""
+        return f"{format_path(self.path)}, a {type(self.node.like).__qualname__}"
+
+    def undo(self) -> Callable[[], None] | None:
+        """Return a function that puts the present state back; None if there is none. See `CheckpointableHandler`.
+
+        It also puts back the objects in its state, which are restored with it.
+        """
+        nodes = [self.node, *[inner.node for inner in _inner_objects(self.node.state)]]
+        found = [node.handler.undo(node.like) for node in nodes]
+        functions = [one for one in found if one is not None]
+        if len(functions) < len(nodes):
+            return None
+
+        def undo() -> None:
+            for one in functions:
+                one()
+
+        return undo
+
+    def restore(self, leaves: Sequence[object]) -> None:
+        """Restore the object, and first the objects in its state. `leaves` are those of the whole value."""
+        state = _unflatten(self.node.state, iter([leaves[position] for position in self.leaves]), _restored)
+        self.node.handler.restore(self.node.like, state)
+
+
+def _restored(node: ObjectNode, state: object) -> object:
+    """Restore an object in the state of another one, and return it. Build a new value that is no object."""
+    if not node.handler.is_object:
+        return node.handler.unflatten(node.like, state)
+    node.handler.restore(node.like, state)
+    return node.like
+
+
+def objects_that_may_refuse(shape: Shape) -> Sequence[LiveObject]:
+    """Return the objects in a value that may refuse a loaded state, in the order of visits. See `_visiting_order`."""
+    return [found for found in objects_in(shape) if found.node.may_refuse]
+
+
+def objects_in(shape: Shape) -> Sequence[LiveObject]:
+    """Return the objects in a value that are in no other object, in the order of visits.
+
+    That order is equal on every process of a job, because `load_state_dict` may be collective.
+    """
+    return sorted(_find_objects(shape, (), 0), key=lambda found: [rank_of_key(key) for key in found.path])
+
+
+def _find_objects(shape: Shape, path: TreePath, start: int) -> Iterator[LiveObject]:
+    if isinstance(shape, ObjectNode):
+        yield LiveObject(path, shape, range(start, start + shape.leaves))
+    elif isinstance(shape, Container):
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from _find_objects(child, (*path, key), start)
+            start += 1 if child is None else child.leaves
+
+
+def lacks_object_at(shape: Shape, path: TreePath) -> bool:
+    """Return True if a path is in the state of an object in a value, and no object is at the path itself."""
+    inside = False
+    for key in path:
+        while isinstance(shape, ObjectNode):
+            inside, shape = True, shape.state
+        if not isinstance(shape, Container) or key not in shape.keys:
+            return inside
+        shape = shape.children[shape.keys.index(key)]
+    return inside and not isinstance(shape, ObjectNode)
+
+
+def _inner_objects(state: Shape) -> Iterator[LiveObject]:
+    """Return the objects in the state of another one, at any depth."""
+    for found in _find_objects(state, (), 0):
+        if found.node.handler.is_object:
+            yield found
+            yield from _inner_objects(found.node.state)
+
+
+def holds_refusing(shape: Shape) -> bool:
+    """Return True if an object in the state of another object may refuse its own state."""
+    return any(True for found in _find_objects(shape, (), 0) if found.node.may_refuse)
