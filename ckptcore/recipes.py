@@ -46,7 +46,7 @@ def _recipe_of_kind(value: Any) -> str | None:
         return None
     match value:
         case types.EllipsisType():
-            return "PLACEHOLDER stands for a leaf that is not loaded or updated, and is no value: remove it"
+            return "PLACEHOLDER represents a leaf that is not loaded or updated, and is no value: remove it"
         case slice():
             return "save [value.start, value.stop, value.step]"
         case memoryview():

@@ -24,12 +24,13 @@ from ckptcore.model.arrays import (
     sampled,
 )
 from ckptcore.model.columns import COLUMN_KINDS, column_record, column_value
-from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord, unreadable_error
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, ValueRecord, unreadable_error
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = [
+    "PLAIN_ARRAY_KINDS",
     "PLAIN_KINDS",
     "VALUE_KINDS",
     "BufferHandler",
@@ -256,6 +257,9 @@ VALUE_KINDS: Final[dict[type, str]] = {
     bytes: "bytes",
 }
 """The kind of record of each type that a checkpoint stores itself. Values of other kinds have the JSON of a handler."""
+
+PLAIN_ARRAY_KINDS: Final = (PLAIN_ARRAY, _SCALAR)
+"""The kinds of arrays without a meaning beyond their elements: these can be adjusted, or become numbers."""
 
 PLAIN_KINDS: Final = frozenset((*VALUE_KINDS.values(), *COLUMN_KINDS.values()))
 """The kinds of the records of plain values, and of long containers of them."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from ckptcore.builtin.host_leaves import PLAIN_KINDS, VALUE_KINDS, HostValueHandler
+from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.loading.load_options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.columns import COLUMN_KINDS
 from ckptcore.model.metadata import (
     PLAIN_ARRAY,
     ArrayRecord,
@@ -381,8 +382,15 @@ class _Comparison:
                 reason = None if same else f"sequence: a {requested.kind} is requested, a {record.kind} is stored"
             else:
                 reason = _difference(requested, record)
+            if reason is None and isinstance(record, ValueRecord) and record.kind in COLUMN_KINDS.values():
+                reason = _column_difference(self.leaves[position], record, matching)
             is_sequence = reason is not None and reason.startswith("sequence")
-            are_values = reason is not None and not is_sequence and _is_plain(record) and self._is_value(position)
+            are_values = (
+                reason is not None
+                and reason.startswith(("kind", "value"))
+                and _is_plain(record)
+                and self._is_value(position)
+            )
             if are_values and matching.values == "stored":
                 self._take_stored(position, handler, requested, record)
             elif reason is not None:
@@ -422,6 +430,26 @@ class _Comparison:
             self.handlers[position] = _NumberOfArray(handler, sort)
 
 
+def _column_difference(requested: object, stored: ValueRecord, matching: Matching) -> str | None:
+    """Return why a stored column cannot replace a requested list, tuple or dict; None if it can."""
+    if matching.values == "stored" and not (isinstance(requested, dict) and any(type(key) is str for key in requested)):
+        return None  # the column need not be decoded
+    found: Any = _VALUES.build(None, stored, ())
+    if matching.values == "error" and not _has_types_of(requested, found):
+        return f"kind: a {stored.kind} of other values is requested than is stored"
+    lost = [key for key in requested if type(key) is str and key not in found] if isinstance(requested, dict) else []
+    return f"missing: {lost[0]!r} is not stored" if lost else None
+
+
+def _has_types_of(one: object, other: object) -> bool:
+    """Return True if two values have the same structure, and plain values of the same types."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_has_types_of(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_has_types_of, one, other))
+    return type(one) is type(other)
+
+
 def _is_plain(record: LeafRecord) -> bool:
     """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
     if isinstance(record, ArrayRecord):
@@ -431,11 +459,7 @@ def _is_plain(record: LeafRecord) -> bool:
 
 def _are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
     """Return True if two arrays have no meaning beyond their elements, so that they can be adjusted."""
-    return requested.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
-
-
-_PLAIN_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
-"""Kinds of arrays without a meaning beyond their elements: these can be adjusted, or become numbers."""
+    return requested.kind in PLAIN_ARRAY_KINDS and stored.kind in PLAIN_ARRAY_KINDS
 
 
 def _is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
@@ -584,7 +608,7 @@ def _is_number(record: ValueRecord) -> bool:
 
 
 def _is_scalar(record: ArrayRecord) -> bool:
-    return record.spec.shape == () and record.kind in _PLAIN_KINDS
+    return record.spec.shape == () and record.kind in PLAIN_ARRAY_KINDS
 
 
 def _sort(spec: ArraySpec) -> str | None:

@@ -10,10 +10,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from ckptcore.builtin.host_leaves import PLAIN_KINDS, VALUE_KINDS
+from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.loading.stored_trees import abstract_tree
-from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Key, Node, Skeleton, leaf_count
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
@@ -24,14 +24,11 @@ __all__ = ["is_plain_value", "with_stored_values"]
 
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 
-_SCALARS: Final = (PLAIN_ARRAY, "numpy.scalar")
-"""Kinds of arrays that are numbers, if they have no axes."""
-
 
 def is_plain_value(record: LeafRecord) -> bool:
     """Return True for None, a number, text or bytes, and for an array without axes."""
     if isinstance(record, ArrayRecord):
-        return record.kind in ("str", "bytes") or (record.kind in _SCALARS and record.spec.shape == ())
+        return record.kind in ("str", "bytes") or (record.kind in PLAIN_ARRAY_KINDS and record.spec.shape == ())
     return record.kind in PLAIN_KINDS
 
 

@@ -37,6 +37,8 @@ class Container(NamedTuple):
 
 
 class ObjectNode(NamedTuple):
+    """An object in a flattened value: itself, its handler, its state, and the leaves below it. See `Shape`."""
+
     like: object
     handler: CheckpointableHandler
     state: Shape

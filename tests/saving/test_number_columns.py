@@ -95,7 +95,7 @@ def test_a_live_list_of_another_length_gets_the_stored_numbers(target: list[Any]
 def test_live_dicts_and_tuples_get_the_stored_numbers(tmp_path: Path) -> None:
     saved = {"d": {number: number / 2 for number in range(MANY)}, "t": tuple(range(MANY))}
     ckptcore.save(tmp_path / "c", saved)
-    into: dict[str, Any] = {"d": {"other": None}, "t": ()}
+    into: dict[str, Any] = {"d": {7: None}, "t": ()}
     same = into["d"]
     ckptcore.load_into(tmp_path / "c", into)
     assert into == saved
@@ -227,3 +227,20 @@ def test_per_process_values_are_columns(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", saved)
     assert len(ckptcore.metadata(tmp_path / "c").tree.leaves) == 1
     assert ckptcore.load(tmp_path / "c", {"v": PerProcess({"d": {}})}) == saved
+
+
+def test_strict_matching_compares_the_values_of_a_column(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"v": [1] * 1000})
+    strict = ckptcore.Matching(values="error")
+    assert ckptcore.load(tmp_path / "c", {"v": [0] * 1000}, matching=strict) == {"v": [1] * 1000}
+    other: list[list[float]] = [[0.5] * 1000, [0, 0, 0], []]
+    for requested in other:
+        with pytest.raises(TreeMismatchError, match="other values is requested"):
+            ckptcore.load(tmp_path / "c", {"v": requested}, matching=strict)
+
+
+def test_a_name_that_a_column_lacks_is_missing(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"v": {f"n{number}": number for number in range(1000)}})
+    with pytest.raises(TreeMismatchError, match="missing: 'own' is not stored"):
+        ckptcore.load(tmp_path / "c", {"v": {"n1": 0, "own": 7}})
+    assert ckptcore.load(tmp_path / "c", {"v": {"n1": 0}})["v"]["n999"] == 999
