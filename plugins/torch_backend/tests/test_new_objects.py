@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckptcore_transforms import Cast, Rename
 
 import ckptcore
 from ckptcore.errors import TreeMismatchError
@@ -162,3 +163,13 @@ def test_a_replay_buffer_and_an_average_model(tmp_path: Path) -> None:
         {"reward": torch.Tensor},
     ]
     assert fresh.episodes[0]["seen"].tolist() == [0, 1, 2, 3]
+
+
+def test_transforms_keep_the_framework_of_arrays(tmp_path: Path) -> None:
+    trained, fresh = Averages(), Averages()
+    trained.shadows = {"w": torch.ones(2, 3), "b": torch.zeros(2)}
+    ckptcore.save(tmp_path / "c", {"average": trained})
+    changes = [Cast("average/shadows/w", "float64"), Rename("average/{rest...}", "ema/{rest}")]
+    ckptcore.load_into(tmp_path / "c", {"ema": fresh}, transforms=changes)
+    assert [type(shadow) for shadow in fresh.shadows.values()] == [torch.Tensor, torch.Tensor]
+    assert fresh.shadows["w"].dtype == torch.float64

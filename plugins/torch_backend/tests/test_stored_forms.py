@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from ckptcore_transforms import Rename
 from torch.ao import quantization
 from torch.nn.utils import parametrizations
 
@@ -464,3 +465,10 @@ def test_another_dtype_of_a_part_of_pytorch_is_a_difference(tmp_path: Path) -> N
     ckptcore.save(tmp_path / "c", torch.nn.BatchNorm1d(2).double())
     with pytest.raises(TreeMismatchError, match="cast="):
         ckptcore.load_into(tmp_path / "c", torch.nn.BatchNorm1d(2))
+
+
+def test_transforms_keep_the_versions_of_modules(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"old": sequential(Scaled(1))})
+    model = sequential(Scaled(2))
+    ckptcore.load_into(tmp_path / "c", {"new": model}, transforms=[Rename("old/{rest...}", "new/{rest}")])
+    assert model[0].weight.tolist() == [0.25, 0.25]

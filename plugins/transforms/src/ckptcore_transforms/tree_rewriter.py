@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from ckptcore.commit.location import LocationLike
@@ -77,7 +77,7 @@ class TreeRewriter:
         """Start with a tree, possibly the result of other transforms."""
         self.source = derived.source
         """Opens other checkpoints, reads files of other software, and finds leaf handlers."""
-        self._containers: dict[TreePath, tuple[NodeKind, str | None]] = {}
+        self._containers: dict[TreePath, Node] = {}
         self._empty: dict[TreePath, None] = {}
         self._sequence: dict[TreePath, int] = {}
         """Original order of leaves and empty containers."""
@@ -94,7 +94,7 @@ class TreeRewriter:
         if not isinstance(node, Node):
             self._sequence[path] = len(self._sequence)
             return
-        self._containers[path] = (node.kind, node.type)
+        self._containers[path] = node
         if not node.children:
             self._sequence[path] = len(self._sequence)
             self._empty[path] = None
@@ -208,13 +208,13 @@ class TreeRewriter:
         self.replace({path: {new: self.leaves[path]} for path, new in moved.items()})
 
     def _move_containers(self, path: TreePath, new: TreePath) -> None:
-        """Copy the kinds of containers for the keys that both paths end with."""
+        """Copy the kinds and attributes of containers for the keys that both paths end with."""
         for length in range(len(path) + 1):
             if length and (length > len(new) or path[-length] != new[-length]):
                 return
-            kind = self._containers.get(path[: len(path) - length])
-            if kind is not None:
-                self._containers.setdefault(new[: len(new) - length], kind)
+            node = self._containers.get(path[: len(path) - length])
+            if node is not None:
+                self._containers.setdefault(new[: len(new) - length], node)
 
     def replace(self, replacements: Mapping[TreePath, Mapping[TreePath, Leaf]]) -> None:
         """Replace leaves.
@@ -234,7 +234,7 @@ class TreeRewriter:
                     raise TransformError(
                         f"two leaves would have the path {format_path(own)}; drop or rename one of them first"
                     )
-                leaves[own] = put
+                leaves[own] = _with_framework_of(leaf, put)
         self.leaves = leaves
 
     def _known_keys(self) -> Mapping[TreePath, Mapping[str, Key]]:
@@ -312,7 +312,8 @@ class TreeRewriter:
         yield from empty
 
     def _node(self, branch: _Branch, path: TreePath, order: list[TreePath]) -> Node:
-        kind, note = self._containers.get(path, (None, None))
+        known = self._containers.get(path)
+        kind, note, attributes = (None, None, None) if known is None else (known.kind, known.type, known.attributes)
         keys = list(branch.children)
         numbers = {key for key in keys if type(key) is int}
         is_sequence = len(numbers) == len(keys) and numbers == set(range(len(keys)))
@@ -327,7 +328,16 @@ class TreeRewriter:
             if below is None:
                 order.append((*path, key))
             children.append(LEAF if below is None else self._node(below, (*path, key), order))
-        return Node(kind or "dict", tuple(keys), tuple(children), note)
+        return Node(kind or "dict", tuple(keys), tuple(children), note, attributes)
+
+
+def _with_framework_of(old: Leaf, new: Leaf) -> Leaf:
+    """Return a computed array with the framework of the leaf that it replaces."""
+    if not isinstance(old, ArrayLeaf) or not isinstance(new, ArrayLeaf) or old.record.framework is None:
+        return new
+    if new.record.notes:
+        return new
+    return replace(new, record=new.record._replace(notes={"framework": old.record.framework}))
 
 
 @dataclass(frozen=True, slots=True)
