@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import multiprocessing
 import os
 import secrets
 from collections.abc import Iterator
@@ -58,6 +59,16 @@ _SYSTEM: Final = frozenset(
 _TRAINERS: Final = Path(__file__).parent / "plugins/integrations/tests/trainers"
 """Tests with libraries that only the environment of `make test-integrations` has."""
 
+_PRELOADED: Final = [
+    "ckptcore_testing",
+    "ckptcore_orbax",
+    "ckptcore_jax.collectives",
+    "ckptcore_torch.store_coordinator",
+    "jax",
+    "torch.distributed.tensor",
+]
+"""Modules that start nothing when they are imported."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--slow`, `--full` and `--trainers`."""
@@ -73,7 +84,11 @@ def full(pytestconfig: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Try more examples with `--slow`."""
+    """Try more examples with `--slow`. Let the processes that tests fork begin with the frameworks imported.
+
+    A test process has one server of forks, which imports only what the first test asks for.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     if config.getoption("slow") and "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("thorough")
 

@@ -43,7 +43,6 @@ class _Processes:
 
     def __init__(self, program: ModuleType, cell: Cell, size: int, place: Path, *, leader_serves: bool) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([program.__name__])
         self.size = size
         self._place = place
         for rank in range(size):

@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol
 __all__ = ["Place", "Program", "run_job"]
 
 _PATIENCE_SECONDS: Final = 240
-_PRELOADED: Final = ["ckptcore_testing", "ckptcore_orbax", "jax", "torch.distributed.tensor"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ def run_job(
     The processes come from a server that has imported the frameworks, and started nothing of them.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -85,7 +85,6 @@ def _run(near: Path, far: Path, at: int, told: Path) -> None:
 def kill_at(near: Path, far: Path, at: int, told: Path) -> int | None:
     """Run it, and kill it before its request of that number; its exit status."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     process = context.Process(target=_run, args=(near, far, at, told))
     process.start()
     process.join(_SECONDS)

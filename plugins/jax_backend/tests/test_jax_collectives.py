@@ -40,7 +40,6 @@ def _process(arguments: Sequence[str], errors: str) -> None:
 def _run(size: int, devices: int, task: str, directory: Path) -> None:
     """Run a task in a job of `size` processes with `devices` devices each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ckptcore_jax.collectives", "ckptcore_testing", "jax"])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"

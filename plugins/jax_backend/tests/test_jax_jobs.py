@@ -33,7 +33,6 @@ def _process(arguments: Sequence[str], errors: str) -> None:
 def run(size: int, devices: int, task: str, directory: Path) -> tuple[Sequence[int | None], str]:
     """Run a task in a job of processes with devices. Return the exit status and output of each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ckptcore_jax.key_value_coordinator", "ckptcore_testing", "ckptcore_orbax", "jax"])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"

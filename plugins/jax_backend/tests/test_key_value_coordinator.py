@@ -53,7 +53,6 @@ class TestKeyValueCoordinator(CoordinatorTests):
 
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ckptcore_jax.key_value_coordinator", "ckptcore_testing", "jax"])
         address = f"127.0.0.1:{free_port()}"
         with tempfile.TemporaryDirectory() as directory:
             files = [f"{directory}/{rank}" for rank in range(size)]

@@ -36,7 +36,6 @@ class TestStoreCoordinator(CoordinatorTests):
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ckptcore_torch.store_coordinator", "ckptcore_testing"])
         with tempfile.TemporaryDirectory() as directory:
             files = [f"{directory}/{rank}" for rank in range(size)]
             processes = [
