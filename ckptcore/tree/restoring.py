@@ -163,17 +163,16 @@ def _restore(
     if all(child is _KEPT for child in replaced):
         return _KEPT
     others = {number: child for number, child in enumerate(replaced) if child is not _KEPT and child is not _CHANGED}
+    if len(others) < len(replaced) and any(child is _CHANGED for child in replaced) and not _children_are_live(shape):
+        # The container does not have the changed children, but builds new ones each time.
+        changed = [number for number, child in enumerate(replaced) if child is _CHANGED]
+        others.update({number: _like_of(shape.children[number], None) for number in changed})
     replaceable = _replaceable(shape) if others else ()
-    moved = any(child is _CHANGED for child in replaced) and not _children_are_live(shape)
-    if not moved and all(number in replaceable for number in others):
+    if all(number in replaceable for number in others):
         if others:
             shape.handler.replace(shape.like, others)
         return _CHANGED
-    current = shape.handler.flatten(shape.like).children
-    merged = []
-    for old, new, child in zip(current, replaced, shape.children, strict=True):
-        if new is _CHANGED:
-            merged.append(_like_of(child, old))  # the changed container, because the current one may be a new copy
-        else:
-            merged.append(old if new is _KEPT else new)
+    merged = list(shape.handler.flatten(shape.like).children)
+    for number, new in others.items():
+        merged[number] = new
     return shape.handler.unflatten(shape.like, merged)

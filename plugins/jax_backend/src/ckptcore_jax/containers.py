@@ -115,21 +115,48 @@ class _RegisteredSubclass(RegisteredContainer):
     priority = Priority.EXACT + 1
 
 
-class _FlaxModule(RegisteredContainer):
-    """Handler of Flax NNX modules, optimizers and random streams, which programs change in place."""
+class _FlaxGraph(ContainerHandler):
+    """Handler of Flax NNX modules, optimizers and random streams, which programs change in place.
+
+    Their parts can refer to each other and to their owner, and can share variables. So they are
+    taken apart as ``nnx.state`` does: the first path of a shared variable has it, and other paths
+    are not stored. A module and its state have the same form, and load into each other.
+    """
+
+    priority = Priority.REGISTERED
+
+    def flatten(self, value: Any) -> Flattened:
+        """Return the states of its attributes. Attributes without a state, such as None, are not saved."""
+        state = _nnx().state(value)
+        return Flattened("object", tuple(state), list(state.values()), _name_of(value))
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        """Build an object that shares variables, and refers to parts, as `like` does."""
+        graph, state = _nnx().split(like)
+        return _nnx().merge(graph, type(state)(dict(zip(state, children, strict=True))))
 
     def is_object(self, value: Any) -> bool:
         """Return True if any leaf in it is not an abstract array. False for a result of ``nnx.eval_shape``."""
-        leaves = tree_util.tree_leaves(value)
+        leaves = tree_util.tree_leaves(_nnx().state(value))
         return any(not isinstance(leaf, jax.ShapeDtypeStruct | AbstractArray) for leaf in leaves)
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return the positions of all children, because NNX also updates modules by setting attributes."""
-        return range(len(_children(target)))
+        """Return the positions of all attributes."""
+        return range(len(_nnx().state(target)))
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        """Update the variables, which stay the same objects."""
+        state = _nnx().state(target)
+        keys = tuple(state)
+        _nnx().update(target, type(state)({keys[position]: child for position, child in children.items()}))
 
 
-class _FlaxVariable(_FlaxModule):
+class _FlaxVariable(RegisteredContainer):
     """Handler of Flax NNX variables."""
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        """Return the position of its value."""
+        return range(len(_children(target)))
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         """Set the value without the hooks for assignments, as ``nnx.update`` does."""
@@ -140,7 +167,7 @@ class _FlaxVariable(_FlaxModule):
 _MISSING: Final = object()
 _HANDLER: Final = RegisteredContainer()
 _SUBCLASS_HANDLER: Final = _RegisteredSubclass()
-_FLAX_MODULE_HANDLER: Final = _FlaxModule()
+_FLAX_GRAPH_HANDLER: Final = _FlaxGraph()
 _FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
 
 
@@ -153,8 +180,12 @@ def container_handler(value_type: type, example: object) -> ContainerHandler | N
     if nnx is not None and issubclass(value_type, nnx.Variable):
         return _FLAX_VARIABLE_HANDLER
     if nnx is not None and issubclass(value_type, nnx.Pytree):
-        return _FLAX_MODULE_HANDLER
+        return _FLAX_GRAPH_HANDLER
     return _SUBCLASS_HANDLER if issubclass(value_type, dict | list | tuple) else _HANDLER
+
+
+def _nnx() -> Any:
+    return sys.modules["flax.nnx"]  # values of its types exist only if it was imported
 
 
 def _children(value: object) -> list[tuple[Any, Any]]:
