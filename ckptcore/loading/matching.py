@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -76,7 +76,9 @@ def match_leaves(
     """Find the stored leaf for each leaf of an abstract tree.
 
     Equal keys match. Otherwise an attribute also matches a str key with its name, because an object that is loaded
-    without its type is a dict. Stored leaves that only some of the saving processes had need not be requested.
+    without its type is a dict. Stored leaves that only some of the saving processes had need not be requested. A
+    requested None need not be stored, and a stored None need not be requested, unless values are strict: for JAX, None
+    is a container without leaves.
 
     Other software may not store exact keys and types, so its checkpoints have additional rules, as has
     ``Matching(keys="text")``:
@@ -85,7 +87,6 @@ def match_leaves(
       of dicts and names of attributes as text, ``{1: ...}`` as ``{"1": ...}``.
     - A leaf matches the stored name that joins its keys by dots, if the stored tree is a flat dict of such names.
     - A stored None matches a container without leaves: Orbax stores empty named tuples (``optax.EmptyState``) as None.
-    - A requested None matches if nothing is stored.
     - A number matches an array without axes, and vice versa, if no precision is lost (see `_scalar_difference`): Orbax
       stores both as arrays.
     - Lists match tuples, and vice versa: Orbax stores both alike.
@@ -115,7 +116,7 @@ def match_leaves(
             None if number is not None and number not in chosen else handler
             for number, handler in zip(found, handlers, strict=True)
         ]
-    compared = _Comparison(tree, paths, flat.leaves, handlers, found, by_name)
+    compared = _Comparison(tree, paths, flat.leaves, handlers, found, by_name, by_name or matching.values == "stored")
     absent = compared.absent()
     skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
     unexpected = compared.unexpected(skipped, flat.skeleton)
@@ -246,6 +247,7 @@ class _Comparison:
 
     Attributes:
         tree, by_name: as for `match_leaves`.
+        is_none_absent: True if None is equal to a leaf that does not exist.
         paths, leaves, handlers: of the abstract tree. If a number is requested and an array is stored, `of_leaves`
             replaces the handler.
         found: by leaf, the number of the stored leaf, or None.
@@ -258,6 +260,7 @@ class _Comparison:
     handlers: list[LeafHandler | None]
     found: Sequence[int | None]
     by_name: bool
+    is_none_absent: bool
     arrays: dict[int, HostArray] = field(default_factory=dict)
 
     def _described(self, handler: LeafHandler, position: int) -> LeafRecord:
@@ -278,7 +281,7 @@ class _Comparison:
             for position, (number, handler) in enumerate(zip(self.found, self.handlers, strict=True))
             if number is None
             and handler is not None
-            and not (self.by_name and _is_none(self._described(handler, position)))
+            and not (self.is_none_absent and _is_none(self._described(handler, position)))
         ]
 
     def unexpected(self, skipped: Sequence[TreePath], skeleton: Skeleton) -> list[int]:
@@ -302,7 +305,7 @@ class _Comparison:
             and tree.aliases.get(number, number) not in arrays
             and number not in tree.held_by
             and not _is_skipped(form(path), skips, dotted)
-            and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
+            and not (_is_none(tree.leaves[number]) and (self.is_none_absent or _text(path) in leafless))
         ]
 
     def take_related(self, absent: list[int], unexpected: list[int]) -> list[Difference]:
@@ -364,7 +367,8 @@ class _Comparison:
                 if requested.spec != record.spec:
                     from ckptcore.loading.differences import adjust  # only if the trees differ
 
-                    change = adjust(format_path(self.paths[position]), requested.spec, record.spec, matching)
+                    allowed = _for_number(matching, requested, record)
+                    change = adjust(format_path(self.paths[position]), requested.spec, record.spec, allowed)
                     if isinstance(change, LeafChange):
                         changes[number] = change
                     else:
@@ -381,7 +385,8 @@ class _Comparison:
                 same = self.by_name or matching.sequences == "either"
                 reason = None if same else f"sequence: a {requested.kind} is requested, a {record.kind} is stored"
             else:
-                reason = _difference(requested, record)
+                special = self._special_difference(position, handler, requested, record)
+                reason = special or _difference(requested, record)
             if reason is None and isinstance(record, ValueRecord) and record.kind in COLUMN_KINDS.values():
                 reason = _column_difference(self.leaves[position], record, matching)
             is_sequence = reason is not None and reason.startswith("sequence")
@@ -408,6 +413,18 @@ class _Comparison:
             handler.build(self.leaves[position], record, ())
         except TreeMismatchError as error:
             return error.differences[0]
+        return None
+
+    def _special_difference(
+        self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord
+    ) -> str | None:
+        """Return why the handler of a special kind of array, such as random keys, refuses a stored array."""
+        if not isinstance(stored, ArrayRecord) or requested.kind in (*PLAIN_ARRAY_KINDS, "str", "bytes"):
+            return None
+        try:
+            handler.wanted(self.leaves[position], stored)
+        except UnsupportedLeafError as error:
+            return f"kind: {error}"
         return None
 
     def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
@@ -474,6 +491,17 @@ def _is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
     return stored.kind not in PLAIN_KINDS and requested.kind == VALUE_KINDS.get(type(stored.value))
 
 
+def _for_number(matching: Matching, requested: ArrayRecord, stored: ArrayRecord) -> Matching:
+    """Also allow casts of arrays without axes that lose nothing, like those of Python numbers.
+
+    Between ints, reading raises an error for a number that the requested dtype cannot represent.
+    """
+    if matching.cast != "error" or matching.values != "stored" or not (_is_scalar(requested) and _is_scalar(stored)):
+        return matching
+    are_ints = _sort(requested.spec) == _sort(stored.spec) == "int"
+    return replace(matching, cast="narrowing" if are_ints else "safe")
+
+
 def _is_none(record: LeafRecord) -> bool:
     return isinstance(record, ValueRecord) and record.kind == "none"
 
@@ -481,13 +509,15 @@ def _is_none(record: LeafRecord) -> bool:
 def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord):
         if requested.spec == stored.spec:
-            if requested.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
+            is_data = stored.kind == PLAIN_ARRAY and requested.kind not in ("str", "bytes")
+            if is_data or requested.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
                 return None
             return f"kind: {requested.kind} is requested, {stored.kind} is stored"
         if requested.kind == stored.kind != PLAIN_ARRAY and requested.kind in ("str", "bytes"):
             return None  # text of any length
         if requested.spec.shape != stored.spec.shape:
-            return f"shape: {requested.spec} is requested, {stored.spec} is stored"
+            stored_kind = "" if stored.kind in PLAIN_ARRAY_KINDS else f", the data of a {stored.kind},"
+            return f"shape: {requested.spec} is requested, {stored.spec}{stored_kind} is stored"
         return f"dtype: {requested.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
     if (error := unreadable_error(stored)) is not None:
         return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"

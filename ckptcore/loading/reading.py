@@ -135,9 +135,10 @@ def plan_leaf_reads(
         original, at_workers = tree.aliases.get(number, number), builder is executor
         leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
         if tree.aliases:
-            # Tied leaves are built once. In a target, only leaves that share memory are filled together.
+            # Leaves that are tied in the checkpoint and in the request are built once. In a target, only leaves that
+            # share memory are filled together.
             memory = None if filled is None else builder.identity(abstract) or position
-            key = (original, id(handler), tuple(boxes), _placement_key(builder, abstract), memory)
+            key = (original, id(handler), tuple(boxes), _sharing_key(builder, abstract), memory)
             if (same := tied.setdefault(key, leaf_read)) is not leaf_read:
                 same.positions.append(position)
                 continue
@@ -151,18 +152,12 @@ def plan_leaf_reads(
     return TreeRead(opened, parts[1], leaves, filled, progress, first)
 
 
-def _placement_key(builder: LeafHandler | Executor[Any, Any], abstract: object) -> object:
-    """Return a key for an abstract leaf. If two keys are equal, one built leaf can be used for both abstract leaves."""
+def _sharing_key(builder: LeafHandler | Executor[Any, Any], abstract: object) -> object:
+    """Return a key for an abstract leaf. Two leaves with equal keys share one built leaf, as the caller's leaves do."""
     if abstract is None:
         return None
     identity = builder.identity(abstract)
-    if identity is not None:
-        return identity
-    try:
-        hash(abstract)
-    except TypeError:
-        return id(abstract)
-    return (type(abstract), abstract)
+    return id(abstract) if identity is None else identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
 
 
 def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
-    """Return the leaves of `abstract_tree`."""
+    """Return the leaves of `abstract_tree`. Tied leaves share one abstract leaf."""
     _, value_handler = default_handlers(registry)
 
     def leaf_of(record: LeafRecord) -> object:
@@ -41,7 +41,11 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
             return abstract_of_stored(record)
         return PLACEHOLDER if record.kind == UNREADABLE else value_handler.build(None, record, ())
 
-    return list(map(leaf_of, tree.leaves))
+    leaves = list(map(leaf_of, tree.leaves))
+    for number, original in tree.aliases.items():
+        if tree.leaves[number] == tree.leaves[original]:
+            leaves[number] = leaves[original]
+    return leaves
 
 
 def stored_in(checkpoint: Checkpoint, selection: Selection | None, context: Context) -> Callable[[TreePath], object]:

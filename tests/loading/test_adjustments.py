@@ -234,7 +234,7 @@ def test_only_shapes_that_fit_are_changed(saved: Path, shape: tuple[int, ...]) -
 def test_what_was_tied_is_tied_where_it_is_cast_alike(tmp_path: Path) -> None:
     one = np.arange(4.0)
     ckptcore.save(tmp_path / "c", {"a": one, "b": one, "c": one, "d": one})
-    asked = {name: AbstractArray((4,), "float32") for name in "bd"}
+    asked = dict.fromkeys("bd", AbstractArray((4,), "float32"))
     whole = {"a": AbstractArray((4,), "float64"), "c": AbstractArray((2,), "float64"), **asked}
     matching = Matching(cast="narrowing", shapes={"truncate"}, unexpected="ignore")
     loaded = ckptcore.load(tmp_path / "c", whole, matching=matching)

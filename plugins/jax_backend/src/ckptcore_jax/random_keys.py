@@ -93,14 +93,16 @@ def expect_same_impl(dtype: Any, stored: ArrayRecord) -> None:
         raise UnsupportedLeafError(
             f"stored as random keys of the implementation {impl!r}, but {impl_name(dtype)!r} "
             "is requested, which would generate other numbers; request keys with "
-            f"jax.random.key(..., impl={impl!r})"
+            f"jax.random.key(..., impl={impl!r}), or request the data and call "
+            f"jax.random.wrap_key_data(data, impl={impl!r})"
         )
     expected = data_shape(dtype)
     if stored.spec.dtype != "uint32" or stored.spec.shape[-len(expected) :] != expected:
         raise UnsupportedLeafError(
             f"stored as {stored.spec}, but random keys of {impl_name(dtype)!r} are requested, "
-            f"which are uint32 arrays of shape (..., {', '.join(map(str, expected))}); use an "
-            "abstract array instead"
+            f"which are uint32 arrays of shape (..., {', '.join(map(str, expected))}); request the "
+            "array, and call jax.random.wrap_key_data(array, impl=...) with the implementation of "
+            "the program that saved it"
         )
 
 
