@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import pluggy
@@ -103,3 +104,11 @@ class HookSpecs:
     @_hookspec
     def ckpt_collectives(self) -> Collectives | None:
         """Return the collectives of the job of this process, which send elements between processes, or None."""
+
+    @_hookspec
+    def ckpt_thread_settings(self) -> AbstractContextManager[None] | None:
+        """Return a context manager that gives another thread the settings of this one; None if there are none.
+
+        Called on the thread that starts a load, and entered on the thread that runs it. It applies the settings of the
+        framework that decide about loaded leaves, and turns off checks that would refuse the load itself.
+        """

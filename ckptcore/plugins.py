@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -387,6 +388,10 @@ class Plugins:
         found = _call_hook(self._manager.hook.ckpt_collectives, {})
         return cast(Collectives | None, _only(found, "collectives", "JobOptions(collectives=...)"))
 
+    def thread_settings(self) -> AbstractContextManager[None]:
+        """Return a context manager that gives another thread the settings of this one. See the hook."""
+        return _entering([found for _, found in _call_hook(self._manager.hook.ckpt_thread_settings, {})])
+
     def describe(self) -> Sequence[PluginInfo]:
         """Describe the plugins, sorted by name. A plugin of a Context has an empty distribution."""
         distributions = {**self._distributions, "builtin": f"ckptcore {version_of('ckptcore')}"}
@@ -441,6 +446,14 @@ def _call_hook(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, 
         if result is not None:
             results.append((implementation.plugin_name, result))
     return results
+
+
+@contextmanager
+def _entering(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 def _only(found: Sequence[tuple[str, object]], what: str, option: str) -> object:

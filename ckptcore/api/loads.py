@@ -108,22 +108,27 @@ def load_async(
 ) -> LoadHandle[Any]:
     """Load a checkpoint in the background. See `load`; the handle raises the errors of `load`.
 
-    The report, if any, is filled before the result of the handle is available.
+    The report, if any, is filled before the result of the handle is available. The load has the settings of this thread
+    that decide about loaded leaves, such as JAX' default device.
     """
-    return LoadHandle(
-        lambda progress: load(
-            location,
-            abstract,
-            framework=framework,
-            context=context,
-            select=select,
-            transforms=transforms,
-            matching=matching,
-            report=report,
-            strategy=strategy,
-            progress=progress,
-        )
-    )
+    settings = runtime_of(context or default_context()).registry.thread_settings()
+
+    def run(progress: ProgressCallback) -> Any:
+        with settings:
+            return load(
+                location,
+                abstract,
+                framework=framework,
+                context=context,
+                select=select,
+                transforms=transforms,
+                matching=matching,
+                report=report,
+                strategy=strategy,
+                progress=progress,
+            )
+
+    return LoadHandle(run)
 
 
 @explains_arguments

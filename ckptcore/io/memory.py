@@ -125,6 +125,15 @@ def allocate(spec: ArraySpec) -> HostArray:
         raise InsufficientMemoryError(f"not enough memory for {spec}, {nbytes} bytes: {error}") from error
 
 
+def free(array: HostArray) -> None:
+    """Free the memory of an array of `allocate`, which nobody reads any more, although references to it remain.
+
+    Does nothing for an array without pages of its own.
+    """
+    if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        array.base.madvise(mmap.MADV_DONTNEED)
+
+
 class StagingPool:
     """Memory into which saves copy arrays before they are written, reused by the next save. Thread-safe.
 

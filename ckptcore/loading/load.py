@@ -173,7 +173,8 @@ class Load(Generic[T]):
         strategy: ReadStrategy | CollectiveRead | None = self.request.strategy
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
-        result = self.run_here() if strategy is None else strategy.run(self)
+        with self.runtime.registry.thread_settings():
+            result = self.run_here() if strategy is None else strategy.run(self)
         if self._report_builder is not None:
             self._report_builder.finish()
         return result

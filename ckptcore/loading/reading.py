@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InsufficientMemoryError, PluginError, UnsupportedLeafError
-from ckptcore.io.memory import allocate
+from ckptcore.io.memory import allocate, free
 from ckptcore.loading.checkpoint import Checkpoint, naming_additional
 from ckptcore.loading.matching import Matched
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, name_of_dtype
@@ -298,6 +298,9 @@ def _read_here(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
         missing[owner] -= 1
         if not missing[owner]:
             reading.finish_leaf(read[owner], held[owner])
+            if reading.filled is None and not read[owner].handler.keeps_memory(read[owner].abstract):
+                for buffer in held[owner]:
+                    free(buffer)
     for leaf_read, count in zip(read, missing, strict=True):
         if count > 0:
             raise incomplete_read(opened, leaf_read.leaf)

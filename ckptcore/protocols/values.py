@@ -409,6 +409,13 @@ class LeafHandler(Protocol):
         """
         ...
 
+    def keeps_memory(self, abstract: Any) -> bool:
+        """Return False if the results of `build` do not use the arrays that were passed to it, which are then freed.
+
+        True, the default, if they may.
+        """
+        return True
+
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """Copy the elements into `target`, in place; False, the default, if it cannot be changed.
 

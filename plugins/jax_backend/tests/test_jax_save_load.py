@@ -414,9 +414,9 @@ def test_load_allocates_the_memory_of_the_state_once(tmp_path):
         small = {{"w": [jnp.ones((8, 8)), jax.device_put(jnp.ones((8, 8)), sharding)]}}
         ckptcore.save({str(tmp_path / "small")!r}, small)
         ckptcore.load({str(tmp_path / "small")!r}, small)
-        shape = (1 << 13, 1 << 10)
+        shape = (1 << 12, 1 << 10)
         abstract = {{"w": [jax.ShapeDtypeStruct(shape, jnp.float32),
-                         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)] * 2}}
+                         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)] * 8}}
         before = used("VmRSS")
         with open("/proc/self/clear_refs", "w") as peak:
             peak.write("5")
@@ -424,7 +424,7 @@ def test_load_allocates_the_memory_of_the_state_once(tmp_path):
         print((used("VmHWM") - before) / sum(leaf.nbytes for leaf in state["w"]))
         assert all((leaf == 1).all() for leaf in state["w"])
     """
-    big = [np.ones((1 << 13, 1 << 10), np.float32) for _ in range(4)]
+    big = [np.ones((1 << 12, 1 << 10), np.float32) for _ in range(16)]
     ckptcore.save(tmp_path / "checkpoint", {"w": big}, context=CONTEXT)
     try:
         with open("/proc/self/clear_refs", "w") as peak:

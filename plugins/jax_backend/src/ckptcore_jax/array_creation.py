@@ -1,4 +1,4 @@
-"""Creation of JAX arrays from boxes in host memory, without a copy on the CPU backend."""
+"""Creation of JAX arrays from boxes in host memory, in memory of their own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from jax.sharding import Sharding
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
-from ckptcore_jax.placements import box_of
+from ckptcore_jax.placements import box_of, placement_of
 
-__all__ = ["cast_elements", "check_dtype", "create_array", "with_weak_type"]
+__all__ = ["cast_elements", "check_dtype", "create_array", "is_on_cpu", "with_weak_type"]
 
-_SMALL_BYTES: Final = 1 << 14
-"""Up to this size, copying is cheaper than the checks of `jax.device_put` that avoid a copy."""
+_SMALL_BYTES: Final = 1 << 20
+"""Up to this size, copying twice is cheaper than a copy between arrays."""
+
+_ALIGNMENT: Final = 64
+"""The CPU backend borrows host memory that is aligned to so many bytes, and copies other memory."""
 
 
 def create_array(
@@ -30,9 +33,8 @@ def create_array(
 ) -> jax.Array:
     """Create an array with these elements, dtype and sharding.
 
-    On the CPU backend the array uses host memory without a copy, if the memory has the requested
-    dtype and is aligned to 64 bytes. Arrays of a weak type, and small arrays without a sharding,
-    are copied.
+    The array has its own memory, so that it can be donated: a jitted step then reuses the memory
+    instead of allocating a second state.
 
     Args:
         shape: shape of the whole array.
@@ -48,24 +50,56 @@ def create_array(
     """
     check_dtype(dtype)
     parts = [(box, part if part.dtype == dtype else cast_elements(part, dtype)) for box, part in boxes]
-    if weak_type and shape == () and sharding is not None and sharding.is_fully_addressable:
+    if weak_type and shape == () and (sharding is None or sharding.is_fully_addressable):
         scalar = _weak_scalar(parts[0][1], sharding)
         if scalar is not None:
             return scalar
-    if sharding is None:
-        ((_, whole),) = parts
-        array = jnp.asarray(whole) if whole.nbytes <= _SMALL_BYTES else jax.device_put(whole)
-    elif len(parts) == 1 and parts[0][1].shape == shape:
-        array = jax.make_array_from_callback(shape, sharding, lambda index: parts[0][1])
-    elif parts:
-        by_box = dict(parts)
-        array = jax.make_array_from_callback(shape, sharding, lambda index: by_box[box_of(index, shape)])
+    if parts:
+        array = _transferred(shape, sharding, parts)
     else:
         # This process has no device of the array, but still needs an array object.
         array = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     if array.dtype != dtype:
         raise PluginError(f"internal error: JAX made an array of {array.dtype} instead of {dtype}; please report this")
     return with_weak_type(array, sharding) if weak_type else array
+
+
+def _transferred(
+    shape: tuple[int, ...], sharding: Sharding | None, parts: Sequence[tuple[Box, HostArray]]
+) -> jax.Array:
+    """Transfer boxes to their devices. An array on the CPU backend does not borrow their memory."""
+    may_borrow = is_on_cpu(sharding, shape)
+    is_small = max([part.nbytes for _, part in parts]) <= _SMALL_BYTES
+    if may_borrow and is_small:
+        parts = [(box, _unaligned(part)) for box, part in parts]
+    if sharding is None:
+        array = jax.device_put(parts[0][1])
+    elif len(parts) == 1 and parts[0][1].shape == shape:
+        array = jax.make_array_from_callback(shape, sharding, lambda index: parts[0][1])
+    else:
+        by_box = dict(parts)
+        array = jax.make_array_from_callback(shape, sharding, lambda index: by_box[box_of(index, shape)])
+    if not may_borrow or is_small:
+        return array
+    # Wait for the copy, which runs in the background: otherwise many read buffers could be in memory.
+    return jax.device_put(array, sharding, may_alias=False).block_until_ready()
+
+
+def is_on_cpu(sharding: Sharding | None, shape: tuple[int, ...]) -> bool:
+    """Return True for an array on the CPU backend. Without a sharding it is on the default device."""
+    if sharding is not None:
+        return placement_of(sharding, shape).on_cpu
+    device: Any = jax.config.jax_default_device or jax.devices()[0]
+    return str(getattr(device, "platform", device)) == "cpu"
+
+
+def _unaligned(part: HostArray) -> HostArray:
+    """Copy an array to memory that the CPU backend does not borrow. It is aligned for every dtype."""
+    memory = np.empty(part.nbytes + 2 * _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT + _ALIGNMENT // 2
+    copied = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+    copied[...] = part
+    return copied
 
 
 def check_dtype(dtype: np.dtype[Any]) -> None:
@@ -95,7 +129,7 @@ def cast_elements(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
     return part.astype(dtype)
 
 
-def _weak_scalar(element: HostArray, sharding: Sharding) -> jax.Array | None:
+def _weak_scalar(element: HostArray, sharding: Sharding | None) -> jax.Array | None:
     """Create a weakly typed scalar from a Python scalar. Return None if that would change its bits or dtype."""
     if element.dtype.kind in "fc" and np.isnan(element):  # Python does not preserve the bits of NaNs
         return None

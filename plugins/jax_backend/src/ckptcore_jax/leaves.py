@@ -29,7 +29,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_jax import random_keys
-from ckptcore_jax.array_creation import create_array
+from ckptcore_jax.array_creation import create_array, is_on_cpu
 from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
 from ckptcore_jax.shardings import concrete_sharding
 
@@ -213,8 +213,7 @@ class JaxLeafHandler(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build an array with the requested dtype, weak type and sharding.
 
-        The array is uncommitted if the abstract leaf is uncommitted or has no sharding. On the CPU
-        backend the array may use the memory of the read buffer.
+        The array is uncommitted if the abstract leaf is uncommitted or has no sharding.
 
         Raises:
             UnsupportedLeafError: if the stored leaf cannot be converted.
@@ -231,6 +230,10 @@ class JaxLeafHandler(LeafHandler):
         return create_array(
             stored.spec.shape, abstract.dtype, sharding, boxes, weak_type=getattr(abstract, "weak_type", False)
         )
+
+    def keeps_memory(self, abstract: Any) -> bool:
+        """Return False on the CPU backend. Transfers to other devices may still be running."""
+        return not is_on_cpu(_data_sharding(abstract) if is_committed(abstract) else None, _data_shape(abstract))
 
 
 def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:
@@ -251,7 +254,8 @@ class _DeviceTransfer:
     def result(self) -> HostArray:
         array = self._array
         if array is not None:
-            self._arrived = np.asarray(array)[self._slices]
+            with jax.transfer_guard_device_to_host("allow"):  # a save is a transfer that the caller asked for
+                self._arrived = np.asarray(array)[self._slices]
             self._array = None  # frees the device memory
         assert self._arrived is not None  # set before the array was dropped
         return self._arrived

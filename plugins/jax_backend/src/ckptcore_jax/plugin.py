@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ckptcore.hookspecs import hookimpl
@@ -17,6 +18,7 @@ __all__ = [
     "ckpt_executor",
     "ckpt_frameworks",
     "ckpt_leaf_handler",
+    "ckpt_thread_settings",
 ]
 
 
@@ -80,6 +82,16 @@ def ckpt_collectives() -> Collectives | None:
     from ckptcore_jax.collectives import collectives_of_job
 
     return collectives_of_job()
+
+
+@hookimpl
+def ckpt_thread_settings() -> AbstractContextManager[None] | None:
+    """Return the settings of JAX in this thread, for the thread of a load."""
+    if not _has_jax():
+        return None
+    from ckptcore_jax.thread_settings import thread_settings
+
+    return thread_settings()
 
 
 def _has_jax() -> bool:

@@ -1,0 +1,56 @@
+"""Settings of JAX for the thread of a load: those of its caller, without checks that would refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import jax
+
+__all__ = ["thread_settings"]
+
+
+def thread_settings() -> AbstractContextManager[None]:
+    """Return a context manager that applies the settings of this thread to the thread that enters it.
+
+    The default device, 64-bit numbers and the mesh are copied: they decide about loaded arrays. Checks
+    for NaN, infinities, transfers, ranks and dtypes are off: loaded arrays have the elements that are
+    stored, and a load is a transfer that the caller asked for.
+    """
+    return _entering([*_copied(), *_without_checks()])
+
+
+@contextmanager
+def _entering(settings: list[Callable[[], Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for setting in settings:
+            stack.enter_context(setting())
+        yield
+
+
+def _copied() -> list[Callable[[], Any]]:
+    device, wide = jax.config.jax_default_device, bool(jax.config.jax_enable_x64)
+    found: list[Callable[[], Any]] = [lambda: jax.default_device(device), lambda: _enable_x64(wide)]
+    get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.7 lack it
+    mesh = None if get_mesh is None else get_mesh()
+    if mesh is not None and not mesh.empty:
+        found.append(lambda: jax.set_mesh(mesh))
+    return found
+
+
+def _enable_x64(enabled: bool) -> Any:
+    found: Any = getattr(jax, "enable_x64", None)  # versions before 0.8 have it in jax.experimental
+    if found is None:
+        from jax.experimental import enable_x64 as found
+    return found(enabled)
+
+
+def _without_checks() -> list[Callable[[], Any]]:
+    return [
+        lambda: jax.debug_nans(False),
+        lambda: jax.debug_infs(False),
+        lambda: jax.transfer_guard("allow"),
+        lambda: jax.numpy_rank_promotion("allow"),
+        lambda: jax.numpy_dtype_promotion("standard"),
+    ]
