@@ -126,7 +126,7 @@ def allocate(spec: ArraySpec) -> HostArray:
 
 
 def free(array: HostArray) -> None:
-    """Free the memory of an array of `allocate`, which nobody reads any more, although references to it remain.
+    """Free the memory of an array of `allocate` that is not read any more, although references to it remain.
 
     Does nothing for an array without pages of its own.
     """

@@ -54,7 +54,7 @@ def create_array(
         scalar = _weak_scalar(parts[0][1], sharding)
         if scalar is not None:
             return scalar
-    if parts:
+    if sharding is None or parts:
         array = _transferred(shape, sharding, parts)
     else:
         # This process has no device of the array, but still needs an array object.
@@ -72,6 +72,7 @@ def _transferred(
     is_small = max([part.nbytes for _, part in parts]) <= _SMALL_BYTES
     if may_borrow and is_small:
         parts = [(box, _unaligned(part)) for box, part in parts]
+    array: jax.Array
     if sharding is None:
         array = jax.device_put(parts[0][1])
     elif len(parts) == 1 and parts[0][1].shape == shape:
@@ -79,17 +80,19 @@ def _transferred(
     else:
         by_box = dict(parts)
         array = jax.make_array_from_callback(shape, sharding, lambda index: by_box[box_of(index, shape)])
-    if not may_borrow or is_small:
-        return array
-    # Wait for the copy, which runs in the background: otherwise many read buffers could be in memory.
-    return jax.device_put(array, sharding, may_alias=False).block_until_ready()
+    if may_borrow and not is_small:
+        array = jax.device_put(array, sharding, may_alias=False)
+        # The copy runs in the background. Without a wait, many read buffers could be in memory.
+        array.block_until_ready()
+    return array
 
 
 def is_on_cpu(sharding: Sharding | None, shape: tuple[int, ...]) -> bool:
     """Return True for an array on the CPU backend. Without a sharding it is on the default device."""
     if sharding is not None:
         return placement_of(sharding, shape).on_cpu
-    device: Any = jax.config.jax_default_device or jax.devices()[0]
+    options: Any = jax.config  # its attributes are defined at run time
+    device: Any = options.jax_default_device or jax.devices()[0]
     return str(getattr(device, "platform", device)) == "cpu"
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import jax
+import jax.experimental
 
 __all__ = ["thread_settings"]
 
@@ -30,20 +31,16 @@ def _entering(settings: list[Callable[[], Any]]) -> Iterator[None]:
 
 
 def _copied() -> list[Callable[[], Any]]:
-    device, wide = jax.config.jax_default_device, bool(jax.config.jax_enable_x64)
-    found: list[Callable[[], Any]] = [lambda: jax.default_device(device), lambda: _enable_x64(wide)]
+    options: Any = jax.config  # its attributes are defined at run time
+    device, wide = options.jax_default_device, bool(options.jax_enable_x64)
+    # Versions before 0.8 have it only in `jax.experimental`.
+    enable_x64: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+    found: list[Callable[[], Any]] = [lambda: jax.default_device(device), lambda: enable_x64(wide)]
     get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.7 lack it
     mesh = None if get_mesh is None else get_mesh()
     if mesh is not None and not mesh.empty:
         found.append(lambda: jax.set_mesh(mesh))
     return found
-
-
-def _enable_x64(enabled: bool) -> Any:
-    found: Any = getattr(jax, "enable_x64", None)  # versions before 0.8 have it in jax.experimental
-    if found is None:
-        from jax.experimental import enable_x64 as found
-    return found(enabled)
 
 
 def _without_checks() -> list[Callable[[], Any]]:
