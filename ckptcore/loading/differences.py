@@ -15,6 +15,7 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import derive
 from ckptcore.loading.load_options import Casting, LeafChange, Matching, ShapeChange
+from ckptcore.loading.moves import Move
 from ckptcore.loading.quantized_names import find_quantized, find_scales
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
@@ -32,12 +33,16 @@ __all__ = [
     "lost_scales",
     "mismatch",
     "missing_leaves",
+    "moved_parts",
     "structure_differences",
     "unexpected_leaves",
 ]
 
 _SHOWN: Final = 30
 """Limit of differences in the text of an error. `TreeMismatchError.differences` has all."""
+
+_PARTS: Final = 3
+"""Limit of parts in the text of an error that would keep their present values."""
 
 _LONGEST: Final = 600
 """Limit of a line, in characters."""
@@ -86,20 +91,25 @@ class Difference:
         sort: the kind of difference: missing, unexpected, key, sequence, kind, shape, dtype or value.
         line: a message with the path, the requested and the stored form.
         allowed_by: the option that allows it; None if no option does.
+        renamed: the arguments of a ``Rename`` that resolves it, if any.
     """
 
     sort: str
     line: str
     allowed_by: Remedy | None = None
+    renamed: tuple[str, str] | None = None
 
 
-def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata) -> TreeMismatchError:
+def mismatch(
+    display: str, differences: Sequence[Difference], tree: TreeMetadata, kept: Sequence[str]
+) -> TreeMismatchError:
     """Return the error for differences. Its message shows some of each sort; its attribute `differences` has all.
 
     Args:
         display: the location.
         differences: the differences, at least one.
         tree: the stored tree.
+        kept: the names of the requested parts that are not stored; the whole tree if no leaf of it is.
     """
     by_sort: dict[str, list[Difference]] = {}
     for difference in differences:
@@ -110,15 +120,27 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
         shown.extend([f"\n  {_shorten(difference.line)}" for difference in found[:count]])
         if len(found) > count:
             shown.append(f"\n  and {len(found) - count} more: {sort}")
-    counted = allowing = dequantizing = ""
+    counted = allowing = dequantizing = beginning = ""
     if len(differences) > _SHOWN:
         counts = ", ".join([f"{len(found)} {sort}" for sort, found in by_sort.items()])
         counted = f" ({len(differences)} differences: {counts})"
-    if remedies := [found.allowed_by for found in differences if found.allowed_by is not None]:
-        allowing = f". To allow intended differences, pass matching=Matching({_options(remedies)})"
+    names = [found.renamed for found in differences if found.renamed is not None]
+    if names:
+        allowing = f". Load what moved with transforms=[{', '.join([f'Rename{name}' for name in names])}]"
+    remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
+    if list(kept) == [format_path(())] and "unexpected" in by_sort:
+        allowing += (
+            ". No requested leaf is stored: load another checkpoint, or, if only the names differ, pass "
+            "transforms=[Rename(stored, requested)]"
+        )
+    elif remedies:
+        allowing += f". To allow intended differences, pass matching=Matching({_options(remedies)})"
         if losses := [text for choice, text in _LOSSES.items() if any(choice in _words(found) for found in remedies)]:
             allowing += f": {', '.join(losses)}"
-        if {"missing", "unexpected"} <= by_sort.keys():
+        if kept:
+            more = f" and {len(kept) - _PARTS} more" if len(kept) > _PARTS else ""
+            beginning = f"\nWith it, {', '.join(kept[:_PARTS])}{more} would begin anew"
+        if not names and {"missing", "unexpected"} <= by_sort.keys():
             allowing += ". Load leaves that only have other names with transforms=[Rename(stored, requested)] instead"
     if (quantized := find_quantized(tree)) is not None:
         dequantizing = (
@@ -128,7 +150,7 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
     return TreeMismatchError(
         f"{display} does not match the requested tree{counted}:{''.join(shown)}\n"
         "Change the requested tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
-        f"that are not to be loaded{allowing}{dequantizing}",
+        f"that are not to be loaded{allowing}{dequantizing}{beginning}",
         [difference.line for difference in differences],
     )
 
@@ -183,6 +205,16 @@ def key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
     for requested, stored in pairs:
         line = f"key: {requested} is requested, {stored} is stored; their keys have the same text"
         yield Difference("key", line, Remedy("keys", "text"))
+
+
+def moved_parts(moves: Sequence[Move]) -> Iterator[Difference]:
+    """Yield the differences for parts that are stored under another path."""
+    for move in moves:
+        requested, stored = (format_path(path) or "the whole tree" for path in (move.requested, move.stored))
+        line = f"moved: {requested} is requested, {stored} is stored, with {len(move.pairs)} leaves of the same names"
+        # A template has text in place of indices.
+        has_index = any(type(key) is not str and not isinstance(key, Attribute) for key in move.requested)
+        yield Difference("moved", line, Remedy("keys", "text") if has_index else None, move.names)
 
 
 def structure_differences(

@@ -148,7 +148,7 @@ def match_leaves(
         if changes:
             differences.extend(of_trees.lost_scales(tree, changes, set(found)))
         if differences:
-            raise of_trees.mismatch(display, differences, tree)
+            raise of_trees.mismatch(display, differences, tree, compared.kept_parts(absent))
     if matching.missing == "placeholder":
         for position in absent:
             handlers[position] = None
@@ -311,9 +311,15 @@ class _Comparison:
     def take_related(self, absent: list[int], unexpected: list[int]) -> list[Difference]:
         """Return the differences of missing and unexpected leaves that belong together, and remove both from the lists.
 
-        Their keys have the same text, or one of the trees has a leaf where the other one has a container.
+        Their keys have the same text, or one of the trees has a leaf where the other one has a container, or a part has
+        another path.
         """
-        from ckptcore.loading.differences import key_differences, structure_differences  # only if the trees differ
+        from ckptcore.loading.differences import (  # only if the trees differ
+            key_differences,
+            moved_parts,
+            structure_differences,
+        )
+        from ckptcore.loading.moves import find_moves
 
         requested = {position: self.paths[position] for position in absent}
         stored = {number: self.tree.paths[number] for number in unexpected}
@@ -328,9 +334,19 @@ class _Comparison:
             pairs = []
         named = [(format_path(requested.pop(position)), format_path(stored.pop(number))) for position, number in pairs]
         of_structure = structure_differences(list(map(_plain, requested.values())), list(map(_plain, stored.values())))
-        absent[:] = [position for position, path in requested.items() if _plain(path) not in of_structure]
-        unexpected[:] = [number for number, path in stored.items() if _plain(path) not in of_structure]
-        return [*key_differences(named), *dict.fromkeys(of_structure.values())]
+        requested = {position: path for position, path in requested.items() if _plain(path) not in of_structure}
+        stored = {number: path for number, path in stored.items() if _plain(path) not in of_structure}
+        moves = find_moves(requested, stored, [path for n, path in enumerate(self.tree.paths) if n not in stored])
+        moved = [{pair[side] for move in moves for pair in move.pairs} for side in (0, 1)]
+        absent[:] = [position for position in requested if position not in moved[0]]
+        unexpected[:] = [number for number in stored if number not in moved[1]]
+        return [*key_differences(named), *dict.fromkeys(of_structure.values()), *moved_parts(moves)]
+
+    def kept_parts(self, absent: Sequence[int]) -> Sequence[str]:
+        """Return the names of the parts that would keep their present values."""
+        from ckptcore.loading.moves import whole_parts  # only if the trees differ
+
+        return list(map(format_path, whole_parts(self.paths, absent)))
 
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""

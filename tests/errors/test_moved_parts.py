@@ -1,0 +1,130 @@
+"""Parts that are stored under another path: the error proposes the transforms that load them, and says what is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ckptcore_transforms import Rename
+
+import ckptcore
+from ckptcore import Matching
+from ckptcore.errors import TreeMismatchError
+from ckptcore.loading.moves import find_moves, whole_parts
+
+PARAMETERS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
+ADAM = optax.adam(1e-3)
+
+
+def stepped(optimizer: Any, parameters: Any = PARAMETERS) -> Any:
+    """Return a state after one step."""
+    state = optimizer.init(parameters)
+    return optimizer.update(jax.tree.map(jnp.ones_like, parameters), state, parameters)[1]
+
+
+def refused(path: Path, request: Any) -> str:
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(path, request)
+    return str(caught.value)
+
+
+def followed(path: Path, request: Any, text: str) -> Any:
+    """Load with the options that the text proposes."""
+    names: dict[str, Any] = {"Rename": Rename, "Matching": Matching}
+    transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]", names)
+    _, found, code = text.partition("matching=")
+    matching = eval(code.partition(")")[0] + ")", names) if found else Matching()
+    return ckptcore.load(path, request, transforms=transforms, matching=matching)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+
+
+@pytest.mark.brings("optimizer that became a part of a chain, or left one", "optax", "same")
+def test_an_optimizer_in_a_chain(tmp_path: Path) -> None:
+    """Adam keeps its moments."""
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+    alone, chained = stepped(ADAM), stepped(clipped)
+    for saved, request, expected in (
+        (alone, clipped.init(PARAMETERS), (optax.EmptyState(), alone)),
+        (chained, ADAM.init(PARAMETERS), chained[1]),
+    ):
+        path = tmp_path / str(len(saved[0]))
+        ckptcore.save(path, {"p": PARAMETERS, "o": saved})
+        text = refused(path, {"p": PARAMETERS, "o": request})
+        assert "moved: o" in text and "keep" not in text
+        assert_equal(followed(path, {"p": PARAMETERS, "o": request}, text)["o"], expected)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "inner", "anew"),
+    [
+        (optax.MultiSteps(ADAM, 2), "inner_opt_state", "mini_step, o.gradient_step, o.acc_grads"),
+        (optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), "inner_state", "count, o.hyperparams"),
+        (optax.apply_if_finite(ADAM, 3), "inner_state", "notfinite_count, o.last_finite, o.total_notfinite"),
+    ],
+)
+def test_an_optimizer_in_a_wrapper(tmp_path: Path, wrapped: Any, inner: str, anew: str) -> None:
+    """The parts that the wrapper adds begin anew, and the text names them."""
+    saved, request = stepped(ADAM), wrapped.init(PARAMETERS)
+    ckptcore.save(tmp_path / "c", {"o": saved})
+    text = refused(tmp_path / "c", {"o": request})
+    assert f"moved: o.{inner} is requested, o is stored" in text
+    assert text.endswith(f"o.{anew} would begin anew")
+    loaded = followed(tmp_path / "c", {"o": request}, text)["o"]
+    assert_equal(getattr(loaded, inner), saved)
+    assert_equal(loaded._replace(**{inner: None}), request._replace(**{inner: None}))
+
+
+@pytest.mark.parametrize(
+    ("stored", "requested"),
+    [(("params",), ("model",)), (("params",), ()), ((), ("params",)), (("a", "b"), ("c",)), (("x",), ("y", "z"))],
+)
+def test_names_that_moved_as_a_whole(tmp_path: Path, stored: tuple[str, ...], requested: tuple[str, ...]) -> None:
+    def below(path: tuple[str, ...], value: Any) -> Any:
+        for key in reversed(path):
+            value = {key: value}
+        return value
+
+    zeros = jax.tree.map(lambda leaf: leaf - 7, PARAMETERS)
+    ckptcore.save(tmp_path / "c", below(stored, PARAMETERS))
+    text = refused(tmp_path / "c", below(requested, zeros))
+    assert "moved: " in text and "keep" not in text
+    assert_equal(followed(tmp_path / "c", below(requested, zeros), text), below(requested, PARAMETERS))
+
+
+def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
+    """The momentum of SGD is not the mean of Adam. The options are proposed with what they lose."""
+    ckptcore.save(tmp_path / "c", {"p": PARAMETERS, "o": stepped(optax.sgd(1e-3, momentum=0.9))})
+    text = refused(tmp_path / "c", {"p": PARAMETERS, "o": ADAM.init(PARAMETERS)})
+    assert "moved" not in text and "With it, o would begin anew" in text
+
+
+def test_nothing_that_is_requested_is_stored(tmp_path: Path) -> None:
+    """No option is proposed that would return the caller's own values."""
+    ckptcore.save(tmp_path / "c", {"params": PARAMETERS})
+    text = refused(tmp_path / "c", {"w": jnp.ones(3), "b": jnp.ones(2)})
+    assert "No requested leaf is stored" in text and "matching=" not in text
+
+
+def test_a_part_is_divided_if_others_are_below_its_path() -> None:
+    requested = {0: ("x", "a", 0), 1: ("x", "a", 1), 2: ("x", "b", 0), 3: ("x", "b", 1)}
+    stored = {10: ("a", 0), 11: ("a", 1), 12: ("b", 0), 13: ("b", 1)}
+    moves = find_moves(requested, stored, [("c", 0)])
+    assert {(move.requested, move.stored) for move in moves} == {(("x", "a"), ("a",)), (("x", "b"), ("b",))}
+    (move,) = find_moves(requested, stored, [])
+    assert (move.requested, move.stored) == (("x",), ())
+
+
+def test_parts_of_which_all_leaves_are_chosen() -> None:
+    paths = [("a", 0), ("a", 1), ("b", "c", 0), ("b", "c", 1), ("b", "d")]
+    assert whole_parts(paths, [0, 1, 2, 3]) == [("a",), ("b", "c")]
+    assert whole_parts(paths, range(5)) == [()]
+    assert whole_parts(paths, []) == []
