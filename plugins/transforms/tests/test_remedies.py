@@ -183,12 +183,12 @@ def test_names_and_options_of_maps() -> None:
 
 def test_zero_points_are_never_ignored(tmp_path: Path) -> None:
     """The text for an unsupported quantization_config names Dequantize, which must not ignore data either."""
-    values, scales = np.int8([[1, 2], [3, 4]]), np.float32([[2], [4]])
+    values, scales = np.array([[1, 2], [3, 4]], "int8"), np.array([[2], [4]], "float32")
     stored = {"a.weight": values, "a.weight_scale": scales}
     transforms = [Dequantize("{n...}.weight", "{n}.weight_scale", dtype="float32")]
     expected = [[2, 4], [12, 16]]
     assert ckptcore.load(checkpoint(tmp_path, stored), transforms=transforms)["a.weight"].tolist() == expected
-    ckptcore.save(tmp_path / "asymmetric", {**stored, "a.weight_zero_point": np.int8([[1], [1]])})
+    ckptcore.save(tmp_path / "asymmetric", {**stored, "a.weight_zero_point": np.array([[1], [1]], "int8")})
     refused(
         lambda: ckptcore.load(tmp_path / "asymmetric", transforms=transforms),
         "['a.weight']: unsupported data for this array: 'a.weight_zero_point'",
@@ -196,7 +196,7 @@ def test_zero_points_are_never_ignored(tmp_path: Path) -> None:
 
 
 def test_scales_that_do_not_determine_blocks(tmp_path: Path) -> None:
-    values, scales = np.ones((4, 6), np.int8), np.float32([[1, 2], [3, 4]])
+    values, scales = np.ones((4, 6), np.int8), np.array([[1, 2], [3, 4]], "float32")
     location = checkpoint(tmp_path, {"w": values, "w_scale": scales})
     refused(
         lambda: ckptcore.load(location, transforms=[Dequantize("w", "w_scale")]),
@@ -213,7 +213,7 @@ def test_scales_that_do_not_determine_blocks(tmp_path: Path) -> None:
 
 def test_dtypes_of_scales(tmp_path: Path) -> None:
     values = np.ones((2, 2), np.int8)
-    location = checkpoint(tmp_path, {"w": values, "w_scale": np.float64([[2], [2]])})
+    location = checkpoint(tmp_path, {"w": values, "w_scale": np.array([[2], [2]], "float64")})
     transform = Dequantize("w", "w_scale", dtype="float32")
     text = refused(
         lambda: ckptcore.load(location, transforms=[transform]), "the scales are float64[2, 1]; expected one of "

@@ -335,7 +335,7 @@ def _alone(context: Context | None) -> Context:
     context = context or Context()
     if context.job != JobOptions():
         raise ValueError(
-            "CkptcoreIO(context=...): a job is not supported, because rank 0 saves alone; remove Context(job)"
+            "CkptcoreIO(context=...): a job is not supported, because rank 0 saves alone; leave out Context(job=...)"
         )
     return replace(context, job=_ALONE)
 
