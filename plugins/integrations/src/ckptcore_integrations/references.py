@@ -95,7 +95,7 @@ class Reference(NamedTuple):
             raise CheckpointNotFoundError(
                 f"{location} has the save {found.save_id} with digest {found.digest}, and not the recorded save "
                 f"{self.save_id} with digest {self.digest}: it was replaced or changed. ckptcore.copy(backup, "
-                "location, overwrite=True) brings the recorded save back from a copy, and deletes what is there now"
+                "location, overwrite=True) brings the recorded save back from a copy, and deletes the present one"
             )
         return location
 
