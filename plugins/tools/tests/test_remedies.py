@@ -22,11 +22,13 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     InvalidLocationError,
+    PluginError,
     SaveLostError,
     TreeMismatchError,
 )
 from ckptcore.events import Event
 from ckptcore.policies import AnyPreservation, CustomPreservation, LatestN
+from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
 from ckptcore.step_names import StepNames
 from plugins.tools.tests.cli.conftest import Run, run  # noqa: F401  # a fixture
 
@@ -328,6 +330,35 @@ def test_exports_of_two_strategies(tmp_path: Path) -> None:
     saved(tmp_path / "a", strategy=WithExports([first, second]))
     for name in "aef":
         assert_saved(tmp_path / name)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+class Eager(ckptcore.SafetensorsLayout):
+    """Takes elements before it passes segments to the store."""
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> bytes:
+        """Take the first array early."""
+        snapshot.take(0)
+        return super().write(snapshot, store)
+
+
+class Forecasting(Eager):
+    """Also says what it would write."""
+
+    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
+        """Pass the segments without elements."""
+        return WriteForecast(super(Eager, self).write(snapshot, store))
+
+
+def test_plans_of_layouts_that_take_elements() -> None:
+    refused(
+        lambda: ckptcore.plan({"w": VALUES}, layout=Eager()),
+        "Implement ckptcore.protocols.Layout.forecast()",
+        PluginError,
+    )
+    assert ckptcore.plan({"w": VALUES}, layout=Forecasting()).array_bytes == VALUES.nbytes
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
