@@ -27,6 +27,7 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.events import Event
+from ckptcore.model import JSON
 from ckptcore.policies import AnyPreservation, CustomPreservation, LatestN
 from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
 from ckptcore.step_names import StepNames
@@ -338,7 +339,7 @@ def test_exports_of_two_strategies(tmp_path: Path) -> None:
 class Eager(ckptcore.SafetensorsLayout):
     """Takes elements before it passes segments to the store."""
 
-    def write(self, snapshot: Snapshot, store: WriteStore) -> bytes:
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Take the first array early."""
         snapshot.take(0)
         return super().write(snapshot, store)
