@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 import torch
 import torch.distributed.checkpoint as original
 from ckptcore_integrations import orbax_v1, torch_dcp
@@ -225,6 +226,20 @@ def test_paths_of_files(tmp_path: Path) -> None:
     refused(lambda: with_numpy.load_file(f"{path}b"), f"No such file or directory: {path}b", FileNotFoundError)
     text = refused(lambda: with_numpy.load_file(f"{path}/b"), "Not a directory", FileNotFoundError)
     assert text == f"Not a directory: {path}/b"
+
+
+def test_frameworks(tmp_path: Path) -> None:
+    with_numpy.save_file({"w": np.arange(6)}, tmp_path / "a")
+    refused(
+        lambda: plain.safe_open(tmp_path / "a", "tf"),
+        "only 'pt', 'np' and 'flax'. Use safetensors.safe_open, which reads the same files",
+        SafetensorError,
+    )
+    for framework in ("pt", "np", "flax"):
+        with plain.safe_open(tmp_path / "a", framework) as file:
+            assert file.get_tensor("w").tolist() == list(range(6))
+    with safetensors.safe_open(tmp_path / "a", "np") as file:
+        assert file.get_tensor("w").tolist() == list(range(6))
 
 
 def test_negative_bounds_of_slices(tmp_path: Path) -> None:

@@ -305,6 +305,34 @@ def test_subtrees_of_exports(tmp_path: Path) -> None:
     assert list(ckptcore.load_checkpointables(tmp_path / "a")) == ["net", "other"]
 
 
+def test_an_export_in_the_directory_of_a_checkpointable(tmp_path: Path) -> None:
+    def save(location: Path) -> None:
+        exports = [Export(location=location, subtree="net")]
+        ckptcore.save_checkpointables(tmp_path / "a", {"net": STATE}, strategy=WithExports(exports))
+
+    text = "an export cannot use the directory of 'net' of "
+    assert "Give it another location. Nothing was written" in refused(
+        lambda: save(tmp_path / "a" / "net"), text, InvalidLocationError
+    )
+    assert not list(tmp_path.iterdir())
+    save(tmp_path / "a" / "exported")
+    assert_saved(tmp_path / "a" / "exported")
+    assert_saved(tmp_path / "a" / "net")
+
+
+def test_exports_of_steps_to_one_directory(tmp_path: Path) -> None:
+    def save(*directories: str) -> None:
+        exports = [ckptcore.StepExport(directory=tmp_path / name) for name in directories]
+        with ckptcore.Checkpointer(tmp_path / "run", strategy=ckptcore.StepExports(exports)) as checkpointer:
+            checkpointer.save(3, STATE)
+
+    for directories in (("run",), ("e", "e")):
+        refused(lambda: save(*directories), "Give it another directory", ValueError)  # noqa: B023
+    save("e", "f")
+    for name in ("run", "e", "f"):
+        assert_saved(tmp_path / name / "3")
+
+
 @pytest.mark.parametrize(
     ("locations", "text", "instead"),
     [

@@ -464,10 +464,12 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
     for number, context in enumerate((Context(storage={"file": {}}), Context())):
         CkptcoreIO(context=context).save_checkpoint(state, tmp_path / str(number))
         assert same(CkptcoreIO(context=context).load_checkpoint(tmp_path / str(number)), state)
-    with pytest.raises(ValueError, match="use the sharded state"):
+    with pytest.raises(ValueError, match="any number of ranks can load. Leave it 'sharded'"):
         CkptcoreFSDPStrategy(state_dict_type="full")
-    with pytest.raises(ValueError, match="use the sharded state"):
+    with pytest.raises(ValueError, match="any number of ranks can load. Leave it True"):
         CkptcoreModelParallelStrategy(save_distributed_checkpoint=False)
+    CkptcoreFSDPStrategy(state_dict_type="sharded")
+    CkptcoreModelParallelStrategy(save_distributed_checkpoint=True)
     with pytest.raises(TypeError, match="Context"):
         CkptcoreFSDPStrategy().save_checkpoint({}, tmp_path / "a", storage_options={})
 
