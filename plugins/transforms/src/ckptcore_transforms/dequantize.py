@@ -103,7 +103,8 @@ class Dequantize(TreeTransform):
 
     ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for checkpoints of
     DeepSeek-V3. A matching array that is not float4, float6, float8, int4 or int8 does not
-    change if it has no scales. If it has scales, the transform raises an error.
+    change if it has no scales. If it has scales, the transform raises an error. So it does for an array with further
+    data under its name and ``_zero_point``, ``_g_idx``, ``_global_scale`` or ``_scale_2``, which changes the values.
 
     Attributes:
         pattern: template of the quantised arrays.

@@ -85,7 +85,8 @@ def items_by_object(
             pattern = "/".join(map(str, path)).replace("{", "{{").replace("}", "}}")
             raise type(error)(
                 f"{format_path(path)} cannot be copied, because {error}. To copy the other leaves, drop it: "
-                f"ckptcore.copy(..., transforms=[ckptcore.transforms.Drop({pattern!r})]). Nothing was written"
+                f"ckptcore.copy(source, destination, layout=..., transforms=[ckptcore.transforms.Drop({pattern!r})]). "
+                "Nothing was written"
             ) from error
     objects = _items_by_object(layout, tree, opened, sources, sizes)
     largest = max([item for items in objects for item in items], key=lambda item: item.nbytes, default=None)
