@@ -20,6 +20,7 @@ from ckptcore import Context
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CompositeCheckpointError,
     CorruptCheckpointError,
     InvalidLocationError,
     PluginError,
@@ -169,6 +170,34 @@ def test_options_that_exclude_each_other(
     copy(**right)
     loaded = ckptcore.load(tmp_path / "b")
     assert np.array_equal(loaded["w"] if right.get("subtree") == "model" else loaded["model"]["w"], VALUES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text", "right"),
+    [
+        ("modl", "did you mean 'model'? Give an existing subtree, or () for the whole tree", "model"),
+        ("modl", "did you mean 'model'? Give an existing subtree, or () for the whole tree", ()),
+        ("model/w/x", "model/w is a leaf. Give an existing subtree, or () for the whole tree", "model"),
+    ],
+)
+def test_subtrees(tmp_path: Path, wrong: str, text: str, right: str | tuple[()]) -> None:
+    source = saved(tmp_path / "a")
+    refused(lambda: ckptcore.copy(source, tmp_path / "b", subtree=wrong), text, TreeMismatchError)
+    ckptcore.copy(source, tmp_path / "b", subtree=right)
+    loaded = ckptcore.load(tmp_path / "b")
+    assert np.array_equal(loaded["w"] if right else loaded["model"]["w"], VALUES)
+
+
+def test_subtrees_of_several_checkpointables(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "a", {"net": STATE, "other": {"n": 1}})
+    copy = partial(ckptcore.copy, destination=tmp_path / "b")
+    text = "subtree='model' does not start with the name of a checkpointable. Expected one of 'net', 'other'"
+    refused(lambda: copy(tmp_path / "a", subtree="model"), text, TreeMismatchError)
+    copy(tmp_path / "a", subtree="net/model")
+    assert np.array_equal(ckptcore.load(tmp_path / "b")["w"], VALUES)
+    text = refused(lambda: copy(tmp_path / "a", subtree=()), "by its own location, such as ", CompositeCheckpointError)
+    copy(text.rpartition("such as ")[2], subtree=(), overwrite=True)
+    assert np.array_equal(ckptcore.load(tmp_path / "b")["model"]["w"], VALUES)
 
 
 def test_transforms_and_a_subtree(tmp_path: Path) -> None:

@@ -128,6 +128,14 @@ def test_several_checkpointables_and_a_map(tmp_path: Path, run: Run) -> None:
     assert ckptcore.load(tmp_path / "b")["encoder"]["layers"]["norm"]["scale"].tolist() == [[1, 2]]
 
 
+def test_a_subtree_that_does_not_exist(tmp_path: Path, run: Run) -> None:
+    ckptcore.save(tmp_path / "a", {"model": STATE})
+    text = message(run, "consolidate", "--subtree", "modl", tmp_path / "a", tmp_path / "b")
+    assert "Give an existing subtree, or leave out --subtree for the whole tree" in text
+    assert run("consolidate", tmp_path / "a", tmp_path / "b").exit_code == 0
+    assert np.array_equal(ckptcore.load(tmp_path / "b")["model"]["w"], STATE["w"])
+
+
 @pytest.mark.parametrize("name", ["broken", "wrong"])
 def test_a_broken_command(name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that mends it is enough; so is to uninstall it."""

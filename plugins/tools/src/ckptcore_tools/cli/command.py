@@ -126,6 +126,7 @@ _SHELL_REMEDIES: Final = (
     (re.compile(r"overwrite='non-atomic'"), "--overwrite-non-atomic"),
     (re.compile(r"overwrite=True"), "--overwrite"),
     (re.compile(r"names=ckptcore\.step_names\.StepNames\.of\(EXAMPLE\)"), "--named EXAMPLE"),
+    (re.compile(r"or \(\) for the whole tree"), "or leave out --subtree for the whole tree"),
     (re.compile(r"\bset head_dim\b"), "set --head-dim"),
     (re.compile(r"[:;.,] *reload\(\)[^.;]*"), ""),
     (
