@@ -88,6 +88,7 @@ def test_unsupported_members_are_named(run: Run, run_json: RunJson, shelf: Path)
     assert run_json(VerifyDocument, "verify", shelf)[1]["problems"][0]["object"] == "ema"
     code, error = run_json(ErrorDocument, "diff", shelf, shelf)
     assert (code, error["error"]) == (3, "CheckpointNotFoundError") and "'ema'" in error["message"]
+    assert "To compare another checkpointable, give its own location" in error["message"]
     assert run("diff", shelf / "params", shelf / "params").exit_code == 0
 
 

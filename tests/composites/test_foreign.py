@@ -412,9 +412,12 @@ def test_reserved_names_are_not_converted(shelf: Path, context: ckptcore.Context
         ckptcore.copy(shelf, tmp_path / "ours", layout="safetensors", context=context)
     (shelf / "checkpoint.data").rename(shelf / "data")
     (shelf / "data" / "position").rename(shelf / "data" / "checkpoint.position")
-    with pytest.raises(NameCollisionError, match=r"checkpoint\.position"):
+    with pytest.raises(NameCollisionError, match=r"checkpoint\.position.*Rename the file"):
         ckptcore.copy(shelf, tmp_path / "ours", layout="safetensors", context=context)
     assert not (tmp_path / "ours").exists()
+    (shelf / "data" / "checkpoint.position").rename(shelf / "data" / "position")
+    ckptcore.copy(shelf, tmp_path / "ours", layout="safetensors", context=context)
+    assert ckptcore.load_checkpointables(tmp_path / "ours", ["data"], context=context) == {"data": FILES["data"]}
 
 
 def test_a_save_replaces_a_foreign_composite_only_on_request(shelf: Path, context: ckptcore.Context) -> None:

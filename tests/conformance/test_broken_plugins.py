@@ -121,3 +121,15 @@ def test_a_plugin_that_is_not_installed_is_detected() -> None:
     missing = type("Suite", (PluginTests,), {"entry_point": "nobody has this one"})()
     with pytest.raises(AssertionError, match="0 distributions"):
         missing.test_hooks_match_their_specifications()
+
+
+def test_a_plugin_that_imports_internals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "nosy_plugin" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("from ckptcore.saving import save\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    suite = suite_of(Greedy(), _entry=lambda self: Entry(Greedy(), "nosy_plugin"))
+    with pytest.raises(AssertionError, match="import only public modules of ckptcore: .*ckptcore.saving"):
+        suite.test_the_plugin_imports_only_public_modules()
+    source.write_text("from ckptcore import save\n", encoding="utf-8")
+    suite.test_the_plugin_imports_only_public_modules()

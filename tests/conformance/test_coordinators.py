@@ -48,8 +48,25 @@ class TestThreadCoordinator(CoordinatorTests):
     def test_a_key_used_twice_is_detected(self) -> None:
         coordinator = ThreadJob(1).coordinator(0)
         coordinator.gather("key", b"")
-        with pytest.raises(PluginError, match="two exchanges"):
+        with pytest.raises(PluginError, match="two exchanges. Use a new key for each exchange"):
             coordinator.gather("key", b"")
+        assert coordinator.gather("new", b"x") == [b"x"]
+
+    def test_an_exchange_without_a_rank(self) -> None:
+        def alone(coordinator: Coordinator) -> None:
+            if coordinator.rank:
+                raise ValueError("rank 1 is unwell")
+            coordinator.gather("key", b"")
+
+        with pytest.raises(ExceptionGroup) as caught:
+            ThreadJob(2, timeout_seconds=0.05).run(alone)
+        told, failed = sorted(map(str, caught.value.exceptions))
+        assert told.endswith(
+            "Make every rank call it. ThreadJob.run also raises the errors of ranks that failed before"
+        )
+        assert failed == "rank 1 is unwell"
+        found = ThreadJob(2).run(lambda coordinator: coordinator.gather("key", b"x"))
+        assert found == [[b"x", b"x"], None]
 
     def test_errors_of_ranks_are_raised(self) -> None:
         def fail(coordinator: Coordinator) -> None:

@@ -128,6 +128,9 @@ def test_a_missing_entry_is_an_error_when_it_is_requested(
     assert not target["a"].any()
     with pytest.raises(CorruptCheckpointError, match=f"lost cannot be copied, because .*{message}"):
         ckptcore.copy(directory, directory / "copy", layout="safetensors")
+    ckptcore.copy(directory, directory / "copy", layout="dcp", transforms=[ckptcore.transforms.Drop("lost")])
+    assert sorted(ckptcore.load(directory / "copy")) == ["a", "b", "w"]
+    ckptcore.delete(directory / "copy")
     report = ckptcore.verify(directory)
     (problem,) = report.problems
     assert (problem.key, problem.arrays) == (file, ("lost",))

@@ -303,8 +303,12 @@ def test_an_error_lists_no_more_than_a_person_reads(tmp_path: Path) -> None:
 def test_a_config_that_is_not_understood_is_refused(config: Any, told: str, tmp_path: Path) -> None:
     values, scales = per_row(torch.ones(4, 4))
     publish(tmp_path, {"a.weight": values, "a.weight_scale": scales}, config)
-    with pytest.raises(TransformError, match=told):
+    with pytest.raises(TransformError, match=told) as caught:
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
+    assert "times scales of blocks, use Dequantize(values, scales, block); for MXFP4, Dequant" in str(caught.value)
+    loaded = ckptcore.load(tmp_path, transforms=[Dequantize("{n...}.weight", "{n}.weight_scale", (1, 4), "float32")])
+    assert list(loaded) == ["a.weight"]
+    assert np.allclose(loaded["a.weight"], 1, atol=0.01)
 
 
 def test_all_that_a_config_has_wrong_is_listed(tmp_path: Path) -> None:

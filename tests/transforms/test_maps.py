@@ -186,9 +186,15 @@ def test_what_a_map_does_not_know_of_a_model_is_refused(tmp_path: Path) -> None:
     state = _llama()
     odd = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(LAYERS)}
     ckptcore.save(tmp_path / "old", {**state, **odd})
-    with pytest.raises(TransformError, match=r"no transform handles .*inv_freq.* and 2 others: drop or rename"):
+    with pytest.raises(
+        TransformError, match=r"no transform handles .*inv_freq.* and 2 others: put Rename, or Drop .* ckptcore.copy"
+    ):
         ckptcore.load(tmp_path / "old", transforms=llama_to_scanned())
     made = ckptcore.load(tmp_path / "old", transforms=[Drop("**.inv_freq"), *llama_to_scanned()])
+    ckptcore.copy(
+        tmp_path / "old", tmp_path / "new", layout="ocdbt", transforms=[Drop("**.inv_freq"), *llama_to_scanned()]
+    )
+    assert_same_tree(ckptcore.load(tmp_path / "new"), made)
     assert sorted(made) == ["embed_tokens", "layers", "lm_head", "norm"]
     ckptcore.save(tmp_path / "bert", {**_bert(), "encoder.layer.0.adapter.weight": np.ones((2, 2))})
     with pytest.raises(TransformError, match=r"no transform handles .*encoder\.layer\.0\.adapter\.weight"):

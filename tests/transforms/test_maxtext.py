@@ -228,6 +228,10 @@ def test_a_model_of_another_family_is_refused(
     with pytest.raises(TransformError, match=told):
         ckptcore.copy(tmp_path / "published", tmp_path / "made", layout="safetensors", transforms=transforms)
     assert not (tmp_path / "made").exists()
+    right = llama_to_maxtext(HEAD_DIM, "default") if kind == "Llama" else qwen_to_maxtext(HEAD_DIM)
+    ckptcore.copy(tmp_path / "published", tmp_path / "made", layout="safetensors", transforms=right)
+    back = ckptcore.load(tmp_path / "made", transforms=inverse(right))
+    _assert_same(back, ckptcore.load(tmp_path / "published"))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ def test_groups_of_a_job(tmp_path: Path) -> None:
     run(4, "groups", tmp_path)
 
 
+def test_another_dtype_on_each_rank(tmp_path: Path) -> None:
+    run(2, "dtypes", tmp_path)
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_rank_raises_the_error_of_one(tmp_path: Path, size: int) -> None:
     run(size, "failing", tmp_path)

@@ -145,6 +145,29 @@ def failing(directory: Path) -> None:
         raise AssertionError("the load succeeded")
 
 
+def dtypes(directory: Path) -> None:
+    """A tensor has another dtype on each rank: follow the error."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+
+    def state_in(dtype: torch.dtype) -> dict[str, Any]:
+        return {"x": DTensor.from_local(torch.full((2,), float(rank), dtype=dtype), mesh, [Shard(0)])}
+
+    try:
+        dcp.save(state_in(torch.bfloat16 if rank else torch.float32), checkpoint_id=directory / "saved")
+    except original.CheckpointException as error:
+        assert "'x' is ((4,), 'bfloat16'), but ((4,), 'float32') on another rank" in str(error)
+        assert "Give it one shape and dtype on all" in str(error)
+    else:
+        raise AssertionError("the save succeeded")
+    assert not (directory / "saved").exists()
+    state = state_in(torch.float32)
+    dcp.save(state, checkpoint_id=directory / "saved")
+    target = blank(state)
+    original.load(target, checkpoint_id=directory / "saved")
+    expect_same(target, state)
+
+
 def killed(directory: Path, victim: str, event: str) -> None:
     """Overwrite a checkpoint. One rank is killed at its n-th change of the file system."""
     dcp.save(state_of(1), checkpoint_id=directory / "saved")

@@ -95,9 +95,12 @@ def test_a_requested_leaf_is_an_error_that_names_it(name: str, tmp_path: Path) -
     with pytest.raises(TreeMismatchError, match="odd: kind: the stored leaf cannot be loaded: a"):
         ckptcore.load_into(path, target)
     assert not target["w"].any()
-    with pytest.raises(UnsupportedLeafError, match="odd cannot be copied"):
+    with pytest.raises(UnsupportedLeafError, match=r"odd cannot be copied.*transforms=\[.*Drop\('odd'\)\]") as caught:
         ckptcore.copy(path, tmp_path / "copy", layout="dcp")
     assert not (tmp_path / "copy").exists()
+    transforms = eval(str(caught.value).partition("transforms=")[2].partition("). Nothing")[0], {"ckptcore": ckptcore})
+    ckptcore.copy(path, tmp_path / "copy", layout="dcp", transforms=[*transforms, ckptcore.transforms.Drop("list/1")])
+    assert list(ckptcore.load(tmp_path / "copy")) == ["w", "list"]
 
 
 def test_the_remedy_for_a_copy_keeps_the_other_leaves(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Pa
         (Apply("step", lambda w: w), "not an array"),
         (RenameTable({"step": "s", "spte": "t"}), "matches nothing"),
         (MergeLora("{name}", "{name}.B", "{name}.A", 1.0), "matches nothing"),
-        (Refuse("layers.0.*"), r"no transform handles .*layers\.0\.q\.weight.* and 1 other: drop or rename"),
+        (Refuse("layers.0.*"), r"no transform handles .*layers\.0\.q\.weight.* and 1 other: put Rename, or Drop"),
         (Refuse("step"), "no transform handles step"),
         (Default("x", object()), "no installed plugin handles"),
     ],

@@ -51,9 +51,7 @@ _SHARDED: Final = ("state_dict", "optimizer_states")
 
 _ALONE: Final = JobOptions(coordinator=SingleProcess())
 
-_ONLY_SHARDED: Final = (
-    "checkpoints are saved by all ranks; use the sharded state. Any number of ranks, also one, can load it"
-)
+_ONLY_SHARDED: Final = "checkpoints are saved by all ranks, as sharded state, which any number of ranks can load"
 
 _SHARDED_METADATA: Final = "meta.pt"
 """A file in the directories that Lightning's own sharded strategies write."""
@@ -275,7 +273,7 @@ class CkptcoreFSDPStrategy(ShardedCheckpoints, FSDPStrategy):
             ValueError: `state_dict_type` is not ``"sharded"``.
         """
         if state_dict_type != "sharded":
-            raise ValueError(f"state_dict_type={state_dict_type!r}: {_ONLY_SHARDED}")
+            raise ValueError(f"state_dict_type={state_dict_type!r}: {_ONLY_SHARDED}. Leave it 'sharded'")
         super().__init__(state_dict_type=state_dict_type, **options)
 
 
@@ -289,7 +287,7 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
             ValueError: `save_distributed_checkpoint` is False.
         """
         if not save_distributed_checkpoint:
-            raise ValueError(f"save_distributed_checkpoint=False: {_ONLY_SHARDED}")
+            raise ValueError(f"save_distributed_checkpoint=False: {_ONLY_SHARDED}. Leave it True")
         super().__init__(save_distributed_checkpoint=True, **options)
 
 
@@ -335,7 +333,7 @@ def _alone(context: Context | None) -> Context:
     context = context or Context()
     if context.job != JobOptions():
         raise ValueError(
-            "CkptcoreIO(context=...): a job is not supported, because rank 0 saves alone; remove Context(job)"
+            "CkptcoreIO(context=...): a job is not supported, because rank 0 saves alone; leave out Context(job=...)"
         )
     return replace(context, job=_ALONE)
 

@@ -50,7 +50,8 @@ class Reference(NamedTuple):
             text = os.path.abspath(text)
         elif redacted_location(text) != text:
             raise ValueError(
-                f"{redacted_location(text)} has a secret, which the tracker would store: pass it in the Context"
+                f"{redacted_location(text)} has a secret, which the tracker would store: leave it out, and pass "
+                "context=Context(storage={scheme: options})"
             )
         metadata = ckptcore.metadata(text, context=context)
         if metadata.digest is None or metadata.save_id is None:
@@ -93,7 +94,8 @@ class Reference(NamedTuple):
         if found.digest != self.digest:
             raise CheckpointNotFoundError(
                 f"{location} has the save {found.save_id} with digest {found.digest}, and not the recorded save "
-                f"{self.save_id} with digest {self.digest}: it was replaced or changed. Restore it from a copy"
+                f"{self.save_id} with digest {self.digest}: it was replaced or changed. ckptcore.copy(backup, "
+                "location, overwrite=True) brings the recorded save back from a copy, and deletes the present one"
             )
         return location
 
@@ -109,8 +111,9 @@ def uploadable_copy(reference: Reference, context: Context | None) -> Iterator[s
         copied = os.path.join(directory, "checkpoint")
         ckptcore.copy(reference.location, copied, context=context)
         if ckptcore.metadata(copied, context=context).digest != reference.digest:
+            reference.check(reference.location, context)
             raise CheckpointError(
-                f"{reference.location} cannot be uploaded: it was replaced meanwhile, or it is an update with arrays "
-                "in other checkpoints. Make a complete checkpoint with ckptcore.copy, and upload that"
+                f"{reference.location} cannot be uploaded: it is an update with arrays in other checkpoints. Make a "
+                "complete checkpoint with ckptcore.copy(source, destination), and upload that"
             )
         yield copied

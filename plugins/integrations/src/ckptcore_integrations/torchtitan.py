@@ -267,9 +267,10 @@ class CkptcoreManager(BaseCheckpointManager):
 
     def _objects_to_load(self, *, only_model: bool) -> dict[str, Any]:
         excluded: Collection[str] = self.config.exclude_from_loading
-        if unknown := [name for name in excluded if name not in self.states]:
+        others = [name for name in self.states if name != MODEL]  # TorchTitan refuses to exclude the model
+        if unknown := [name for name in excluded if name not in others]:
             raise ValueError(
-                f"checkpoint.exclude_from_loading has {unknown[0]!r}: expected names of {', '.join(self.states)}"
+                f"checkpoint.exclude_from_loading has {unknown[0]!r}: expected names of {', '.join(others)}"
             )
         if only_model:
             return {MODEL: self.states[MODEL]}

@@ -290,8 +290,8 @@ def export_pretrained(
     nested = [name for name in names if "/" in name]
     if nested:
         raise CheckpointError(
-            f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the tokenizer from the "
-            "checkpoint with from_pretrained, and call its save_pretrained"
+            f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the model and the "
+            "tokenizer from the checkpoint with from_pretrained, and call save_pretrained of both"
         )
     ckptcore.copy(
         directory, destination, subtree="model", files=[directory / name for name in names], overwrite=overwrite

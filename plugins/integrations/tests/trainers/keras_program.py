@@ -134,12 +134,12 @@ def arguments(directory: Path) -> None:
     callback = CkptcoreCheckpoint(str(directory / "x"))
     callback.wait_until_finished()
     found["hosts"] = [callback.is_multihost_enabled(), callback.is_primary_host()]
-    found["refused"] = 0
+    found["refused"] = []
     for wrong in ({"save_freq": "day"}, {"preservation_policy": EveryNSteps(2)}):
         try:
             CkptcoreCheckpoint(str(directory / "x"), **wrong)
-        except ValueError:
-            found["refused"] += 1
+        except ValueError as error:
+            found["refused"].append(str(error))
     found["nothing"] = resume(str(directory / "x"), make())
     print(json.dumps(found))
 

@@ -152,8 +152,11 @@ def test_the_limit_is_applied_after_the_commit(tmp_path: Path) -> None:
     run.train()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
     run.project.iteration = 2
-    with pytest.raises(ValueError, match="checkpoint_2 exists"):
+    with pytest.raises(ValueError, match="checkpoint_2 exists. Set .*project_configuration.iteration to the number"):
         run.accelerator.save_state()
+    run.accelerator.project_configuration.iteration = 3
+    assert run.accelerator.save_state().name == "checkpoint_3"
+    assert ckptcore.verify(tmp_path / "checkpoints" / "checkpoint_3").ok
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, Accelerator], ids=["ours", "Accelerate's"])
@@ -204,6 +207,10 @@ def test_automatic_names_need_no_directory_of_a_project_to_load(tmp_path: Path) 
     for call in (run.accelerator.save_state, run.accelerator.load_state):
         with pytest.raises(ValueError, match="project_dir"):
             call()
+    with pytest.raises(ValueError, match=r"set ProjectConfiguration\(project_dir=...\)"):
+        run.accelerator.save_state()
+    run.accelerator.project_configuration.project_dir = str(tmp_path / "run")
+    assert run.accelerator.save_state().name == "checkpoint_1"
 
 
 def test_a_directory_of_accelerate_is_loaded(tmp_path: Path) -> None:
@@ -225,8 +232,11 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="random_states_0"):
-        run.accelerator.load_state()
+    run.train(8)
+    with pytest.raises(CheckpointError, match="random_states_0.* or load another checkpoint"):
+        run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_1")
+    assert len(run.progress.seen) == 8
 
 
 def test_hooks_write_files_and_take_weights(tmp_path: Path) -> None:
@@ -251,8 +261,11 @@ def test_hooks_write_files_and_take_weights(tmp_path: Path) -> None:
     run.accelerator.load_state()
     assert seen == ["1 model, 4 weights"]
     (directory / "adapter" / "notes.txt").write_text("changed")
-    with pytest.raises(CheckpointError, match="notes.txt"):
-        run.accelerator.load_state()
+    run.train(8)
+    with pytest.raises(CheckpointError, match="'adapter/notes.txt' is damaged; load another checkpoint"):
+        run.accelerator.load_state(directory)
+    run.accelerator.load_state(directory.with_name("checkpoint_1"))
+    assert len(seen) == 2
     save.remove()
     load.remove()
 
@@ -292,14 +305,19 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> No
 
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(NotImplementedError, match="safe_serialization"):
+    with pytest.raises(NotImplementedError, match="safe_serialization.*Remove the argument"):
         run.accelerator.save_state(safe_serialization=False)
     run.accelerator.save_state()
-    with pytest.raises(NotImplementedError, match="strict"):
+    with pytest.raises(NotImplementedError, match="strict.*Remove the argument"):
         run.accelerator.load_state(strict=False)
+    run.accelerator.load_state()
     run.project.save_on_each_node = True
-    with pytest.raises(NotImplementedError, match="save_on_each_node"):
+    with pytest.raises(NotImplementedError, match="save_on_each_node. Remove CheckpointMixin from the bases of Check"):
         run.accelerator.save_state()
+    plain = Run(tmp_path / "plain", Accelerator)
+    plain.project.save_on_each_node = True
+    plain.accelerator.save_state()
+    plain.accelerator.load_state()
 
 
 def resume_in_a_job(directory: Path) -> None:

@@ -450,19 +450,26 @@ def test_tensors_go_to_the_device_of_map_location(tmp_path: Path) -> None:
         assert loaded["state_dict"]["w"].device.type == "meta"
         assert loaded["epoch"] == 3
     for location in (lambda storage, _: storage, {"cuda:1": "cuda:0"}):
-        with pytest.raises(TypeError, match="do not record devices"):
+        with pytest.raises(TypeError, match="pass a device or its name. .* do not record devices"):
             io.load_checkpoint(tmp_path / "a", map_location=location)
+    assert same(io.load_checkpoint(tmp_path / "a", map_location="cpu")["state_dict"], {"w": torch.ones(2)})
 
 
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="Context"):
-        CkptcoreIO().save_checkpoint({}, tmp_path / "a", storage_options={})
-    with pytest.raises(ValueError, match="rank 0 saves alone"):
+    state = {"state_dict": {"w": torch.ones(2)}}
+    with pytest.raises(TypeError, match=r"pass Context\(storage=\{scheme: options\}\) as context instead"):
+        CkptcoreIO().save_checkpoint(state, tmp_path / "a", storage_options={})
+    with pytest.raises(ValueError, match=r"rank 0 saves alone; leave out Context\(job=...\)"):
         CkptcoreIO(context=Context(job=JobOptions(coordinator=SingleProcess())))
-    with pytest.raises(ValueError, match="use the sharded state"):
+    for number, context in enumerate((Context(storage={"file": {}}), Context())):
+        CkptcoreIO(context=context).save_checkpoint(state, tmp_path / str(number))
+        assert same(CkptcoreIO(context=context).load_checkpoint(tmp_path / str(number)), state)
+    with pytest.raises(ValueError, match="any number of ranks can load. Leave it 'sharded'"):
         CkptcoreFSDPStrategy(state_dict_type="full")
-    with pytest.raises(ValueError, match="use the sharded state"):
+    with pytest.raises(ValueError, match="any number of ranks can load. Leave it True"):
         CkptcoreModelParallelStrategy(save_distributed_checkpoint=False)
+    CkptcoreFSDPStrategy(state_dict_type="sharded")
+    CkptcoreModelParallelStrategy(save_distributed_checkpoint=True)
     with pytest.raises(TypeError, match="Context"):
         CkptcoreFSDPStrategy().save_checkpoint({}, tmp_path / "a", storage_options={})
 

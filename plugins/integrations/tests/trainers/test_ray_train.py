@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_integrations.ray_train import checkpoint_location
+from pyarrow import fs
+from ray.train import Checkpoint
 
 import ckptcore
 
@@ -156,6 +159,20 @@ def test_steps_that_are_reported_again_are_not_deleted(tmp_path: Path) -> None:
     assert [count for _, count in kept] == [5, 6]
     for location, count in kept:
         assert (ckptcore.load(f"{location}/model")["w"] == count).all()
+
+
+def test_file_systems(tmp_path: Path) -> None:
+    """Ray takes a file system of pyarrow for RunConfig(storage_path=...), a path or URL."""
+    location = os.fspath(tmp_path / "c")
+    ckptcore.save(location, {"n": 3})
+    with pytest.raises(
+        ValueError, match=r"'subtree': expected one of local, s3, gcs. Set RunConfig\(storage_path=...\)"
+    ):
+        checkpoint_location(Checkpoint("c", fs.SubTreeFileSystem(os.fspath(tmp_path), fs.LocalFileSystem())))
+    filesystem, path = fs.FileSystem.from_uri(location)
+    assert ckptcore.load(checkpoint_location(Checkpoint(path, filesystem))) == {"n": 3}
+    for made, scheme in ((fs.S3FileSystem(region="eu-west-1", anonymous=True), "s3"), (fs.GcsFileSystem(), "gs")):
+        assert checkpoint_location(Checkpoint("bucket/c", made)) == f"{scheme}://bucket/c"
 
 
 def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:

@@ -102,6 +102,19 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> No
     assert "\n  others/deep[0]" in report["message"]
 
 
+def test_remedies(tmp_path: Path) -> None:
+    arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
+    assert train(arguments, function="run_remedies") == [0]
+    report = json.loads((tmp_path / "report").read_text())
+    adapter, step, names = report["messages"]
+    assert adapter.endswith("Set last_save_in_hf=False")
+    assert step.endswith("has no such step. Expected one of 4")
+    assert names.startswith("checkpoint.exclude_from_loading has 'optimiser': expected names of ")
+    assert len(report["loaded"]) == 5
+    assert all(report["loaded"])
+    assert report["same"]
+
+
 def test_pickles_with_code_are_found() -> None:
     assert _called_in(pickle.dumps({"position": [1, 2.5, "a", None, b"x"]})) is None
     for protocol in range(6):

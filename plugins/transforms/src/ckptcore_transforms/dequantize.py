@@ -103,7 +103,8 @@ class Dequantize(TreeTransform):
 
     ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for checkpoints of
     DeepSeek-V3. A matching array that is not float4, float6, float8, int4 or int8 does not
-    change if it has no scales. If it has scales, the transform raises an error.
+    change if it has no scales. If it has scales, the transform raises an error. So it does for an array with further
+    data under its name and ``_zero_point``, ``_g_idx``, ``_global_scale`` or ``_scale_2``, which changes the values.
 
     Attributes:
         pattern: template of the quantised arrays.
@@ -200,8 +201,8 @@ def _apply(
     """Dequantise the arrays that match a pattern, with the scales that match another one.
 
     Raises:
-        TransformError: lists arrays without scales, scales without arrays, and those that do not
-            fit.
+        TransformError: lists arrays without scales, scales without arrays, those that do not fit, and those with
+            data that would change the result.
     """
     values, target = Template(pattern), Template(to)
     scales_template = Template(Template(scales).spanning_as(values))
@@ -209,10 +210,13 @@ def _apply(
         raise TransformError(f"{values} and {scales_template} must have the same fields, and no '*'")
     of_scales = {_key(fields): (path, fields) for path, fields in tree.present(scales_template).items()}
     found, problems = [], []
+    names = {path_text(path) for path in tree.leaves} - {path_text(path) for path, _ in of_scales.values()}
     for path, fields in tree.present(values).items():
         scale, leaf = of_scales.pop(_key(fields), None), tree.leaves[path]
         if scale is not None:
             found.append(_Quantized(path, scale[0], target.path(fields), make))
+            if unknown := _unknown_data(path_text(path), names):
+                problems.append(f"{format_path(path)}: {unknown}")
         elif isinstance(leaf, ArrayLeaf) and needs_scales(leaf.record.spec):
             expected = format_path(scales_template.path(fields))
             problems.append(f"{format_path(path)}: the scales {expected} of {leaf.record.spec} are missing")
@@ -240,6 +244,17 @@ _CACHE: Final = (".k_scale", ".v_scale", ".q_scale")
 
 _UNKNOWN: Final = ("_zero_point", "_g_idx", "_global_scale", "_scale_2")
 """Unsupported data that changes the results: zero points, column orders, a second scale."""
+
+
+def _unknown_data(text: str, names: Collection[str]) -> str:
+    """Return why an array cannot be dequantised because of data next to it, or an empty text.
+
+    Args:
+        text: path of the array, as text.
+        names: paths of the tree, as text.
+    """
+    unknown = [text + name for name in _UNKNOWN if text + name in names]
+    return f"unsupported data for this array: {', '.join(map(repr, unknown))}" if unknown else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +353,8 @@ class _Search:
         if len(scales) != 1:
             expected = ", ".join(map(repr, names_of_scales(text)))
             raise ValueError(f"expected one of the scales {expected} for {spec}, found {len(scales) or 'none'}")
-        unknown = [text + name for name in _UNKNOWN if text + name in self.by_text]
-        if unknown:
-            raise ValueError(f"unsupported data for this array: {', '.join(map(repr, unknown))}")
+        if unknown := _unknown_data(text, self.by_text):
+            raise ValueError(unknown)
         return _Quantized(
             self.by_text[text], self.by_text[scales[0]], self.by_text[text], self._array_function(spec.dtype)
         )

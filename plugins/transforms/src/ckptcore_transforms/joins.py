@@ -256,11 +256,12 @@ class Fuse(TreeTransform):
 
     def _fused(self, arrays: Sequence[DerivedArray]) -> DerivedArray:
         axis = axis_of(arrays[0].spec, self.axis)
-        sizes = [one.spec.shape[axis] if axis < len(one.spec.shape) else 0 for one in arrays]
+        fused = concatenate(arrays, axis)
+        sizes = [one.spec.shape[axis] for one in arrays]
         if sizes != (list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)):
             sizes_text = "of equal sizes" if self.sizes is None else f"of {list(self.sizes)}"
             raise ValueError(f"expected parts {sizes_text} along axis {axis}, found {sizes}; set Fuse(..., sizes=)")
-        return concatenate(arrays, axis)
+        return fused
 
     def describe(self) -> str:
         """Describe the parts."""

@@ -142,7 +142,8 @@ class Refuse(TreeTransform):
         if found:
             others = "" if len(found) == 1 else f" and {len(found) - 1:,} other{'s' if len(found) > 2 else ''}"
             raise TransformError(
-                f"no transform handles {format_path(found[0])[:_MAX_SHOWN]}{others}: drop or rename unused leaves first"
+                f"no transform handles {format_path(found[0])[:_MAX_SHOWN]}{others}: put Rename, or Drop if it is not "
+                "needed, first in the transforms of ckptcore.load or ckptcore.copy"
             )
 
     def describe(self) -> str:

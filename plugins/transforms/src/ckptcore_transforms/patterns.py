@@ -177,7 +177,8 @@ class Template:
 
     def _known(self, field: _Field, fields: Fields) -> FieldMatch:
         if field.name not in fields:
-            raise ValueError(f"{self} has the unknown field {field.name!r}")
+            known = f"the fields are {', '.join(map(repr, fields))}" if fields else "there are no fields"
+            raise ValueError(f"{self} has the unknown field {field.name!r}; {known}")
         return fields[field.name]
 
     def spanning_as(self, other: Template) -> str:

@@ -116,9 +116,9 @@ def _section(config: Mapping[str, JSON]) -> JSON:
 
 def _refused(problems: Sequence[str]) -> TransformError:
     return TransformError(
-        f"the quantization_config of config.json is not supported:{format_problems(problems)}\nIf "
-        "Dequantize or DequantizeMxfp4 support its format, use them with the names of the "
-        "arrays and scales"
+        f"the quantization_config of config.json is not supported:{format_problems(problems)}\nFor values in the "
+        "shape of the weight, times scales of blocks, use Dequantize(values, scales, block); for MXFP4, "
+        "DequantizeMxfp4(blocks, scales, to)"
     )
 
 

@@ -54,11 +54,14 @@ def save_async(path: Any, state: Any, *, custom_metadata: Any = None) -> v1.Asyn
         return v1.partial.save_async(path, state, custom_metadata=custom_metadata)
     arguments = prepare(final, {STATE_CHECKPOINTABLE_KEY: state}, False, custom_metadata)
     if arguments["layout"].rules:
-        raise NotImplementedError("chunk sizes by key in partial saves: all parts share one size. Set one")
+        raise NotImplementedError(
+            "array.saving.scoped_storage_options_creator: all parts of a partial save share one chunk size. Set "
+            "array.saving.storage_options.chunk_byte_size instead"
+        )
     added = [jax.tree_util.keystr(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(state)]
     record = _Record(final)
     if known := sorted({*added}.intersection(record.leaves)):
-        raise _replacement(f"An earlier part has {', '.join(known)}")
+        raise _replacement(f"An earlier part has {', '.join(known)}: leave it out of this part")
     try:
         handle = _session(final).save_async(arguments["checkpointables"][STATE_CHECKPOINTABLE_KEY])
     except TreeMismatchError as error:
@@ -143,7 +146,11 @@ def _read_facts(file: Any) -> tuple[list[str], dict[str, Any]]:
         reason = "it has values of other types"
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         reason = repr(error)
-    raise CorruptCheckpointError(f"{file} is damaged: {reason}; delete the parts, and save them again", key=file.name)
+    raise CorruptCheckpointError(
+        f"{file} is damaged: {reason}. It has the custom_metadata of the parts, not their arrays. Delete it, and pass "
+        "custom_metadata again with another part",
+        key=file.name,
+    )
 
 
 def _has_parts(location: Any) -> bool:

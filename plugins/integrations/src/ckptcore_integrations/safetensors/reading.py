@@ -87,7 +87,7 @@ class OpenFile:
             # Without O_NONBLOCK, opening a named pipe waits for a writer.
             self.descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise FileNotFoundError(f"No such file or directory: {self.name}") from error
+            raise FileNotFoundError(f"{error.strerror}: {self.name}") from error  # as the library does
         status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise SafetensorError(f"{self.name} is not a regular file")

@@ -295,9 +295,12 @@ class _Entries:
             with torch.serialization.safe_globals(_trusted()):
                 return torch.load(io.BytesIO(_at(loaded, entry.path)), weights_only=True)
         except pickle.UnpicklingError as error:
+            # Around this line, torch advises options of torch.load, which this call does not have.
+            reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
             raise UnsupportedLeafError(
                 f"{entry.name!r} is an object of a class that PyTorch does not trust, and loading it could run any "
-                f"code. If you trust the checkpoint, allow the class with torch.serialization.add_safe_globals: {error}"
+                "code. If you trust the checkpoint, allow the class with torch.serialization.add_safe_globals: "
+                f"{reason}"
             ) from error
 
 

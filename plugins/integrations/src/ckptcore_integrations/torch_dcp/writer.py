@@ -273,7 +273,11 @@ def _merge(gathered: list[list[_Part] | _Failure]) -> dict[str, _Part] | _Failur
         for part in parts:
             first = merged.setdefault(part.name, part)
             if first.spec != part.spec:
-                return _Failure(rank, f"{part.name!r} is {part.spec}, but {first.spec} on another rank")
+                return _Failure(
+                    rank,
+                    f"{part.name!r} is {part.spec}, but {first.spec} on another rank. Give it one shape and dtype on "
+                    "all",
+                )
     return merged
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "checkpoint_command",
     "command_context",
     "exit_code_of",
+    "shell_text",
 ]
 
 NAMED_HELP: Final = "The name of one step, such as epoch-0010, if the steps have unusual names."
@@ -124,6 +125,8 @@ _SHELL_REMEDIES: Final = (
     (re.compile(r"if_in_use='take over'"), "--take-over"),
     (re.compile(r"overwrite='non-atomic'"), "--overwrite-non-atomic"),
     (re.compile(r"overwrite=True"), "--overwrite"),
+    (re.compile(r"names=ckptcore\.step_names\.StepNames\.of\(EXAMPLE\)"), "--named EXAMPLE"),
+    (re.compile(r"or \(\) for the whole tree"), "or leave out --subtree for the whole tree"),
     (re.compile(r"\bset head_dim\b"), "set --head-dim"),
     (re.compile(r"[:;.,] *reload\(\)[^.;]*"), ""),
     (
@@ -223,7 +226,8 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)
-        return _report_failure(error, code, _error_text(error), as_json=as_json, debug=debug)
+        message = shell_text(str(error) or type(error).__name__)
+        return _report_failure(error, code, message, as_json=as_json, debug=debug)
     except ValueError as error:
         if not options:
             return _report_bug(error, as_json=as_json)
@@ -238,9 +242,8 @@ def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
     return _report_failure(error, ExitCode.BUG, message, as_json=as_json, debug=True)
 
 
-def _error_text(error: Exception) -> str:
+def shell_text(text: str) -> str:
     """Return the message of an error, with shell options and commands in place of Python remedies."""
-    text = str(error) or type(error).__name__
     for python, shell in _SHELL_REMEDIES:
         text = python.sub(shell, text)
     return text

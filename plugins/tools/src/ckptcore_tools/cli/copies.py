@@ -20,6 +20,7 @@ from ckptcore_tools.cli.command import (
     ExitCode,
     checkpoint_command,
     command_context,
+    shell_text,
 )
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
 from ckptcore_tools.formatting import format_count, format_size
@@ -183,7 +184,7 @@ def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
         **{step: ("copied", _report_document(one), None) for step, one in report.steps.items()},
         **{step: ("left", None, None) for step in report.skipped},
         **{step: ("gone", None, None) for step in report.deleted_at_source},
-        **{step: ("damaged", None, error) for step, error in report.damaged.items()},
+        **{step: ("damaged", None, shell_text(error)) for step, error in report.damaged.items()},
     }
     return [
         {"step": step, "state": state, "copied": copied, "error": error}
@@ -202,7 +203,7 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
     for step in report.deleted_at_source:
         print_line(f"step {step}", "  ", ("skipped", "yellow"), ": deleted at the source during the copy")
     for step, error in report.damaged.items():
-        print_line(f"step {step}", "  ", ("damaged", "bold red"), f": {printable(' '.join(error.split()))}")
+        print_line(f"step {step}", "  ", ("damaged", "bold red"), f": {printable(' '.join(shell_text(error).split()))}")
     content = f"{format_count(len(report.steps), 'step')}, {format_size(report.nbytes)} to {printable(destination)}"
     print_line(("copied", "bold green"), f": {content}; {format_size(report.sent_bytes)} sent")
     _print_unverified({key for one in report.steps.values() for key in one.unverified})

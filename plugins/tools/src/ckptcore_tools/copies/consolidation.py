@@ -7,6 +7,7 @@ computed from the tree on every process, without communication.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,14 @@ from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.loading.foreign import foreign_checkpoints
-from ckptcore.loading.opening import ATTEMPTS, ConsistentRead, open_either, replaced_too_often, tree_attempts
+from ckptcore.loading.opening import (
+    ATTEMPTS,
+    ConsistentRead,
+    open_either,
+    present_members,
+    replaced_too_often,
+    tree_attempts,
+)
 from ckptcore.loading.reading import check_sizes
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
@@ -49,7 +57,7 @@ from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
-from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys
+from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
 
 __all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]
 
@@ -215,6 +223,9 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
     def open_found(found: Checkpoint | CompositeCheckpoint) -> _Source:
         if isinstance(found, Checkpoint):
             return open_below(found, keys)
+        members = present_members(found)
+        if keys[0] not in (*members, *itertools.chain.from_iterable(members.values())):
+            raise unknown_checkpointable(path, list(members))
         member = SubPath(source, str(keys[0]))
         return tree_attempts(member, reading).retry_if_replaced(functools.partial(open_below, below=keys[1:]))
 

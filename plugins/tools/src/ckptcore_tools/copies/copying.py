@@ -57,6 +57,9 @@ CopyVerification: TypeAlias = Literal["passing", "read-back"]
 _VERIFICATIONS: Final = ("passing", "read-back")
 """The values of `CopyVerification`."""
 
+_COPY_OVER: Final = "Copy again with overwrite=True: without it, a committed copy counts as complete"
+"""The remedy for a committed copy that is damaged."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
@@ -233,7 +236,7 @@ class _CopyAttempt:
         """
         self._kept = self._total
         if self._verify == "read-back":
-            self._verify_copied(self._records)
+            self._verify_copied(self._records, _COPY_OVER)
         return self.report()
 
     def is_claimed(self) -> bool:
@@ -317,7 +320,7 @@ class _CopyAttempt:
         for records in (self._manifest.objects, self._manifest.markers):
             checked.extend(transfer.send([record for record in records if record.key not in kept]))
         if self._verify == "read-back":
-            self._verify_copied([record for record in checked if record.key not in kept])
+            self._verify_copied([record for record in checked if record.key not in kept], "Copy again")
         for member in self._manifest.members:
             # The root of a member last, because it commits the member.
             for key, data in (*member.parts.items(), (ROOT_KEY, member.data)):
@@ -356,8 +359,12 @@ class _CopyAttempt:
             self._progress.complete(self._kept)
         return keys
 
-    def _verify_copied(self, records: Sequence[ObjectRecord]) -> None:
+    def _verify_copied(self, records: Sequence[ObjectRecord], remedy: str) -> None:
         """Read objects at the destination and compare them.
+
+        Args:
+            records: the objects.
+            remedy: what the error says to do.
 
         Raises:
             CorruptCheckpointError: if one differs.
@@ -366,7 +373,7 @@ class _CopyAttempt:
         for key, error in wrong.items():
             raise CorruptCheckpointError(
                 f"{self._destination.display}: the copy differs from the source in {len(wrong)} of {len(records)} "
-                f"objects; the first is {key}: {error}. Copy again",
+                f"objects; the first is {key}: {error}. {remedy}",
                 key=key,
             ) from error
 
@@ -478,7 +485,7 @@ def _report(destination: AnyLocation, context: Context, *, kept: bool, verify: C
         report = verify_checkpoint(destination, context)
         for problem in report.problems:
             raise CorruptCheckpointError(
-                f"{location.display}: the copy is damaged: {problem.message}. Copy again", key=problem.key
+                f"{location.display}: the copy is damaged: {problem.message}. {_COPY_OVER}", key=problem.key
             )
         read_back = report.nbytes
     encoded, parts = encode_root(root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ckptcore.commit.location import LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
@@ -24,6 +25,9 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 
 __all__ = ["StepsCopyReport", "copy_run"]
+
+_SHOWN: Final = 5
+"""Number of steps or names in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,26 @@ def _choose_steps(source: StepDirectory, steps: Collection[int] | None) -> Seque
     if steps is None:
         committed = source.steps()
         if not committed:
-            raise CheckpointNotFoundError(f"{source.display}: no committed steps; check the path")
+            raise CheckpointNotFoundError(_no_steps(source))
         return committed
     for step in steps:
         if not source.is_committed(step):
-            raise CheckpointNotFoundError(source.missing(step))
+            newest = ", ".join(map(str, source.steps()[-_SHOWN:]))
+            raise CheckpointNotFoundError(
+                f"{source.display} has no committed step {step}; the newest: {newest}" if newest else _no_steps(source)
+            )
     return sorted(set(steps))
+
+
+def _no_steps(source: StepDirectory) -> str:
+    """Return the error for a directory without steps. They may have unusual names."""
+    names = sorted(name for name in source.store.list_names() if not name.startswith("."))
+    if not names:
+        return f"{source.display} does not exist or is empty: check the path"
+    return (
+        f"{source.display} has no committed steps, but {', '.join(map(repr, names[:_SHOWN]))}. If these are steps, "
+        "pass names=ckptcore.step_names.StepNames.of(EXAMPLE)"
+    )
 
 
 def _copy_metadata(source: StorageBackend, destination: StorageBackend, overwrite: Overwrite) -> None:

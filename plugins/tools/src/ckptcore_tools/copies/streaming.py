@@ -82,9 +82,11 @@ def items_by_object(
     """
     for path, record in zip(tree.paths, tree.leaves, strict=True):
         if (error := unreadable_error(record)) is not None:
+            pattern = "/".join(map(str, path)).replace("{", "{{").replace("}", "}}")
             raise type(error)(
-                f"{format_path(path)} cannot be copied, because {error}. To keep the other leaves, load them with "
-                "PLACEHOLDER for it, and save them. Nothing was written"
+                f"{format_path(path)} cannot be copied, because {error}. To copy the other leaves, drop it: "
+                f"ckptcore.copy(source, destination, layout=..., transforms=[ckptcore.transforms.Drop({pattern!r})]). "
+                "Nothing was written"
             ) from error
     objects = _items_by_object(layout, tree, opened, sources, sizes)
     largest = max([item for items in objects for item in items], key=lambda item: item.nbytes, default=None)

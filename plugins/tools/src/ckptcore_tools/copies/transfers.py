@@ -187,7 +187,7 @@ class Transfer:
         if not same:
             raise CorruptCheckpointError(
                 f"{key!r} differs from the source in bytes {start} to {start + len(data)}: one of them changed since "
-                "the copy. Copy again",
+                "the copy",
                 key=key,
                 start=start,
                 stop=start + len(data),
