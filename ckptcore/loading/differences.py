@@ -139,7 +139,7 @@ def mismatch(
             allowing += f": {', '.join(losses)}"
         if kept:
             more = f" and {len(kept) - _PARTS} more" if len(kept) > _PARTS else ""
-            beginning = f"\nWith it, {', '.join(kept[:_PARTS])}{more} would begin anew"
+            beginning = f"\nWith it, {', '.join(kept[:_PARTS])}{more} would start again"
         if not names and {"missing", "unexpected"} <= by_sort.keys():
             allowing += ". Load leaves that only have other names with transforms=[Rename(stored, requested)] instead"
     if (quantized := find_quantized(tree)) is not None:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from ckptcore_transforms import Rename
 
@@ -16,6 +15,8 @@ import ckptcore
 from ckptcore import Matching
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.moves import find_moves, whole_parts
+
+optax = pytest.importorskip("optax")
 
 PARAMETERS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
 ADAM = optax.adam(1e-3)
@@ -43,7 +44,8 @@ def followed(path: Path, request: Any, text: str) -> Any:
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    structure: Any = jax.tree.structure(found)
+    assert structure == jax.tree.structure(expected)
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
 
 
@@ -72,12 +74,12 @@ def test_an_optimizer_in_a_chain(tmp_path: Path) -> None:
     ],
 )
 def test_an_optimizer_in_a_wrapper(tmp_path: Path, wrapped: Any, inner: str, anew: str) -> None:
-    """The parts that the wrapper adds begin anew, and the text names them."""
+    """The parts that the wrapper adds start again, and the text names them."""
     saved, request = stepped(ADAM), wrapped.init(PARAMETERS)
     ckptcore.save(tmp_path / "c", {"o": saved})
     text = refused(tmp_path / "c", {"o": request})
     assert f"moved: o.{inner} is requested, o is stored" in text
-    assert text.endswith(f"o.{anew} would begin anew")
+    assert text.endswith(f"o.{anew} would start again")
     loaded = followed(tmp_path / "c", {"o": request}, text)["o"]
     assert_equal(getattr(loaded, inner), saved)
     assert_equal(loaded._replace(**{inner: None}), request._replace(**{inner: None}))
@@ -104,7 +106,7 @@ def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
     """The momentum of SGD is not the mean of Adam. The options are proposed with what they lose."""
     ckptcore.save(tmp_path / "c", {"p": PARAMETERS, "o": stepped(optax.sgd(1e-3, momentum=0.9))})
     text = refused(tmp_path / "c", {"p": PARAMETERS, "o": ADAM.init(PARAMETERS)})
-    assert "moved" not in text and "With it, o would begin anew" in text
+    assert "moved" not in text and "With it, o would start again" in text
 
 
 def test_nothing_that_is_requested_is_stored(tmp_path: Path) -> None:

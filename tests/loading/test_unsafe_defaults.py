@@ -148,7 +148,7 @@ def test_weights_that_a_file_lacks_are_not_made_up(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load_into(file, dict(model.state_dict()))
     assert caught.value.differences == ("missing: ['pooler.dense.weight'] is not stored",)
-    remedy = 'matching=Matching(missing="keep"): missing leaves keep their present values\nWith it, {} would begin anew'
+    remedy = 'matching=Matching(missing="keep"): missing leaves keep their present values\nWith it, {} would start again'
     assert str(caught.value).endswith(remedy.format("['pooler.dense.weight']"))
 
 
