@@ -488,7 +488,8 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
             return None  # text of any length
         if requested.spec.shape != stored.spec.shape:
             return f"shape: {requested.spec} is requested, {stored.spec} is stored"
-        return f"dtype: {requested.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
+        wanted, found = (f"{record.spec} ({record.kind})" for record in (requested, stored))
+        return f"dtype: {wanted} is requested, {found} is stored; arrays of these kinds are not cast"
     if (error := unreadable_error(stored)) is not None:
         return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"
     requested_kind, stored_kind = (

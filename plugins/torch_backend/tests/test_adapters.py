@@ -165,8 +165,15 @@ def test_matrices_without_modules_and_adapter_names() -> None:
 def test_model_without_the_adapter_is_an_error() -> None:
     with pytest.raises(TreeMismatchError, match=r"no parameters of the adapter 'default'.*set adapter_name="):
         adapter_state(torch.nn.Linear(2, 2))
-    with pytest.raises(TreeMismatchError, match="the model has the adapters mine"):
-        adapter_state(lora(2, 2, "mine"))
+    model = lora(2, 2, "mine")
+    with pytest.raises(
+        TreeMismatchError, match="the model has the adapters mine; set adapter_name=, or pass the model"
+    ):
+        adapter_state(model)
+    (by_name, of_another) = adapter_state(model, "mine"), adapter_state(lora(2, 2, "default"))
+    assert by_name.keys() == of_another.keys()
+    held = [bits(parameter) for parameter in model.parameters()]
+    assert all(bits(array) in held for array in by_name.values())
 
 
 def test_two_parameters_of_one_name_are_refused() -> None:
@@ -253,6 +260,24 @@ def test_arrays_and_config_are_of_one_save(tmp_path: Path, monkeypatch: pytest.M
         return
     adapter = load_adapter(tmp_path / "a")
     assert adapter.arrays[f"{PREFIX}q.lora_B.weight"].flat[0] == adapter.config["lora_alpha"] == 8
+
+
+def test_an_adapter_that_is_replaced_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"{PREFIX}q.lora_A.weight": torch.zeros(2, 4), f"{PREFIX}q.lora_B.weight": torch.ones(4, 2)}
+    save_adapter(tmp_path / "a", state, CONFIG)
+    load = ckptcore.load
+
+    def replaced_after(*arguments: Any, **options: Any) -> Any:
+        loaded = load(*arguments, **options)
+        save_adapter(tmp_path / "a", state, CONFIG, overwrite=True)
+        return loaded
+
+    with monkeypatch.context() as saving:
+        saving.setattr(ckptcore, "load", replaced_after)
+        with pytest.raises(CorruptCheckpointError, match="a was replaced .*; load it while no job saves to it"):
+            load_adapter(tmp_path / "a")
+    loaded = load_adapter(tmp_path / "a")
+    assert all(np.array_equal(loaded.arrays[name], array) for name, array in state.items())
 
 
 def test_mismatch_changes_nothing(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from ckptcore_torch.transfers import finish_work_on, start_copy
 __all__ = [
     "SubclassHandler",
     "TensorHandler",
+    "expect_shape",
     "identity_of",
     "is_fake",
     "is_sharded",
@@ -393,19 +394,26 @@ def _view_box(whole: HostArray, box: Box) -> HostArray:
 
 def _cast_elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
     """Return a CPU tensor of the stored elements, cast to the dtype of `abstract`."""
-    if isinstance(stored, ValueRecord):
-        difference = f"a {stored.kind} is stored, requested as a tensor of the shape {tuple(abstract.shape)}"
-        raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the tensor", [difference])
-    shape = stored.spec.shape
-    if len(boxes) != 1 or boxes[0][1].shape != shape:
+    spec = expect_shape("tensor", tuple(abstract.shape), stored).spec
+    if len(boxes) != 1 or boxes[0][1].shape != spec.shape:
         raise PluginError(
-            f"internal error: a whole tensor of {stored.spec} was requested, but {len(boxes)} boxes were read; "
+            f"internal error: a whole tensor of {spec} was requested, but {len(boxes)} boxes were read; "
             "please report this"
         )
-    if abstract.shape != shape:
-        difference = f"stored with the shape {shape}, requested as a tensor of the shape {tuple(abstract.shape)}"
-        raise TreeMismatchError(f"{difference}; request a tensor of the stored shape", [difference])
     return elements_as(boxes[0][1], stored, abstract.dtype)
+
+
+def expect_shape(noun: str, shape: tuple[int, ...], stored: LeafRecord) -> ArrayRecord:
+    """Return a stored array, if it has the shape of the requested one. A load compares all leaves before.
+
+    Raises:
+        TreeMismatchError: if a value or another shape is stored.
+    """
+    if isinstance(stored, ArrayRecord) and stored.spec.shape == shape:
+        return stored
+    found = f"a {stored.kind}" if isinstance(stored, ValueRecord) else f"an array of the shape {stored.spec.shape}"
+    difference = f"{found} is stored, requested as a {noun} of the shape {shape}"
+    raise TreeMismatchError(difference, [difference])
 
 
 def sampled_on_device(tensor: torch.Tensor, itemsize: int) -> Sequence[torch.Tensor]:
