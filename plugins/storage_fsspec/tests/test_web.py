@@ -239,6 +239,26 @@ def test_answers_are_told_apart(tmp_path: Path, status: int, error: type[Checkpo
             assert len(str(caught.value).splitlines()) == 1
 
 
+def test_a_server_with_too_many_requests(tmp_path: Path) -> None:
+    """Another try loads the checkpoint."""
+    ckptcore.save(tmp_path / "c", STATE)
+    refusing = [True]
+
+    class Throttling(RangesHandler):
+        def do_GET(self) -> None:
+            if refusing:
+                self.send_error(429)
+            else:
+                super().do_GET()
+
+    with serve_directory(tmp_path, Throttling) as (url, _):
+        with pytest.raises(StorageThrottledError, match="; use fewer processes at once, and try again"):
+            ckptcore.load(f"{url}/c")
+        refusing.clear()
+        loaded = ckptcore.load(f"{url}/c")
+    assert np.array_equal(loaded["w"], STATE["w"]) and loaded["step"] == 3
+
+
 def test_broken_answers_are_no_data(tmp_path: Path) -> None:
     with serve_directory(tmp_path, _Failing) as (url, _):
         storage = storage_at(url)
