@@ -222,3 +222,26 @@ def test_the_timeout_of_a_job(tmp_path: Path, mesh: Any) -> None:
     context = Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=60)))
     ckptcore.save(tmp_path / "c", {"w": VALUES}, context=context)
     assert equal(ckptcore.load(tmp_path / "c", framework="torch", context=context)["w"], VALUES)
+
+
+@pytest.mark.system
+def test_a_server_of_the_store_that_ended(tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    del server
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"w": VALUES}, context=in_job(client, 1, 60)),
+        "the store of the job failed in the exchange ",
+        "; it runs in the launcher (torchrun) or in the process of rank 0: check that this is running",
+    )
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    stores = [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
+
+    def save(rank: int) -> None:
+        ckptcore.save(tmp_path / "c", {"w": VALUES}, context=in_job(stores[rank], rank, 60))
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(save, range(2)))
+    del server
+    assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)

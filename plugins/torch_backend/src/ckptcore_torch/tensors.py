@@ -394,10 +394,10 @@ def _view_box(whole: HostArray, box: Box) -> HostArray:
 
 def _cast_elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
     """Return a CPU tensor of the stored elements, cast to the dtype of `abstract`."""
-    spec = expect_shape("tensor", tuple(abstract.shape), stored).spec
-    if len(boxes) != 1 or boxes[0][1].shape != spec.shape:
+    stored = expect_shape("tensor", tuple(abstract.shape), stored)
+    if len(boxes) != 1 or boxes[0][1].shape != stored.spec.shape:
         raise PluginError(
-            f"internal error: a whole tensor of {spec} was requested, but {len(boxes)} boxes were read; "
+            f"internal error: a whole tensor of {stored.spec} was requested, but {len(boxes)} boxes were read; "
             "please report this"
         )
     return elements_as(boxes[0][1], stored, abstract.dtype)
