@@ -132,3 +132,104 @@ def test_processes_that_are_late(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(lambda rank: save(rank, service, 60), range(2)))
     assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], VALUES)
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.config.jax_enable_x64, reason="these dtypes are supported")
+def test_wide_dtypes(tmp_path: Path) -> None:
+    wide = np.arange(6.0)
+    ckptcore.save(tmp_path / "c", {"w": wide})
+    like = {"w": jax.ShapeDtypeStruct((6,), np.float64)}
+    refused(
+        lambda: ckptcore.load(tmp_path / "c", like),
+        'while jax_enable_x64 is off; call jax.config.update("jax_enable_x64", True), or request a narrower dtype',
+    )
+    narrow = {"w": jax.ShapeDtypeStruct((6,), np.float32)}
+    loaded = ckptcore.load(tmp_path / "c", narrow, matching=Matching(cast="narrowing"))["w"]
+    assert np.array_equal(loaded, wide)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        loaded = ckptcore.load(tmp_path / "c", like)["w"]
+        assert loaded.dtype == np.float64 and np.array_equal(loaded, wide)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_tracers(tmp_path: Path) -> None:
+    @jax.jit
+    def step(values: Any) -> Any:
+        refused(
+            lambda: ckptcore.save(tmp_path / "c", {"w": values}), "save outside, with the arrays that the transformed"
+        )
+        return values + 1
+
+    ckptcore.save(tmp_path / "c", {"w": step(VALUES)})
+    assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], VALUES + 1)
+
+
+def test_donated_arrays(tmp_path: Path) -> None:
+    donating = jax.jit(lambda values: values + 1, donate_argnums=0)
+    values = jnp.asarray(VALUES)
+    ckptcore.save(tmp_path / "before", {"w": values})
+    returned = donating(values)
+    if not values.is_deleted():
+        values.delete()
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"w": values}),
+        "save the array that the function returned, or save before",
+    )
+    ckptcore.save(tmp_path / "c", {"w": returned})
+    assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], VALUES + 1)
+    assert np.array_equal(ckptcore.load(tmp_path / "before")["w"], VALUES)
+
+
+def test_arrays_without_elements(tmp_path: Path) -> None:
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"w": jax.ShapeDtypeStruct((2, 3), np.float32)}),
+        "has no elements to save; pass the array itself",
+    )
+    ckptcore.save(tmp_path / "c", {"w": jnp.asarray(VALUES)})
+    assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], VALUES)
+
+
+# --- random keys ------------------------------------------------------------------------------------------------------
+
+
+def test_random_keys_of_another_implementation(tmp_path: Path) -> None:
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), 2)
+    ckptcore.save(tmp_path / "c", {"keys": keys})
+    refused(
+        lambda: ckptcore.load(tmp_path / "c", {"keys": jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 2)}),
+        "request keys with jax.random.key(..., impl='rbg')",
+    )
+    loaded = ckptcore.load(tmp_path / "c", {"keys": jax.random.split(jax.random.key(0, impl="rbg"), 2)})["keys"]
+    assert np.array_equal(jax.random.key_data(loaded), jax.random.key_data(keys))
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX sets no mesh in a thread")
+def test_abstract_meshes(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": VALUES})
+    mesh, other = (Mesh(np.array(jax.devices()[:count]), (name,)) for count, name in ((2, "x"), (2, "y")))
+    like = {"w": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=NamedSharding(mesh.abstract_mesh, P("x")))}
+    refused(
+        lambda: ckptcore.load(tmp_path / "c", like),
+        "load within `with jax.set_mesh(mesh):`, or call ckptcore.abstract(tree) there and pass its result",
+    )
+    with jax.set_mesh(mesh):
+        found = [ckptcore.load(tmp_path / "c", like)]
+        concrete = ckptcore.abstract(like)
+    found.append(ckptcore.load(tmp_path / "c", concrete))
+    with jax.set_mesh(other):
+        refused(
+            lambda: ckptcore.load(tmp_path / "c", like),
+            "set a mesh with the same axes, or create the abstract tree with the current mesh",
+        )
+        current = NamedSharding(other.abstract_mesh, P("y"))
+        found.append(ckptcore.load(tmp_path / "c", {"w": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=current)}))
+    for loaded in found:
+        assert np.array_equal(loaded["w"], VALUES) and len(loaded["w"].sharding.device_set) == 2
