@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from ckptcore_torch import dtypes
 from ckptcore_torch.store_coordinator import StoreCoordinator
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ckptcore
 from ckptcore import AbstractArray, Context
@@ -25,6 +27,7 @@ from plugins.torch_backend.tests.test_tensor_parts import bits, scaled
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors"),
 ]
 
 
@@ -52,6 +55,29 @@ def test_partial_sums(tmp_path: Path, mesh: Any, placement: Any) -> None:
     )
     ckptcore.save(tmp_path / "c", {"w": sums.redistribute(mesh, [placement])})
     assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "follow", "expected"),
+    [
+        (
+            lambda: torch.masked.MaskedTensor(VALUES, VALUES > 2),
+            "is two arrays; save its .get_data() and .get_mask()",
+            lambda it: [it.get_data(), it.get_mask()],
+            [VALUES, VALUES > 2],
+        ),
+        (
+            lambda: torch.arange(4).view(torch.bits16),
+            "whose bits have no defined meaning; save tensor.view(torch.uint8)",
+            lambda it: it.view(torch.uint8),
+            torch.arange(4).view(torch.uint8),
+        ),
+    ],
+)
+def test_tensors_that_are_several_arrays(tmp_path: Path, make: Any, text: str, follow: Any, expected: Any) -> None:
+    refused(lambda: ckptcore.save(tmp_path / "c", {"w": make()}), "w: ", text)
+    ckptcore.save(tmp_path / "c", {"w": follow(make())})
+    assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], expected)
 
 
 def halves() -> torch.Tensor:
@@ -184,6 +210,35 @@ def test_parts_of_another_block_size(tmp_path: Path) -> None:
         "w: scale: float32[2, 1] is requested, float32[4, 1] is stored: create the tensor with the block size and",
     )
     assert bits(ckptcore.load(tmp_path / "c", {"w": scaled(3)})["w"]) == bits(saved)
+
+
+def test_devices_and_shapes_of_fake_tensors(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": VALUES})
+    with FakeTensorMode():
+        elsewhere = torch.empty(2, 3, device="xpu")
+    refused(
+        lambda: ckptcore.load(tmp_path / "c", {"w": elsewhere}),
+        "cannot load a tensor to xpu:0: this process has no such device; request one on the CPU with a tensor on the",
+        "or use an available device",
+    )
+    with FakeTensorMode():
+        here = torch.empty(2, 3, device="cpu")
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False) as mode:
+        symbolic = mode.from_tensor(VALUES, static_shapes=False)
+    refused(lambda: ckptcore.load(tmp_path / "c", {"w": symbolic}), "has no fixed shape; create it with static shapes")
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        static = mode.from_tensor(VALUES, static_shapes=True)
+    for like in (torch.empty(2, 3, device="meta"), here, static):
+        assert equal(ckptcore.load(tmp_path / "c", {"w": like}), {"w": VALUES})
+
+
+def test_dtypes_that_torch_lacks(tmp_path: Path) -> None:
+    times = np.arange(3).astype("datetime64[s]")
+    ckptcore.save(tmp_path / "c", {"w": times})
+    like = torch.zeros(3, dtype=torch.int64)
+    refused(lambda: ckptcore.load(tmp_path / "c", {"w": like}), "w: dtype: int64[3] is requested, datetime64[s][3] is")
+    for request in (AbstractArray((3,), "datetime64[s]"), ckptcore.metadata(tmp_path / "c").abstract["w"]):
+        assert np.array_equal(ckptcore.load(tmp_path / "c", {"w": request})["w"], times)
 
 
 def test_complex_numbers_as_abstract_arrays(tmp_path: Path) -> None:

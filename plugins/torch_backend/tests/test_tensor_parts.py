@@ -375,14 +375,23 @@ def test_tensors_that_are_refused_can_be_saved_as_their_advice_says(tmp_path: Pa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that it is a prototype
         padded = torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * 2])
-    for one in (jagged, padded):
-        with pytest.raises(UnsupportedLeafError, match=r"\.values\(\) and \.offsets\(\), or \.unbind\(\)"):
+    parts, all_parts = (
+        r"save its \.values\(\) and \.offsets\(\), or list\(tensor\.unbind\(\)\)",
+        r"save list\(tensor\.unbind",
+    )
+    for one, text in ((jagged, parts), (padded, all_parts)):
+        with pytest.raises(UnsupportedLeafError, match=text):
             ckptcore.save(tmp_path / "c", {"w": one})
-    state = {"values": jagged.values(), "offsets": jagged.offsets(), "unbound": list(padded.unbind())}
+    state = {
+        "values": jagged.values(),
+        "offsets": jagged.offsets(),
+        "unbound": list(padded.unbind()),
+        "jagged": list(jagged.unbind()),
+    }
     ckptcore.save(tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(state))
     again = torch.nested.nested_tensor_from_jagged(loaded["values"], loaded["offsets"])
-    for made in (again, torch.nested.nested_tensor(loaded["unbound"])):
+    for made in (again, *(torch.nested.nested_tensor(loaded[name]) for name in ("unbound", "jagged"))):
         assert [part.tolist() for part in made.unbind()] == [[1, 1], [2, 2, 2]]
 
 

@@ -456,7 +456,7 @@ def overlaps_itself(target: torch.Tensor) -> bool:
 
 def _layout_refusal(leaf: torch.Tensor) -> str:
     if leaf.is_nested:
-        return "a nested tensor is several arrays; save its .values() and .offsets(), or .unbind()"
+        return "a nested tensor with strides is several arrays; save list(tensor.unbind())"
     return f"a tensor with the layout {leaf.layout} is not one array of elements; save its .to_dense()"
 
 
@@ -483,7 +483,7 @@ def _as_plain(leaf: torch.Tensor) -> torch.Tensor:
     name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     if hasattr(leaf, "__tensor_flatten__"):  # others have the handler of their parts
         remedy = (
-            "save its .values() and .offsets(), or .unbind()"
+            "save its .values() and .offsets(), or list(tensor.unbind())"
             if leaf.is_nested
             else "save the tensors that its __tensor_flatten__() names, or add __tensor_unflatten__ to its class"
         )
