@@ -307,3 +307,38 @@ def test_damaged_files_of_dcp(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "copy", location, dirs_exist_ok=True)
         loaded = ckptcore.load(location, framework="torch")
         assert same(loaded["w"], VALUES) and loaded["n"] == 1.5
+
+
+def test_views_that_are_larger_than_their_storage(tmp_path: Path) -> None:
+    row = torch.arange(2.0)
+    torch.save({"w": row.expand(1 << 24, 2)}, tmp_path / "view.pt")
+    with pytest.raises(CheckpointError, match=r"w: .* a view \(expand\) of .*: save the tensor that it is a view of"):
+        ckptcore.load(tmp_path / "view.pt")
+    torch.save({"w": row}, tmp_path / "c.pt")
+    assert same(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], row)
+
+
+def test_variants_of_a_model(tmp_path: Path) -> None:
+    names = [f"pytorch_model.{variant}.bin" for variant in ("bf16", "fp16")]
+    for number, name in enumerate(names):
+        torch.save({"w": VALUES + number}, tmp_path / name)
+    with pytest.raises(
+        CheckpointError, match=f"several variants of a model: {', '.join(names)}. Name one of them as the"
+    ):
+        ckptcore.load(tmp_path)
+    for number, name in enumerate(names):
+        assert same(ckptcore.load(tmp_path / name, framework="torch")["w"], VALUES + number)
+
+
+def test_files_of_ranks_of_which_one_is_missing(tmp_path: Path) -> None:
+    for step, ranks in (("step_1", (0, 1, 2)), ("step_2", (0, 2))):
+        (tmp_path / step).mkdir()
+        for rank in ranks:
+            torch.save({"w": VALUES + rank}, tmp_path / step / f"rank_{rank}.pt")
+    with pytest.raises(
+        CheckpointError, match="of rank 1 is missing, .*; load single files by their own location, or load"
+    ):
+        ckptcore.load(tmp_path / "step_2")
+    assert same(ckptcore.load(tmp_path / "step_2" / "rank_2.pt", framework="torch")["w"], VALUES + 2)
+    found = ckptcore.load(tmp_path / "step_1", framework="torch")
+    assert all(same(found[f"rank_{rank}.pt"]["w"], VALUES + rank) for rank in range(3))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import json
+import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from ckptcore_torch.adapters import AdapterLayout, adapter_state, load_adapter, 
 
 import ckptcore
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ChecksumError,
@@ -468,3 +470,35 @@ def test_peft_itself(tmp_path: Path, name: str) -> None:
     assert {key: bits(tensor) for key, tensor in adapter_state(fresh).items()} == {
         key: bits(tensor) for key, tensor in ours.items()
     }
+
+
+def test_arrays_whose_config_is_not_known(tmp_path: Path) -> None:
+    """Each way that the errors name: the content of the file, a directory that has it, and the arrays alone."""
+    save_adapter(tmp_path / "sound", Model(), CONFIG)
+    arrays = dict(load_adapter(tmp_path / "sound").arrays)
+    with pytest.raises(
+        TypeError, match=r"config=None: arrays have no config; pass the content of adapter_config\.json"
+    ):
+        save_adapter(tmp_path / "again", arrays)
+    save_adapter(tmp_path / "again", arrays, json.loads((tmp_path / "sound" / "adapter_config.json").read_text()))
+    assert load_adapter(tmp_path / "again").config == load_adapter(tmp_path / "sound").config
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "sound" / "adapter_model.safetensors", tmp_path / "bare")
+    for content in (None, json.dumps({"r": 2})):
+        if content is not None:
+            (tmp_path / "bare" / "adapter_config.json").write_text(content)
+        with pytest.raises(
+            CheckpointError, match=r"repair it, or load only the arrays|wrote, or load only the arrays with"
+        ):
+            load_adapter(tmp_path / "bare")
+        found = ckptcore.load(tmp_path / "bare")
+        assert found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    shutil.copy(tmp_path / "sound" / "adapter_config.json", tmp_path / "bare")
+    assert load_adapter(tmp_path / "bare").config["r"] == CONFIG["r"]
+
+
+def test_the_reserved_key_of_the_metadata(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has the reserved key 'adapter_config'; choose another name"):
+        save_adapter(tmp_path / "a", Model(), CONFIG, metadata={"adapter_config": 1})
+    save_adapter(tmp_path / "a", Model(), CONFIG, metadata={"adapter": 1})
+    assert ckptcore.metadata(tmp_path / "a").custom["adapter"] == 1
