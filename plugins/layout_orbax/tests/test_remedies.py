@@ -120,3 +120,36 @@ def test_chunks_that_are_too_large_for_blosc(tmp_path: Path, monkeypatch: pytest
         ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc"))
     ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc", chunk_bytes=1000))
     assert same(ckptcore.load(tmp_path / "c"), {"w": values})
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_are_too_long(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="has a name of .* bytes; OCDBT allows at most .*: shorten the keys. Nothing"
+    ):
+        ckptcore.save(tmp_path / "c", {"k" * 70_000: VALUES}, layout="ocdbt")
+    shorter = {"k" * 1000: VALUES}
+    ckptcore.save(tmp_path / "c", shorter, layout="ocdbt")
+    assert same(ckptcore.load(tmp_path / "c"), shorter)
+
+
+def test_temporary_directories(tmp_path: Path) -> None:
+    temporary = tmp_path / "5.orbax-checkpoint-tmp"
+    shutil.copytree(GOLDEN / "v1_default", temporary)
+    with pytest.raises(
+        CheckpointError, match="did not finish. Load another step; if you know that it is complete, rename"
+    ):
+        ckptcore.load(temporary)
+    temporary.rename(tmp_path / "5")
+    assert same(ckptcore.load(tmp_path / "5"), ckptcore.load(GOLDEN / "v1_default"))
+
+
+def test_arrays_of_too_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_arrays, "MAX_CHUNKS", 100)
+    values = np.arange(598.0)
+    with pytest.raises(CheckpointError, match="at most 100 can be read; give a larger chunk_bytes, or use shard bound"):
+        ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(chunk_bytes=8))
+    ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(chunk_bytes=800))
+    assert same(ckptcore.load(tmp_path / "c"), {"w": values})
