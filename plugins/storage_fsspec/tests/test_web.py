@@ -282,3 +282,27 @@ def test_a_server_that_is_not_there_is_no_missing_object() -> None:
 def test_a_query_is_no_directory() -> None:
     with pytest.raises(InvalidLocationError, match="query"):
         ckptcore.load("https://host/run?token=1/checkpoint")
+
+
+def test_what_to_do_about_a_query(tmp_path: Path) -> None:
+    """Directories with the characters of queries, and credentials, have another form."""
+    ckptcore.save(tmp_path / "a?b#c" / "run", STATE)
+
+    class Guarded(RangesHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Authorization") == "Bearer token":
+                super().do_GET()
+            else:
+                self.send_error(401)
+
+    with serve_directory(tmp_path, Guarded) as (url, _):
+        with pytest.raises(
+            InvalidLocationError, match="it has a query or a fragment; write %3F and %23 for . and #"
+        ) as caught:
+            ckptcore.load(f"{url}/a?b#c/run")
+        assert "pass credentials as Context(storage={'http': {'headers': {...}}})" in str(caught.value)
+        with pytest.raises(StorageCredentialsError, match="; provide valid credentials for this storage"):
+            ckptcore.load(f"{url}/a%3Fb%23c/run")
+        context = ckptcore.Context(storage={"http": {"headers": {"Authorization": "Bearer token"}}})
+        loaded = ckptcore.load(f"{url}/a%3Fb%23c/run", context=context)
+    assert np.array_equal(loaded["w"], STATE["w"]) and loaded["step"] == 3
