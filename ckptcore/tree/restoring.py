@@ -53,8 +53,11 @@ def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int],
         number = next(position)
         return number if changed[number] else None
     if isinstance(shape, ObjectNode):
+        if not _is_replaced(shape):
+            _skip(shape, position)
+            return None
         numbers = list(itertools.islice(position, shape.leaves))
-        return next((number for number in numbers if changed[number] and _is_replaced(shape)), None)
+        return next((number for number in numbers if changed[number]), None)
     if isinstance(shape, NewContainer):
         numbers = list(itertools.islice(position, shape.leaves))
         return numbers[0] if numbers and shape.own is None else None
@@ -147,8 +150,11 @@ def _restore(
         number = next(position)
         return _KEPT if filled[number] else leaves[number]
     if isinstance(shape, ObjectNode):
+        if not _is_replaced(shape):
+            _skip(shape, position)
+            return _KEPT
         numbers = list(itertools.islice(position, shape.leaves))
-        if not _is_replaced(shape) or all(filled[number] for number in numbers):
+        if all(filled[number] for number in numbers):  # nothing of it is stored
             return _KEPT
         return unflatten(shape, [leaves[number] for number in numbers])
     if isinstance(shape, NewContainer):

@@ -14,7 +14,7 @@ from ckptcore_fsspec.file_systems import PREFIX, Connection
 from ckptcore_fsspec.storage import FsspecStorage, ReadOnlyStorage
 from ckptcore_fsspec.web import WebStorage
 
-__all__ = ["PREFIX", "open_url", "opens"]
+__all__ = ["open_url", "opens"]
 
 _WEB: Final = ("http", "https")
 
