@@ -534,7 +534,8 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         if requested.spec.shape != stored.spec.shape:
             stored_kind = "" if stored.kind in PLAIN_ARRAY_KINDS else f", the data of a {stored.kind},"
             return f"shape: {requested.spec} is requested, {stored.spec}{stored_kind} is stored"
-        return f"dtype: {requested.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
+        wanted, found = (f"{record.spec} ({record.kind})" for record in (requested, stored))
+        return f"dtype: {wanted} is requested, {found} is stored; arrays of these kinds are not cast"
     if (error := unreadable_error(stored)) is not None:
         return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"
     requested_kind, stored_kind = (

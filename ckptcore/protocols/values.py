@@ -167,6 +167,13 @@ class CheckpointableHandler(Protocol):
         """
         ...
 
+    def has_memory(self, target: Any) -> bool:
+        """Return True, the default, if `restore` can change `target`. Only asked about values that are no objects.
+
+        If it returns False, ``load_into`` puts a new value, the result of `unflatten`, into the container of `target`.
+        """
+        return True
+
     def may_refuse(self, target: Any, request: object) -> bool:
         """Return True, the default, if `restore` may raise an error for a loaded state.
 

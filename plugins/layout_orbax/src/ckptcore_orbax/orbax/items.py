@@ -198,9 +198,10 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
         tree = _with_strings(store, directory, names, tree)
     database = _MANIFEST in names
     if not database and tree is not None and any(name.startswith(_PROCESSES) for name in names):
+        within = f"{store.address.url.rstrip('/')}/" if store.address is not None else ""
         raise UncommittedCheckpointError(
-            f"{directory or 'the directory'} has databases of processes but no {_MANIFEST}: the save "
-            "ended before it merged them. Load another step"
+            f"{within + directory or 'the directory'} has databases of processes but no {_MANIFEST}: the save ended "
+            "before it merged them. Load another step"
         )
     shardings: Mapping[str, Mapping[str, JSON]] = {}
     if SHARDING_FILE in names:
@@ -285,7 +286,7 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
             if found.setdefault(array.name, array.random_key_impl) != array.random_key_impl:
                 raise CorruptCheckpointError(
                     f"{key}: {array.name!r} contains random keys of {array.random_key_impl!r}, but another "
-                    f"process states {found[array.name]!r}; expected one implementation",
+                    f"process states {found[array.name]!r}: restore the checkpoint from a copy, or load another one",
                     key=key,
                 )
         if missing is not None and not missing:
