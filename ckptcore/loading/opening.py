@@ -218,6 +218,8 @@ def open_tree(
 ) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
+    The only checkpointable of a composite is opened without its name: Orbax saves each tree under a name.
+
     Args:
         location: the location.
         version: the state of the location: the bytes of the root, or the names of files of other software.
@@ -235,7 +237,10 @@ def open_tree(
     if root is None:
         return open_foreign(location, version, context)
     if isinstance(root, CompositeRoot):
-        raise several_checkpointables(location, list(root.members))
+        if len(root.members) != 1 or any(member.processes not in (None, 1) for member in root.members.values()):
+            raise several_checkpointables(location, list(root.members))
+        inner = location.within(next(iter(root.members)))
+        return open_tree(inner, read_version(inner, version.root), context, known)
     return _open_with_root(location, version, root, context, known)
 
 

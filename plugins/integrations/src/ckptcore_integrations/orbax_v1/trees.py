@@ -226,7 +226,7 @@ def _plain(node: Skeleton, abstract: Any) -> Any:
     children = list(abstract.values()) if isinstance(abstract, dict) else list(abstract)
     made = [_plain(child, one) for child, one in zip(node.children, children, strict=True)]
     if node.kind in ("list", "tuple"):
-        return made
+        return made if made or node.kind == "list" else ()
     if node.kind == "object":
         if not made:
             return None

@@ -188,8 +188,14 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
     return Inspection(tree, state.to_json(), item.writer, found.custom, found.metrics, found.created)
 
 
+_FRAMEWORKS: Final = {"jax.Array": "jax", "np.ndarray": "numpy"}
+"""Frameworks by Orbax's names of the types of arrays."""
+
+
 def _array_record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecord:
     record = item.record(leaf, format.spec)
+    if (framework := _FRAMEWORKS.get(leaf.value_type)) is not None:
+        record = record._replace(notes={"framework": framework, **record.notes})
     if all(count <= 1 for count in format.grid) or max(format.grid) > _MAX_CUTS:
         return record
     cuts = tuple(
