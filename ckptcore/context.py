@@ -190,7 +190,9 @@ class Context:
             ("plugins", PluginOptions),
         ):
             if not isinstance(getattr(self, name), group):
-                raise TypeError(f"Context({name}={getattr(self, name)!r}): expected {group.__name__}(...)")
+                raise TypeError(
+                    f"Context({name}={getattr(self, name)!r}): expected ckptcore.context.{group.__name__}(...)"
+                )
 
 
 def _of_options(kind: Callable[..., Context], options: Mapping[str, Any]) -> Context:

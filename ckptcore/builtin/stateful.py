@@ -351,8 +351,8 @@ class StateTreeHandler(CheckpointableHandler):
         """
         if getattr(value, "optimizer", value) is None:
             raise UnsupportedLeafError(
-                f"a {type(value).__qualname__} without an optimizer has no state tree; compile it first, or save "
-                "its weights"
+                f"a {type(value).__qualname__} without an optimizer has no state tree; compile it first, or save the "
+                "list get_weights(), which set_weights takes"
             )
         return value.get_state_tree()
 

@@ -19,8 +19,9 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
+from ckptcore.loading.foreign import format_names
 from ckptcore.loading.load import DEFAULT_REQUEST, LoadAs, LoadRequest, choose_strategy
-from ckptcore.loading.opening import ConsistentRead, format_names, is_deleted, open_member, open_names, present_members
+from ckptcore.loading.opening import ConsistentRead, is_deleted, open_member, open_names, present_members
 from ckptcore.loading.targets import (
     check_target,
     holds_objects,

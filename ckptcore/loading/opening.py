@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
@@ -27,6 +26,7 @@ from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays, stored_format
 from ckptcore.loading.foreign import (
     find_composite,
+    format_names,
     inspect_tree,
     not_finalized,
     open_foreign,
@@ -40,7 +40,6 @@ __all__ = [
     "ConsistentRead",
     "MemberOpener",
     "RootCache",
-    "format_names",
     "is_deleted",
     "member_opener",
     "open_checkpoint",
@@ -72,8 +71,6 @@ ATTEMPTS: Final = 20
 
 _MAX_COMPOSITES: Final = 64
 """Limit of the composites whose save ids are kept."""
-
-_NAMES_SHOWN: Final = 20
 
 
 class ConsistentRead(Generic[OpenedT]):
@@ -510,9 +507,3 @@ def _open_foreign_member(
     except CheckpointError as error:
         error.add_note(hint)
         raise
-
-
-def format_names(names: Collection[str]) -> str:
-    """Format names for a message. Limits their number: a hostile root may list any."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return (", ".join(itertools.islice(names, _NAMES_SHOWN)) or "none") + more

@@ -1,0 +1,249 @@
+"""Remedies in errors about locations, saves, deletions and runs: each is followed, as the text says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import uuid
+from functools import partial
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.builtin.local import open_local
+from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
+from ckptcore.commit.location import commit_method
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidLocationError,
+    SaveLostError,
+    StepPinnedError,
+    StorageError,
+    UncommittedCheckpointError,
+)
+from ckptcore.protocols import StorageOptions
+from tests.errors.refusals import ONE, TWO, interrupted, refused, same
+
+# --- locations --------------------------------------------------------------------------------------------------------
+
+
+def test_a_local_directory_named_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("memory:/run/c")
+    advice = "or the absolute path of a local directory that has this name"
+    refused(lambda: ckptcore.save(path, {"w": ONE}), advice, error=InvalidLocationError)
+    ckptcore.save(path.absolute(), {"w": ONE})
+    assert same(ckptcore.load(path.absolute()), {"w": ONE})
+    assert (tmp_path / "memory:" / "run" / "c").is_dir()
+
+
+@pytest.mark.parametrize("url", ["file://host{}/c", "file://{}/a?b", "file://{}/a#b"])
+def test_urls_of_local_files(url: str, tmp_path: Path) -> None:
+    wrong = url.format(tmp_path)
+    refused(lambda: ckptcore.save(wrong, {"w": ONE}), "write file:///path, with ? and # as %3F and %23")
+    right = wrong.replace("host", "").replace("?", "%3F").replace("#", "%23")
+    ckptcore.save(right, {"w": ONE})
+    assert same(ckptcore.load(right), {"w": ONE})
+    assert same(ckptcore.load(tmp_path / wrong.rpartition("/")[2]), {"w": ONE})
+
+
+# --- several saves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["checkpoint.json", "model.safetensors"])
+def test_a_save_that_another_one_took_over(key: str) -> None:
+    """The other save comes before the claim of this one, or after it, as that of a failed save."""
+    run = f"memory://{uuid.uuid4().hex}"
+
+    def save_another() -> None:
+        ckptcore.save(f"{run}/c", {"w": ONE}, overwrite="non-atomic")
+
+    context = interrupted("memory", "put", key, save_another)
+    refused(
+        lambda: ckptcore.save(f"{run}/c", {"w": TWO}, context=context),
+        "Only one save at a time may write there: save to another location, or wait until the other save has ended",
+        error=SaveLostError,
+    )
+    assert same(ckptcore.load(f"{run}/c"), {"w": ONE})
+    ckptcore.save(f"{run}/d", {"w": TWO})
+    assert same(ckptcore.load(f"{run}/d"), {"w": TWO})
+    ckptcore.save(f"{run}/c", {"w": TWO}, overwrite="non-atomic")
+    assert same(ckptcore.load(f"{run}/c"), {"w": TWO})
+
+
+def test_an_upload_that_another_save_removed() -> None:
+    storage = MemoryStorages().open("memory://run", StorageOptions())
+    writer = storage.open_writer("c/model", 3)
+    writer.write_at(0, b"abc")
+    assert storage.abort_uploads("c") == 1
+    refused(writer.finish, "'c/model'", "Save again", error=StorageError)
+    again = storage.open_writer("c/model", 3)
+    again.write_at(0, b"abc")
+    again.finish()
+    assert storage.get("c/model") == b"abc"
+
+
+def test_a_save_whose_directory_is_removed(tmp_path: Path) -> None:
+    def remove() -> None:
+        (hidden,) = [found for found in tmp_path.iterdir() if found.name.startswith(".")]
+        shutil.rmtree(hidden)
+
+    context = interrupted("file", "rename", "", remove)
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"w": ONE}, context=context),
+        f"next to {tmp_path}/c, was removed during the save; save again",
+        error=SaveLostError,
+    )
+    ckptcore.save(tmp_path / "c", {"w": ONE}, context=context)
+    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+
+
+def test_a_path_that_is_neither_a_file_nor_a_directory(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        os.mkfifo(tmp_path / "run" / "1")
+        advice = "such as a named pipe; remove it and save again"
+        refused(lambda: checkpointer.save_blocking(1, {"w": ONE}), advice, error=SaveLostError)
+        (tmp_path / "run" / "1").unlink()
+        checkpointer.save_blocking(1, {"w": ONE})
+        assert same(checkpointer.load(1), {"w": ONE})
+
+
+def test_another_save_among_other_files(tmp_path: Path) -> None:
+    for name, value in (("c", ONE), ("other", ONE * 2)):
+        ckptcore.save(tmp_path / name, {"w": value})
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+
+    def save_another() -> None:
+        (tmp_path / "other" / "checkpoint.json").replace(tmp_path / "c" / "checkpoint.json")
+
+    context = interrupted("file", "replace", "checkpoint.json", save_another)
+
+    def save() -> None:
+        ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite="keep-other-files", context=context)
+
+    refused(save, "another process saved there or removed it during the commit; save again", error=SaveLostError)
+    save()
+    assert same(ckptcore.load(tmp_path / "c"), {"w": TWO})
+    assert (tmp_path / "c" / "notes.txt").read_text() == "mine"
+
+
+def test_two_copies_to_one_location(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    refusals = []
+
+    def copy_another() -> None:
+        call = partial(ckptcore.copy, tmp_path / "c", tmp_path / "d")
+        refusals.append(refused(call, "another process is writing there", "try again when it has ended"))
+
+    ckptcore.copy(tmp_path / "c", tmp_path / "d", context=interrupted("file", "rename", "", copy_another))
+    assert len(refusals) == 1
+    assert ckptcore.copy(tmp_path / "c", tmp_path / "d").sent_bytes == 0
+    assert same(ckptcore.load(tmp_path / "d"), {"w": ONE})
+
+
+# --- deletions --------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_other_software_are_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "run" / "1").mkdir(parents=True)
+    save_file({"w": ONE}, tmp_path / "run" / "1" / "model.safetensors")
+    advice = "was not written by ckptcore and is left alone; remove it with your own tools"
+    refused(lambda: ckptcore.delete(tmp_path / "run" / "1"), advice, error=CheckpointExistsError)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save_blocking(2, {"w": TWO})
+        refused(lambda: checkpointer.delete(1), advice, error=CheckpointNotFoundError)
+        assert same(checkpointer.load(1), {"w": ONE})
+        shutil.rmtree(tmp_path / "run" / "1")
+        checkpointer.reload()
+        assert list(checkpointer.steps) == [2]
+
+
+def test_a_neighbour_that_cannot_be_read(tmp_path: Path) -> None:
+    """It may be an update that refers to the checkpoint."""
+    for name in ("c", "d"):
+        ckptcore.save(tmp_path / name, {"w": ONE})
+
+    def fail() -> None:
+        raise StorageError(f"cannot read {tmp_path}/d/checkpoint.json")
+
+    context = interrupted("file", "get", "d/checkpoint.json", fail)
+    with pytest.raises(StorageError) as caught:
+        ckptcore.delete(tmp_path / "c", context=context)
+    (note,) = caught.value.__notes__
+    assert note.startswith("Nothing was deleted") and "its parent directory must be listed and read" in note
+    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    ckptcore.delete(tmp_path / "c", context=context)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_step_that_a_reader_pins(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_blocking(step, {"w": ONE * step})
+        with CheckpointReader(tmp_path / "run") as reader, reader.pin(1):
+            refused(lambda: checkpointer.delete(1), "is pinned by a reader; delete it later", error=StepPinnedError)
+            assert same(reader.load(1), {"w": ONE})
+        checkpointer.delete(1)
+        checkpointer.wait()
+        assert list(checkpointer.steps) == [2]
+
+
+def test_a_step_that_is_being_saved(tmp_path: Path) -> None:
+    writing, refusal = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        writing.set()
+        assert refusal.wait(60)
+
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_blocking(step, {"w": ONE})
+    context = interrupted("file", "exchange", "1", wait)
+    with Checkpointer(tmp_path / "run", context=context) as checkpointer:
+        checkpointer.save(1, {"w": TWO}, overwrite=True)
+        assert writing.wait(60)
+        try:
+            refused(lambda: checkpointer.delete(1), "is being saved; delete it later", error=StepPinnedError)
+        finally:
+            refusal.set()
+        checkpointer.wait()
+        assert same(checkpointer.load(1), {"w": TWO})
+        checkpointer.delete(1)
+        checkpointer.wait()
+        assert list(checkpointer.steps) == [2]
+
+
+def test_a_step_that_is_being_deleted(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_blocking(step, {"w": ONE * step})
+    steps = subdirectory(open_local(str(tmp_path), StorageOptions()), "run")
+    locks = commit_method(steps).locks(str(tmp_path / "run"))
+    deletion = locks.intend_deletion("1")
+    assert deletion is not None
+    with deletion:
+        refused(lambda: locks.pin("1", wait_seconds=0), "load another step", error=CheckpointNotFoundError)
+        with locks.pin("2"), CheckpointReader(tmp_path / "run") as reader:
+            assert same(reader.load(2), {"w": ONE * 2})
+
+
+def test_a_deletion_with_old_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for follow in (ckptcore.delete, lambda location: ckptcore.save(location, {"w": TWO})):
+        location = f"memory://{uuid.uuid4().hex}/c"
+        ckptcore.save(location, {"w": ONE})
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryStorage, "list", lambda storage, prefix="": iter(()))
+            refused(lambda: ckptcore.delete(location), "Delete it again later, or save there", error=StorageError)  # noqa: B023  # called here
+        refused(lambda: ckptcore.load(location), "", error=UncommittedCheckpointError)  # noqa: B023  # called here
+        follow(location)
+        if follow is ckptcore.delete:
+            refused(lambda: ckptcore.load(location), "does not exist", error=CheckpointNotFoundError)  # noqa: B023  # called here
+        else:
+            assert same(ckptcore.load(location), {"w": TWO})
+            assert ckptcore.verify(location).ok

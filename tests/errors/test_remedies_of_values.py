@@ -1,0 +1,368 @@
+"""Remedies in errors about values, objects and plugins: each is followed, as the text says."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptcore
+from ckptcore import PLACEHOLDER, Context, hookimpl, plugins
+from ckptcore.builtin import BuiltinPlugin
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.context import IOOptions, PluginOptions
+from ckptcore.distributions import DISTRIBUTIONS
+from ckptcore.errors import MissingDistributionError, PluginError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.handlers import SavesToDirectoryAsyncHandler
+from ckptcore.installed import EntryPoint, entry_points
+from tests.errors.refusals import ONE, TWO, refused, same
+
+
+def saved(tmp_path: Path, value: Any, name: str = "c") -> Any:
+    """Save a value, and return what a load returns."""
+    ckptcore.save(tmp_path / name, value)
+    return ckptcore.load(tmp_path / name)
+
+
+# --- values that cannot be saved --------------------------------------------------------------------------------------
+
+
+def test_a_placeholder_is_no_value(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE, "v": TWO})
+    partly = ckptcore.load(tmp_path / "c", {"w": ONE, "v": PLACEHOLDER})
+    refused(
+        lambda: ckptcore.save(tmp_path / "d", partly),
+        "v is a ",
+        "load the leaf, or remove it from the tree, and the checkpoint will not have it",
+        error=UnsupportedLeafError,
+    )
+    whole = {**partly, "v": ckptcore.load(tmp_path / "c", {"w": PLACEHOLDER, "v": TWO})["v"]}
+    assert same(saved(tmp_path, whole, "d"), {"w": ONE, "v": TWO})
+    del partly["v"]
+    assert same(saved(tmp_path, partly, "e"), {"w": ONE})
+
+
+def test_an_iterator_is_made_again(tmp_path: Path) -> None:
+    numbers = iter(np.random.default_rng(7).integers(0, 100, 10))
+    before = [next(numbers) for _ in range(3)]
+    advice = "save what makes it again, such as a seed and a count"
+    refused(lambda: ckptcore.save(tmp_path / "c", {"data": numbers}), advice, error=UnsupportedLeafError)
+    loaded = saved(tmp_path, {"data": {"seed": 7, "count": len(before)}})["data"]
+    again = iter(np.random.default_rng(loaded["seed"]).integers(0, 100, 10))
+    for _ in range(loaded["count"]):
+        next(again)
+    assert list(again) == list(numbers)
+
+
+class OnlyGives:
+    """An object that returns its state, and cannot take it back."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"position": self.position}
+
+
+class Takes(OnlyGives):
+    """The same class with the missing method."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Set the position."""
+        self.position = state["position"]
+
+
+def test_an_object_without_a_setter(tmp_path: Path) -> None:
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"data": OnlyGives(3)}),
+        "add load_state_dict to its class, or save its state_dict()",
+        error=UnsupportedLeafError,
+    )
+    assert saved(tmp_path, {"data": OnlyGives(3).state_dict()}) == {"data": {"position": 3}}
+    ckptcore.save(tmp_path / "d", {"data": Takes(4)})
+    target = {"data": Takes()}
+    ckptcore.load_into(tmp_path / "d", target)
+    assert target["data"].position == 4
+
+
+@pytest.mark.parametrize("code", [print, lambda: 1, Takes])
+def test_code_is_removed_from_the_tree(code: object, tmp_path: Path) -> None:
+    state = {"w": ONE, "function": code}
+    refused(lambda: ckptcore.save(tmp_path / "c", state), "function is a ", "remove it from the tree")
+    del state["function"]
+    assert same(saved(tmp_path, state), {"w": ONE})
+
+
+class Directory:
+    """An object that writes its own files."""
+
+    def __init__(self, text: str = "", directories: tuple[str, ...] = (), file: str = "") -> None:
+        self.text, self.directories, self.file = text, directories, file
+
+    def save(self, directory: Path) -> None:
+        """Write the text, and some directories, with a file in each if it has a name."""
+        (directory / "text").write_text(self.text)
+        for name in self.directories:
+            (directory / name).mkdir(parents=True)
+            if self.file:
+                (directory / name / self.file).write_text(name[:1])
+
+    def load(self, directory: Path) -> None:
+        """Read the text and the directories."""
+        self.text = (directory / "text").read_text()
+        self.directories = tuple(sorted(found.name for found in directory.iterdir() if found.is_dir()))
+
+
+def test_an_object_that_writes_files(tmp_path: Path) -> None:
+    state = {"w": ONE, "tokens": Directory("abc")}
+    advice = "save it under a separate name with save_checkpointables"
+    refused(lambda: ckptcore.save(tmp_path / "c", state), "tokens is a ", advice, error=UnsupportedLeafError)
+    ckptcore.save_checkpointables(tmp_path / "c", {"state": {"w": ONE}, "tokens": Directory("abc")})
+    target = Directory()
+    loaded = ckptcore.load_checkpointables(tmp_path / "c", ["state"], into={"tokens": target})
+    assert same(loaded["state"], {"w": ONE})
+    assert target.text == "abc"
+
+
+@pytest.mark.parametrize(
+    ("directories", "problem", "fewer"),
+    [
+        (tuple(f"{number}" for number in range(33)), "their paths have 33 directories, where 32 are", ("1", "2")),
+        (("a/" * 4 + "b",), "one of them is 5 directories deep, where 4 are", ("a",)),
+    ],
+)
+def test_empty_directories_of_an_object(
+    directories: tuple[str, ...], problem: str, fewer: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptcore.builtin.files._MAX_PARTS", 32)
+    monkeypatch.setattr("ckptcore.builtin.files._MAX_DEPTH", 4)
+
+    def save(value: Directory) -> None:
+        ckptcore.save_checkpointables(tmp_path / "c", {"tokens": value}, overwrite=True)
+
+    refused(lambda: save(Directory("a", directories)), problem, "write fewer, or a file into each")
+    for followed in (Directory("a", fewer), Directory("a", directories, file="kept")):
+        save(followed)
+        target = Directory()
+        ckptcore.load_checkpointables(tmp_path / "c", into={"tokens": target})
+        assert target.text == "a"
+        assert set(target.directories) == {name.partition("/")[0] for name in followed.directories}
+        assert ckptcore.verify(tmp_path / "c").ok
+
+
+class Tasks:
+    """An object that writes in a task, and returns something of it from the first phase."""
+
+    def __init__(self, finish: str, text: str = "") -> None:
+        self.finish, self.text = finish, text
+
+    async def save(self, directory: Any) -> Any:
+        """Begin to write."""
+        task = asyncio.create_task(self._write(await directory.await_creation()))
+        await asyncio.sleep(0)
+        if self.finish == "await":
+            await task
+        return self._rest(task) if self.finish == "rest" else None
+
+    async def _write(self, directory: Path) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        (directory / "text").write_text(self.text)
+
+    async def _rest(self, task: asyncio.Task[None]) -> None:
+        await task
+
+    async def load(self, directory: Any) -> Any:
+        """Read the text."""
+        self.text = (Path(directory) / "text").read_text()
+
+
+def test_tasks_that_nobody_awaits(tmp_path: Path) -> None:
+    handlers = Context(plugins=PluginOptions(handlers={Tasks: SavesToDirectoryAsyncHandler()}))
+
+    def save(finish: str) -> None:
+        ckptcore.save_checkpointables(tmp_path / finish, {"data": Tasks(finish, "written")}, context=handlers)
+
+    refused(
+        lambda: save("leave"),
+        "Tasks._write; their results would be lost",
+        "Await them, or return from the first phase a coroutine that awaits them",
+        error=PluginError,
+    )
+    for finish in ("await", "rest"):
+        save(finish)
+        target = Tasks(finish)
+        ckptcore.load_checkpointables(tmp_path / finish, into={"data": target}, context=handlers)
+        assert target.text == "written"
+
+
+class Model:
+    """A model that is compiled before it has an optimizer, as models of Keras are."""
+
+    def __init__(self, *weights: Any) -> None:
+        self.weights = list(weights)
+        self.optimizer: str | None = None
+
+    def compile(self, optimizer: str) -> None:
+        """Set the optimizer."""
+        self.optimizer = optimizer
+
+    def get_weights(self) -> list[Any]:
+        """Return the weights."""
+        return self.weights
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Replace the weights."""
+        self.weights = weights
+
+    def get_state_tree(self) -> dict[str, Any]:
+        """Return the weights by number."""
+        return {str(number): weight for number, weight in enumerate(self.weights)}
+
+    def set_state_tree(self, tree: dict[str, Any]) -> None:
+        """Replace the weights."""
+        self.weights = list(tree.values())
+
+
+def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
+    model = Model(ONE, TWO)
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", model),
+        "compile it first, or save the list get_weights(), which set_weights takes",
+        error=UnsupportedLeafError,
+    )
+    ckptcore.save(tmp_path / "c", model.get_weights())
+    other = Model(ONE * 0, TWO * 0)
+    other.set_weights(ckptcore.load(tmp_path / "c", other.get_weights()))
+    assert same(other.weights, [ONE, TWO])
+    model.compile("adam")
+    ckptcore.save(tmp_path / "d", model)
+    other = Model(ONE * 0, TWO * 0)
+    other.compile("adam")
+    ckptcore.load_into(tmp_path / "d", other)
+    assert same(other.weights, [ONE, TWO])
+
+
+def test_a_deque_that_is_too_short(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"losses": collections.deque([1, 2, 3, 4, 5])})
+    short = {"losses": collections.deque([0], maxlen=3)}
+    text = refused(lambda: ckptcore.load(tmp_path / "c", short), "maxlen=5 or more", error=TreeMismatchError)
+    refused(lambda: ckptcore.load_into(tmp_path / "c", short), "maxlen=5 or more", error=TreeMismatchError)
+    assert list(short["losses"]) == [0], text
+    for maxlen in (5, 6):
+        losses: collections.deque[int] = collections.deque(maxlen=maxlen)
+        ckptcore.load_into(tmp_path / "c", {"losses": losses})
+        assert losses == collections.deque([1, 2, 3, 4, 5])
+        assert losses.maxlen == maxlen
+
+
+class UnfilledHandler(HostArrayHandler):
+    """A handler that says that it fills arrays, and does not."""
+
+    def fill(self, target: Any, record: Any, boxes: Any) -> bool:
+        """Refuse."""
+        return False
+
+
+def test_a_leaf_that_its_handler_does_not_fill(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", (ONE,))
+    context = Context(plugins=PluginOptions(handlers={np.ndarray: UnfilledHandler()}))
+    target = (ONE * 0,)
+    refused(lambda: ckptcore.load_into(tmp_path / "c", target, context=context), "use load() and keep its result")
+    assert same(ckptcore.load(tmp_path / "c", target, context=context), (ONE,))
+
+
+# --- plugins that are missing -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Hide the other distributions. Return a function that registers the plugin of one, as installing it does."""
+    manager = plugins._new_manager()
+    manager.register(BuiltinPlugin(), "builtin")
+    installed: set[str] = set()
+    monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: plugins.Plugins(manager))
+    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: package in installed)
+
+    def install(text: str) -> None:
+        extra = text.partition("pip install 'ckptcore[")[2].partition("]'")[0]
+        installed.update(found.package for found in DISTRIBUTIONS if found.extra == extra)
+        for found in entry_points("ckptcore"):
+            if found.distribution.partition(" ")[0] == f"ckptcore-{extra}":
+                manager.register(found.load(), found.name)
+
+    return install
+
+
+def _with_markers(context: Context) -> Context:
+    return replace(context, io=IOOptions(without_conditions="marker"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path, context: ckptcore.save(path / "d", {"w": torch.ones(3)}, context=context),
+        lambda path, context: ckptcore.save(path / "d", {"w": ONE}, layout="dcp", context=context),
+        lambda path, context: ckptcore.load(path / "c", framework="torch", context=context),
+        lambda path, context: ckptcore.save(
+            "fsspec+memory://remedies/c",
+            {"w": ONE},
+            context=replace(context, io=IOOptions(without_conditions="marker")),
+        ),
+        lambda path, context: ckptcore.load(path / "c.pt", context=context),
+    ],
+    ids=["type", "layout", "framework", "scheme", "file"],
+)
+def test_installing_what_is_named(call: Callable[..., Any], installs: Callable[[str], None], tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
+    installs(refused(lambda: call(tmp_path, Context()), "install"))
+    loaded = call(tmp_path, Context())
+    if loaded is None:  # it was saved
+        loaded = ckptcore.load(
+            tmp_path / "d" if (tmp_path / "d").exists() else "fsspec+memory://remedies/c", context=Context()
+        )
+    assert np.asarray(loaded["w"]).shape == (3,)
+
+
+def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first one of `sys.path` is used. The error about what the other has says why it lacks."""
+    module = ModuleType("plugin_with_a_layout")
+    module.ckpt_layouts = hookimpl(lambda: {"mine": ckptcore.SafetensorsLayout})  # type: ignore[attr-defined]  # a hook
+    monkeypatch.setitem(sys.modules, "plugin_with_a_layout", module)
+    monkeypatch.setitem(sys.modules, "plugin_without", ModuleType("plugin_without"))
+    first, second = EntryPoint("x", "plugin_without", "one 1.0"), EntryPoint("x", "plugin_with_a_layout", "two 2.0")
+    found = [first, second]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: found)
+    monkeypatch.setattr("ckptcore.runtime.installed_plugins", plugins.installed_plugins.__wrapped__)
+
+    def save() -> None:
+        ckptcore.save(tmp_path / "c", {"w": ONE}, layout="mine", context=Context())
+
+    refused(save, "these failed to load: x (PluginConflictError: one 1.0 also has a plugin named 'x'; uninstall one)")
+    found.remove(first)
+    save()
+    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+
+
+def test_a_distribution_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    with monkeypatch.context() as patch:
+        for name in ("ckptcore_tools", "ckptcore_tools.copies"):
+            patch.setitem(sys.modules, name, None)
+        text = refused(
+            lambda: ckptcore.copy(tmp_path / "c", tmp_path / "d"), "ckptcore.copy needs", error=MissingDistributionError
+        )
+    assert text.endswith("is not installed: run pip install 'ckptcore[tools]'")
+    ckptcore.copy(tmp_path / "c", tmp_path / "d")
+    assert same(ckptcore.load(tmp_path / "d"), {"w": ONE})
