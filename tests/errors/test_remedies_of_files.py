@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError
 from tests.errors.refusals import ONE, TWO, interrupted, refused, same
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -175,3 +176,56 @@ def test_another_checkpoint_that_is_replaced(tmp_path: Path) -> None:
         f"{tmp_path}/two was replaced while its arrays were combined with those of another checkpoint: load again",
     )
     assert same(ckptcore.load(tmp_path / "one", transforms=average, context=context), {"w": (ONE + TWO + 2) / 2})
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([byte ^ 1 for byte in content[middle : middle + 1]]) + content[middle + 1 :]
+
+
+def _lengthen(content: bytes) -> bytes:
+    return content + b"more"
+
+
+def _empty(content: bytes) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _lengthen, _empty, None])
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"])
+def test_damaged_files(layout: str, damage: Callable[[bytes], bytes] | None, tmp_path: Path) -> None:
+    """Every file of a checkpoint, one after the other. None: the file is missing."""
+    state = {"w": np.arange(2000.0), "v": TWO}
+    for name in ("c", "another"):
+        ckptcore.save(tmp_path / name, state, layout=layout)
+    refusals = 0
+    for file in [found for found in (tmp_path / "c").rglob("*") if found.is_file()]:
+        content = file.read_bytes()
+        file.write_bytes(damage(content)) if damage is not None else file.unlink()
+        try:
+            ckptcore.load(tmp_path / "c")
+        except CheckpointError as error:
+            refusals += 1
+            assert re.search("from a copy|load another", str(error), re.IGNORECASE), error
+        file.write_bytes(content)
+        assert same(ckptcore.load(tmp_path / "c"), state)
+    assert refusals
+    assert same(ckptcore.load(tmp_path / "another"), state)
+
+
+@pytest.mark.parametrize("change", [_cut, _empty, lambda content: content.replace(b"[0,24]", b"[1,25]")])
+def test_damaged_files_of_other_software(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": ONE}, file)
+    content = file.read_bytes()
+    file.write_bytes(change(content))
+    refused(lambda: ckptcore.load(tmp_path), "restore it from a copy, or load another one")
+    file.write_bytes(content)
+    assert same(ckptcore.load(tmp_path), {"w": ONE})
