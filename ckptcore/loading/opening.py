@@ -306,7 +306,7 @@ def _committed_root(
         began = "" if root is None else f" (it began at {root.created})"
         raise UncommittedCheckpointError(
             f"{location.display} has a save that was not committed{began}: it is running or was interrupted. Load "
-            "another checkpoint, or save here again"
+            "another checkpoint. If no process writes there, you can save here again"
         )
     if isinstance(root, PartialSave):
         raise not_finalized(location, root)
@@ -357,7 +357,7 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
     if hidden or save_id != member.save_id:
         raise UncommittedCheckpointError(
             f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was "
-            "replaced meanwhile. Load another checkpoint, or save again"
+            "replaced meanwhile. Load the others by their names, load another checkpoint, or save again"
         )
 
 
@@ -469,8 +469,8 @@ def open_member(
         return opened
     if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
-            f"{opened.location.display} was replaced by a checkpoint of another save: load it by its own location, or "
-            "delete it"
+            f"{opened.location.display} was replaced by a checkpoint of another save: load it by its own location, and "
+            "the others by their names"
         )
     kind = composite.members[name].kind
     if opened.is_files != (kind == "files"):

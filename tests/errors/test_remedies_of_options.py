@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from ckptcore import Checkpointer, Context, Matching, SafetensorsLayout, policie
 from ckptcore.builtin.safetensors_files import read_header
 from ckptcore.context import IOOptions, JobOptions, MemoryOptions, PluginOptions
 from ckptcore.errors import TreeMismatchError
-from ckptcore.planning.replicas import ReadGroups
+from ckptcore.planning.replicas import ReadGroups, ReplicaOptions
 from ckptcore.protocols import Coordinator
+from ckptcore.step_names import StepNameFormat, StepNames
 from tests.errors.refusals import ONE, TWO, refused, same
 
 
@@ -104,6 +106,112 @@ def test_groups_of_ranks(groups: Any, tmp_path: Path) -> None:
         return ckptcore.load(tmp_path / "c", context=Context(job=job))
 
     assert all(same(loaded, {"w": ONE}) for loaded in ThreadJob(2).run(load))
+
+
+@pytest.mark.parametrize(
+    ("create", "option", "value", "right"),
+    [
+        (IOOptions, "threads", 0, [1, None]),
+        (MemoryOptions, "save_bytes", 0, [1, None]),
+        (MemoryOptions, "load_bytes", -1, [1, None]),
+        (MemoryOptions, "exchange_bytes", 0, [1]),
+        (MemoryOptions, "exchange_bytes", None, [1]),
+        (ReplicaOptions, "piece_bytes", 0, [1]),
+        (ReplicaOptions, "most", 0, [1]),
+        (ReplicaOptions, "objects", "any", ["refuse", "lowest_rank"]),
+    ],
+)
+def test_numbers_of_options(create: Any, option: str, value: Any, right: list[Any], tmp_path: Path) -> None:
+    """Where None is advised, it is accepted."""
+    text = refused(lambda: create(**{option: value}), f"({option}={value!r}): ", error=ValueError)
+    assert ("or None" in text) == (None in right)
+    for number, accepted in enumerate(right):
+        made = create(**{option: accepted})
+        group = {IOOptions: "io", MemoryOptions: "memory"}.get(create, "job")
+        context = Context(**{group: JobOptions(replicas=made) if group == "job" else made})
+        ckptcore.save_async(tmp_path / f"{number}", {"w": ONE, "v": TWO}, context=context).result()
+        assert same(ckptcore.load(tmp_path / f"{number}", context=context), {"w": ONE, "v": TWO})
+
+
+def test_options_of_local_storage(tmp_path: Path) -> None:
+    def save(**options: Any) -> None:
+        ckptcore.save(tmp_path / "c", {"w": ONE}, overwrite=True, context=Context(storage={"file": options}))
+
+    for wrong in ({"direct": True}, {"direct_io": "yes"}):
+        refused(lambda wrong=wrong: save(**wrong), "has the option direct_io, True or False", error=ValueError)  # type: ignore[misc]  # of a default
+    for value in (True, False):
+        save(direct_io=value)
+        assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+
+
+def test_overwriting(tmp_path: Path) -> None:
+    text = refused(lambda: ckptcore.save(tmp_path / "c", {}, overwrite=1.5), "expected True", error=ValueError)  # type: ignore[arg-type]  # wrong on purpose
+    for number, choice in enumerate(eval(text.partition("expected ")[2].replace(" or ", ", "))):
+        for value in (TWO, ONE) if choice else (ONE,):
+            ckptcore.save(tmp_path / f"{number}", {"w": value}, overwrite=choice)
+        assert same(ckptcore.load(tmp_path / f"{number}"), {"w": ONE})
+
+
+def test_a_framework_and_an_abstract_tree(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    load: Any = ckptcore.load
+    refused(lambda: load(tmp_path / "c", {"w": TWO}, framework="numpy"), "pass only one of the two", error=ValueError)
+    assert same(load(tmp_path / "c", framework="numpy"), {"w": ONE})
+    assert same(load(tmp_path / "c", {"w": TWO}), {"w": ONE})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda: StepNameFormat("1"), lambda: StepNameFormat("step_")),
+        (lambda: StepNameFormat("a/b"), lambda: StepNameFormat("step_")),
+        (lambda: StepNameFormat("s", 1000), lambda: StepNameFormat("s", 8)),
+        (lambda: StepNames(read="step_"), lambda: StepNames(read=[StepNameFormat("step_", None)])),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: StepNames("step_"), lambda: StepNames(StepNameFormat("step_", width=8))),  # type: ignore[arg-type]  # wrong on purpose
+    ],
+)
+def test_names_of_steps(wrong: Callable[[], Any], right: Callable[[], Any], tmp_path: Path) -> None:
+    text = refused(wrong, ": give ", error=Exception)
+    made = right()
+    if "such as StepNameFormat" in text:
+        assert made.write == eval(text.partition("such as ")[2], {"StepNameFormat": StepNameFormat})
+    names = made if isinstance(made, StepNames) else StepNames(made)
+    with Checkpointer(tmp_path / "run", step_names=names) as checkpointer:
+        checkpointer.save_blocking(3, {"w": ONE})
+    with Checkpointer(tmp_path / "run", step_names=names) as checkpointer:
+        assert list(checkpointer.steps) == [3]
+        assert same(checkpointer.load(), {"w": ONE})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice", "right"),
+    [
+        (lambda: policies.FixedInterval(0), "give a whole number of at least 1", policies.FixedInterval(1)),
+        (
+            lambda: policies.FixedInterval(True),
+            "give a whole number of at least 1",
+            policies.FixedInterval(np.int64(1)),
+        ),  # type: ignore[arg-type]  # as a loop has it
+        (lambda: policies.TimeInterval(0), "give a finite number of seconds above 0", policies.TimeInterval(1e-9)),
+        (
+            lambda: policies.TimeInterval(datetime.timedelta(microseconds=1)),  # type: ignore[arg-type]  # wrong on purpose
+            "for a timedelta, pass its total_seconds()",
+            policies.TimeInterval(datetime.timedelta(microseconds=1).total_seconds()),
+        ),
+        (
+            lambda: policies.SpecificSteps(1),  # type: ignore[arg-type]  # wrong on purpose
+            "give a collection of steps, such as [100, 200]",
+            policies.SpecificSteps([1, 2]),
+        ),
+    ],
+)
+def test_numbers_of_policies(wrong: Callable[[], Any], advice: str, right: Any, tmp_path: Path) -> None:
+    refused(wrong, advice, error=Exception)
+    with Checkpointer(tmp_path / "run", save_policy=right) as checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(step, {"w": ONE}) is not None
+            checkpointer.wait()
+        assert list(checkpointer.steps) == [1, 2]
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
