@@ -1,29 +1,29 @@
-"""Remedies in errors about values, objects and plugins: each is followed, as the text says."""
+"""Remedies in errors about values and objects: each is followed, as the text says."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import datetime
 import sys
+import zoneinfo
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import ckptcore
-from ckptcore import PLACEHOLDER, Context, hookimpl, plugins
-from ckptcore.builtin import BuiltinPlugin
+from ckptcore import PLACEHOLDER, Context
 from ckptcore.builtin.host_leaves import HostArrayHandler
-from ckptcore.context import IOOptions, PluginOptions
-from ckptcore.distributions import DISTRIBUTIONS
-from ckptcore.errors import MissingDistributionError, PluginError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.context import PluginOptions
+from ckptcore.errors import (
+    PluginError,
+    TreeMismatchError,
+    UnsupportedLeafError,
+)
 from ckptcore.handlers import SavesToDirectoryAsyncHandler
-from ckptcore.installed import EntryPoint, entry_points
 from tests.errors.refusals import ONE, TWO, refused, same
 
 
@@ -253,6 +253,143 @@ def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
     assert same(other.weights, [ONE, TWO])
 
 
+class Zone(datetime.tzinfo):
+    """A zone of a program."""
+
+    def utcoffset(self, moment: datetime.datetime | None) -> datetime.timedelta:
+        """Return two hours."""
+        return datetime.timedelta(hours=2)
+
+    def dst(self, moment: datetime.datetime | None) -> datetime.timedelta:
+        """Return no change."""
+        return datetime.timedelta()
+
+
+class Marked(np.ndarray):  # type: ignore[type-arg]  # any elements
+    """An array with more data than its elements."""
+
+    mark = "abc"
+
+
+MOMENT = datetime.datetime(2024, 1, 2, 3, tzinfo=Zone())
+TIME = datetime.time(3, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
+ORDER = np.dtype(np.int32).newbyteorder(">" if sys.byteorder == "little" else "<")
+
+REFUSED: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "set": ({(1, 2), Path("a")}, "save a list of its elements", list, set),
+    "frozenset": (frozenset({b"a", 1}), "save list(value)", list, frozenset),
+    "datetime": (
+        MOMENT, "save value.astimezone(datetime.timezone.utc)",
+        lambda value: value.astimezone(datetime.UTC), lambda loaded: loaded,
+    ),
+    "time": (
+        TIME, "save the time and the name of its zone", lambda value: [value.replace(tzinfo=None), value.tzinfo.key],
+        lambda loaded: loaded[0].replace(tzinfo=zoneinfo.ZoneInfo(loaded[1])),
+    ),
+    "dtype": (ORDER, "is saved as text: str(dtype.str)", lambda value: str(value.str), np.dtype),
+    "keys": ({(1, "a"): 3}, "convert it, or save list(value.items())", lambda value: list(value.items()), dict),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_that_are_saved_in_another_form(name: str, tmp_path: Path) -> None:
+    value, advice, follow, restore = REFUSED[name]
+    refused(lambda: ckptcore.save(tmp_path / "c", {"x": value}), "x", advice)
+    assert not (tmp_path / "c").exists()
+    form = {"x": follow(value)}
+    ckptcore.save(tmp_path / "c", form)
+    assert restore(ckptcore.load(tmp_path / "c", form)["x"]) == value
+
+
+def test_arrays_with_more_data(tmp_path: Path) -> None:
+    value = ONE.view(Marked)
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"x": value}),
+        "save np.asarray(value) and its other data, or pass a handler for it in "
+        "Context(plugins=PluginOptions(handlers=...))",
+        error=UnsupportedLeafError,
+    )
+    assert same(saved(tmp_path, {"x": np.asarray(value), "mark": value.mark}), {"x": ONE, "mark": "abc"})
+
+    class Handler(HostArrayHandler):
+        """A handler of the type, which the user writes."""
+
+        def describe(self, leaf: Any) -> Any:
+            """Describe the elements."""
+            return super().describe(np.asarray(leaf))
+
+        def shards(self, leaf: Any, rank: int, size: int) -> Any:
+            """Return the elements."""
+            return super().shards(np.asarray(leaf), rank, size)
+
+    context = Context(plugins=PluginOptions(handlers={Marked: Handler()}))
+    ckptcore.save(tmp_path / "d", {"x": value}, context=context)
+    assert same(ckptcore.load(tmp_path / "d"), {"x": ONE})
+
+
+@pytest.mark.parametrize("other", ["PCG64", "PCG64DXSM", "SFC64", "MT19937"])
+def test_generators_of_another_kind(other: str, tmp_path: Path) -> None:
+    """Not by options of the load, which would mix the states of two kinds."""
+    stored = np.random.Generator(np.random.Philox(3) if other != "PCG64DXSM" else np.random.PCG64(3))
+    ckptcore.save(tmp_path / "c", {"random": stored})
+    target = {"random": np.random.Generator(getattr(np.random, other)())}
+    text = refused(lambda: ckptcore.load_into(tmp_path / "c", target), "as it was saved", error=TreeMismatchError)
+    assert "matching=" not in text
+    kind = text.partition("Create the generator with ")[2].partition(",")[0]
+    target["random"] = np.random.Generator(getattr(np.random, kind)())
+    ckptcore.load_into(tmp_path / "c", target)
+    assert target["random"].random() == stored.random()
+
+
+class Returns:
+    """An object whose `save` is a function that returns a coroutine."""
+
+    def __init__(self, text: str = "") -> None:
+        self.text = text
+
+    def save(self, directory: Any) -> Any:
+        """Return a coroutine."""
+        return self._write(directory)
+
+    async def _write(self, directory: Any) -> None:
+        path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
+        (path / "text").write_text(self.text)
+
+    def load(self, directory: Any) -> Any:
+        """Return a coroutine."""
+        return self._read(directory)
+
+    async def _read(self, directory: Any) -> None:
+        self.text = (Path(directory) / "text").read_text()
+
+
+class Awaits(Returns):
+    """The same object, written as the error advises."""
+
+    async def save(self, directory: Any) -> Any:
+        """Write the text."""
+        await self._write(directory)
+
+    async def load(self, directory: Any) -> Any:
+        """Read the text."""
+        await self._read(directory)
+
+
+def test_a_save_that_returns_a_coroutine(tmp_path: Path) -> None:
+    refused(
+        lambda: ckptcore.save_checkpointables(tmp_path / "c", {"x": Returns("abc")}),
+        "Write it as `async def save` and `async def load`, or pass "
+        "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()}))",
+        error=PluginError,
+    )
+    handlers = Context(plugins=PluginOptions(handlers={Returns: SavesToDirectoryAsyncHandler()}))
+    for kind, context in ((Awaits, Context()), (Returns, handlers)):
+        ckptcore.save_checkpointables(tmp_path / kind.__name__, {"x": kind("abc")}, context=context)
+        target = kind()
+        ckptcore.load_checkpointables(tmp_path / kind.__name__, into={"x": target}, context=context)
+        assert target.text == "abc"
+
+
 def test_a_deque_that_is_too_short(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"losses": collections.deque([1, 2, 3, 4, 5])})
     short = {"losses": collections.deque([0], maxlen=3)}
@@ -280,89 +417,3 @@ def test_a_leaf_that_its_handler_does_not_fill(tmp_path: Path) -> None:
     target = (ONE * 0,)
     refused(lambda: ckptcore.load_into(tmp_path / "c", target, context=context), "use load() and keep its result")
     assert same(ckptcore.load(tmp_path / "c", target, context=context), (ONE,))
-
-
-# --- plugins that are missing -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Hide the other distributions. Return a function that registers the plugin of one, as installing it does."""
-    manager = plugins._new_manager()
-    manager.register(BuiltinPlugin(), "builtin")
-    installed: set[str] = set()
-    monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: plugins.Plugins(manager))
-    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: package in installed)
-
-    def install(text: str) -> None:
-        extra = text.partition("pip install 'ckptcore[")[2].partition("]'")[0]
-        installed.update(found.package for found in DISTRIBUTIONS if found.extra == extra)
-        for found in entry_points("ckptcore"):
-            if found.distribution.partition(" ")[0] == f"ckptcore-{extra}":
-                manager.register(found.load(), found.name)
-
-    return install
-
-
-def _with_markers(context: Context) -> Context:
-    return replace(context, io=IOOptions(without_conditions="marker"))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda path, context: ckptcore.save(path / "d", {"w": torch.ones(3)}, context=context),
-        lambda path, context: ckptcore.save(path / "d", {"w": ONE}, layout="dcp", context=context),
-        lambda path, context: ckptcore.load(path / "c", framework="torch", context=context),
-        lambda path, context: ckptcore.save(
-            "fsspec+memory://remedies/c",
-            {"w": ONE},
-            context=replace(context, io=IOOptions(without_conditions="marker")),
-        ),
-        lambda path, context: ckptcore.load(path / "c.pt", context=context),
-    ],
-    ids=["type", "layout", "framework", "scheme", "file"],
-)
-def test_installing_what_is_named(call: Callable[..., Any], installs: Callable[[str], None], tmp_path: Path) -> None:
-    ckptcore.save(tmp_path / "c", {"w": ONE})
-    torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
-    installs(refused(lambda: call(tmp_path, Context()), "install"))
-    loaded = call(tmp_path, Context())
-    if loaded is None:  # it was saved
-        loaded = ckptcore.load(
-            tmp_path / "d" if (tmp_path / "d").exists() else "fsspec+memory://remedies/c", context=Context()
-        )
-    assert np.asarray(loaded["w"]).shape == (3,)
-
-
-def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first one of `sys.path` is used. The error about what the other has says why it lacks."""
-    module = ModuleType("plugin_with_a_layout")
-    module.ckpt_layouts = hookimpl(lambda: {"mine": ckptcore.SafetensorsLayout})  # type: ignore[attr-defined]  # a hook
-    monkeypatch.setitem(sys.modules, "plugin_with_a_layout", module)
-    monkeypatch.setitem(sys.modules, "plugin_without", ModuleType("plugin_without"))
-    first, second = EntryPoint("x", "plugin_without", "one 1.0"), EntryPoint("x", "plugin_with_a_layout", "two 2.0")
-    found = [first, second]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: found)
-    monkeypatch.setattr("ckptcore.runtime.installed_plugins", plugins.installed_plugins.__wrapped__)
-
-    def save() -> None:
-        ckptcore.save(tmp_path / "c", {"w": ONE}, layout="mine", context=Context())
-
-    refused(save, "these failed to load: x (PluginConflictError: one 1.0 also has a plugin named 'x'; uninstall one)")
-    found.remove(first)
-    save()
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
-
-
-def test_a_distribution_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ckptcore.save(tmp_path / "c", {"w": ONE})
-    with monkeypatch.context() as patch:
-        for name in ("ckptcore_tools", "ckptcore_tools.copies"):
-            patch.setitem(sys.modules, name, None)
-        text = refused(
-            lambda: ckptcore.copy(tmp_path / "c", tmp_path / "d"), "ckptcore.copy needs", error=MissingDistributionError
-        )
-    assert text.endswith("is not installed: run pip install 'ckptcore[tools]'")
-    ckptcore.copy(tmp_path / "c", tmp_path / "d")
-    assert same(ckptcore.load(tmp_path / "d"), {"w": ONE})
