@@ -1,10 +1,9 @@
-"""Remedies in errors about locations, saves, deletions and runs: each is followed, as the text says."""
+"""Remedies in errors about locations, saves and deletions: each is followed, as the text says."""
 
 from __future__ import annotations
 
-import os
+import pickle
 import shutil
-import threading
 import uuid
 from functools import partial
 from pathlib import Path
@@ -13,17 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.builtin.local import open_local
+from ckptcore import Checkpointer, Context
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
-from ckptcore.commit.location import commit_method
-from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.context import IOOptions
 from ckptcore.errors import (
+    AtomicityError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidLocationError,
     SaveLostError,
-    StepPinnedError,
     StorageError,
     UncommittedCheckpointError,
 )
@@ -104,16 +101,6 @@ def test_a_save_whose_directory_is_removed(tmp_path: Path) -> None:
     assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
-def test_a_path_that_is_neither_a_file_nor_a_directory(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "run") as checkpointer:
-        os.mkfifo(tmp_path / "run" / "1")
-        advice = "such as a named pipe; remove it and save again"
-        refused(lambda: checkpointer.save_blocking(1, {"w": ONE}), advice, error=SaveLostError)
-        (tmp_path / "run" / "1").unlink()
-        checkpointer.save_blocking(1, {"w": ONE})
-        assert same(checkpointer.load(1), {"w": ONE})
-
-
 def test_another_save_among_other_files(tmp_path: Path) -> None:
     for name, value in (("c", ONE), ("other", ONE * 2)):
         ckptcore.save(tmp_path / name, {"w": value})
@@ -182,57 +169,6 @@ def test_a_neighbour_that_cannot_be_read(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_a_step_that_a_reader_pins(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "run") as checkpointer:
-        for step in (1, 2):
-            checkpointer.save_blocking(step, {"w": ONE * step})
-        with CheckpointReader(tmp_path / "run") as reader, reader.pin(1):
-            refused(lambda: checkpointer.delete(1), "is pinned by a reader; delete it later", error=StepPinnedError)
-            assert same(reader.load(1), {"w": ONE})
-        checkpointer.delete(1)
-        checkpointer.wait()
-        assert list(checkpointer.steps) == [2]
-
-
-def test_a_step_that_is_being_saved(tmp_path: Path) -> None:
-    writing, refusal = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        writing.set()
-        assert refusal.wait(60)
-
-    with Checkpointer(tmp_path / "run") as checkpointer:
-        for step in (1, 2):
-            checkpointer.save_blocking(step, {"w": ONE})
-    context = interrupted("file", "exchange", "1", wait)
-    with Checkpointer(tmp_path / "run", context=context) as checkpointer:
-        checkpointer.save(1, {"w": TWO}, overwrite=True)
-        assert writing.wait(60)
-        try:
-            refused(lambda: checkpointer.delete(1), "is being saved; delete it later", error=StepPinnedError)
-        finally:
-            refusal.set()
-        checkpointer.wait()
-        assert same(checkpointer.load(1), {"w": TWO})
-        checkpointer.delete(1)
-        checkpointer.wait()
-        assert list(checkpointer.steps) == [2]
-
-
-def test_a_step_that_is_being_deleted(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "run") as checkpointer:
-        for step in (1, 2):
-            checkpointer.save_blocking(step, {"w": ONE * step})
-    steps = subdirectory(open_local(str(tmp_path), StorageOptions()), "run")
-    locks = commit_method(steps).locks(str(tmp_path / "run"))
-    deletion = locks.intend_deletion("1")
-    assert deletion is not None
-    with deletion:
-        refused(lambda: locks.pin("1", wait_seconds=0), "load another step", error=CheckpointNotFoundError)
-        with locks.pin("2"), CheckpointReader(tmp_path / "run") as reader:
-            assert same(reader.load(2), {"w": ONE * 2})
-
-
 def test_a_deletion_with_old_listings(monkeypatch: pytest.MonkeyPatch) -> None:
     for follow in (ckptcore.delete, lambda location: ckptcore.save(location, {"w": TWO})):
         location = f"memory://{uuid.uuid4().hex}/c"
@@ -247,3 +183,101 @@ def test_a_deletion_with_old_listings(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert same(ckptcore.load(location), {"w": TWO})
             assert ckptcore.verify(location).ok
+
+
+# --- places that a save does not replace ------------------------------------------------------------------------------
+
+
+def test_names_of_uncommitted_saves(tmp_path: Path) -> None:
+    advice = "Save to a name that does not begin with a dot"
+    refused(
+        lambda: ckptcore.save(tmp_path / ".c.0123456789abcdef.ckptcore", {"w": ONE}), advice, error=InvalidLocationError
+    )
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+
+
+def test_a_checkpoint_within_another(tmp_path: Path) -> None:
+    """Other software put it there."""
+    for name in ("c", "inner"):
+        ckptcore.save(tmp_path / name, {"w": ONE})
+    (tmp_path / "inner").rename(tmp_path / "c" / "inner")
+    advice = "which would be removed with it: move or delete that one first. Nothing was changed"
+    for call in (
+        lambda: ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True),
+        lambda: ckptcore.delete(tmp_path / "c"),
+    ):
+        refused(call, f"{tmp_path}/c/inner", advice, error=CheckpointExistsError)
+    (tmp_path / "c" / "inner").rename(tmp_path / "moved")
+    ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True)
+    assert same(ckptcore.load(tmp_path / "c"), {"w": TWO})
+    assert same(ckptcore.load(tmp_path / "moved"), {"w": ONE})
+
+
+@pytest.mark.parametrize("follow", ["one tree", "overwrite", "elsewhere"])
+def test_names_that_are_fixed(follow: str, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE}, layout="ocdbt")
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"w": TWO}, layout="ocdbt", overwrite="keep-other-files"),
+        "Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the whole directory, or save "
+        "elsewhere. Nothing was changed",
+        error=CheckpointExistsError,
+    )
+    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    location = tmp_path / ("d" if follow == "elsewhere" else "c")
+    if follow == "one tree":
+        for layout in ("dcp", "safetensors"):
+            ckptcore.save(location, {"w": TWO}, layout=layout, overwrite="keep-other-files")
+            assert same(ckptcore.load(location), {"w": TWO})
+    else:
+        ckptcore.save(location, {"w": TWO}, layout="ocdbt", overwrite=follow == "overwrite")
+    assert same(ckptcore.load(location), {"w": TWO})
+    assert (tmp_path / "c" / "notes.txt").exists() == (follow != "overwrite")
+
+
+def test_a_storage_that_replaces_nothing_atomically() -> None:
+    run = f"memory://{uuid.uuid4().hex}"
+    ckptcore.save(f"{run}/c", {"w": ONE})
+    advice = "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+    refused(lambda: ckptcore.save(f"{run}/c", {"w": TWO}, overwrite=True), advice, error=AtomicityError)
+    assert same(ckptcore.load(f"{run}/c"), {"w": ONE})
+    ckptcore.save(f"{run}/d", {"w": TWO})
+    ckptcore.save(f"{run}/c", {"w": TWO}, overwrite="non-atomic")
+    for name in ("c", "d"):
+        assert same(ckptcore.load(f"{run}/{name}"), {"w": TWO})
+
+
+def test_a_file_system_without_exchanges(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE})
+
+    def fail() -> None:
+        raise AtomicityError("cannot exchange directories")
+
+    context = interrupted("file", "exchange", "", fail, times=9)
+    advice = "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+    save = partial(ckptcore.save, state={"w": TWO}, context=context)
+    refused(lambda: save(tmp_path / "c", overwrite=True), advice, error=AtomicityError)
+    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    save(tmp_path / "d")
+    save(tmp_path / "c", overwrite="non-atomic")
+    for name in ("c", "d"):
+        assert same(ckptcore.load(tmp_path / name), {"w": TWO})
+
+
+def test_a_storage_without_conditions() -> None:
+    location = "fsspec+memory://remedies-of-saves/c"
+    text = refused(lambda: ckptcore.save(location, {"w": ONE}), "Nothing was saved", error=AtomicityError)
+    code = text.partition("you can pass ")[2].partition(" instead")[0]
+    context = eval(code, {"Context": Context, "IOOptions": IOOptions})
+    ckptcore.save(location, {"w": ONE}, context=context)
+    assert same(ckptcore.load(location, context=context), {"w": ONE})
+
+
+def test_results_cannot_be_pickled(tmp_path: Path) -> None:
+    handle = ckptcore.save_async(tmp_path / "c", {"w": ONE})
+    refused(lambda: pickle.dumps(handle), "wait for its result() here", error=TypeError)
+    handle.result()
+    loading = ckptcore.load_async(tmp_path / "c")
+    refused(lambda: pickle.dumps(loading), "wait for its result() here, and pickle that", error=TypeError)
+    assert same(pickle.loads(pickle.dumps(loading.result())), {"w": ONE})
