@@ -10,11 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint
+from ckptcore_testing import ThreadJob
 from safetensors.numpy import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore import ArrayShard, Checkpointer, CheckpointReader, Context, ShardedArray
+from ckptcore.context import JobOptions
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CompositeCheckpointError
+from ckptcore.model import Box
+from ckptcore.protocols import Coordinator
 from tests.errors.refusals import ONE, TWO, interrupted, refused, same
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -66,6 +73,69 @@ def test_a_configuration_that_is_too_large(tmp_path: Path) -> None:
         file.truncate((1 << 24) + 1)
     refused(lambda: ckptcore.load(tmp_path), "adapter_config.json has", "Name a file of tensors to load it alone")
     assert same(ckptcore.load(tmp_path / "adapter_model.safetensors"), {"w": ONE})
+
+
+def test_a_tensor_in_two_files_without_an_index(sharded: Path) -> None:
+    save_file({"c": TWO, "a": TWO}, sharded / SECOND)
+    index = (sharded / INDEX).read_text()
+    (sharded / INDEX).unlink()
+    advice = "load one of these files by its own location, or restore the index"
+    refused(lambda: ckptcore.load(sharded), f"'a' is both in {FIRST} and in {SECOND}", advice)
+    assert same(ckptcore.load(sharded / FIRST), {"a": ONE, "b": TWO})
+    (sharded / INDEX).write_text(index)
+    assert same(ckptcore.load(sharded), WHOLE)
+
+
+def test_several_files_without_an_index(tmp_path: Path) -> None:
+    for name, value in (("one", ONE), ("two", TWO)):
+        save_file({"w": value}, tmp_path / f"{name}.safetensors")
+    text = refused(lambda: ckptcore.load(tmp_path), "Name one of them as the location", error=CheckpointNotFoundError)
+    for name, value in zip(re.findall(r"\w+\.safetensors", text), (ONE, TWO), strict=True):
+        assert same(ckptcore.load(tmp_path / name), {"w": value})
+
+
+def test_a_pipeline_of_models(tmp_path: Path) -> None:
+    for name, value in (("vae", ONE), ("unet", TWO)):
+        (tmp_path / name).mkdir()
+        save_file({"w": value}, tmp_path / name / "diffusion_pytorch_model.safetensors")
+    index = {"_class_name": "Pipeline", "vae": ["diffusers", "Autoencoder"], "unet": ["diffusers", "UNet"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    advice = "use load_checkpointables, or load one by its own location"
+    refused(lambda: ckptcore.load(tmp_path), advice, error=CompositeCheckpointError)
+    loaded = ckptcore.load_checkpointables(tmp_path)
+    assert {name: value["w"].tolist() for name, value in loaded.items()} == {
+        "vae": ONE.tolist(),
+        "unet": TWO.tolist(),
+    }
+    assert same(ckptcore.load(tmp_path / "vae"), {"w": ONE})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+def test_slices_of_arrays(tmp_path: Path) -> None:
+    """The reader of PyTorch reads the arrays without checkpoint.json."""
+
+    def save(coordinator: Coordinator) -> None:
+        rank = coordinator.rank
+        half = ShardedArray((6,), "float64", [ArrayShard(Box((3 * rank,), (3 * rank + 3,)), (ONE, TWO)[rank])])
+        ckptcore.save(tmp_path / "c", {"w": half}, context=Context(job=JobOptions(coordinator=coordinator)))
+
+    ThreadJob(2).run(save)
+    (file, _) = sorted((tmp_path / "c").glob("*.safetensors"))
+    refused(
+        lambda: ckptcore.load(file),
+        "name the directory of its checkpoint as the location. Without checkpoint.json there, load the arrays alone "
+        "with HuggingFaceStorageReader of torch.distributed.checkpoint",
+        error=CheckpointNotFoundError,
+    )
+    assert same(ckptcore.load(tmp_path / "c"), {"w": np.arange(6.0)})
+    (tmp_path / "c" / "checkpoint.json").unlink()
+    advice = "HuggingFaceStorageReader of torch.distributed.checkpoint loads the arrays alone, without checks"
+    refused(lambda: ckptcore.load(tmp_path / "c"), "restore checkpoint.json from a copy", advice)
+    loaded = {"w": torch.zeros(6, dtype=torch.float64)}
+    torch.distributed.checkpoint.load(
+        loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path / "c")), no_dist=True
+    )
+    assert loaded["w"].tolist() == list(range(6))
 
 
 def _zip(path: Path) -> None:

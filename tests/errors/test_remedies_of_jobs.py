@@ -12,7 +12,7 @@ import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
-from ckptcore import ArrayShard, Context, PerProcess, ShardedArray
+from ckptcore import ArrayShard, Context, PerProcess, SafetensorsLayout, ShardedArray
 from ckptcore.context import JobOptions, MemoryOptions, ReplicaOptions
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.model import Box
@@ -132,7 +132,7 @@ def _halves(rank: int) -> ShardedArray:
 
 def test_options_of_safetensors_that_differ(tmp_path: Path) -> None:
     def save(context: Context, rank: int, *, stems: tuple[str, str]) -> None:
-        layout = SafetensorsLayout(stem=stems[rank])
+        layout = SafetensorsLayout(stem=stems[rank], max_file_bytes=24)
         ckptcore.save(tmp_path / "c", {f"w{rank}": ONE + rank}, layout=layout, context=context)
 
     _refused_in_job(
