@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint
 from ckptcore_testing import ThreadJob
 from safetensors.numpy import save_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 
 import ckptcore
 from ckptcore import ArrayShard, Checkpointer, CheckpointReader, Context, ShardedArray
@@ -132,9 +132,7 @@ def test_slices_of_arrays(tmp_path: Path) -> None:
     advice = "HuggingFaceStorageReader of torch.distributed.checkpoint loads the arrays alone, without checks"
     refused(lambda: ckptcore.load(tmp_path / "c"), "restore checkpoint.json from a copy", advice)
     loaded = {"w": torch.zeros(6, dtype=torch.float64)}
-    torch.distributed.checkpoint.load(
-        loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path / "c")), no_dist=True
-    )
+    load_with_torch(loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path / "c")), no_dist=True)
     assert loaded["w"].tolist() == list(range(6))
 
 

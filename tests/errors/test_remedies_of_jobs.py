@@ -158,11 +158,12 @@ def test_slices_among_other_files(follow: str, tmp_path: Path) -> None:
         "save with the layout dcp, to another location, or with overwrite=True",
     )
     assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
-    options: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "layout": {"layout": "dcp", "overwrite": "keep-other-files"},
         "location": {"name": "d"},
         "overwrite": {"overwrite": True},
-    }[follow]
+    }
+    options = ways[follow]
     _in_job(lambda context, rank: save(context, rank, **options))
     assert same(ckptcore.load(tmp_path / options.get("name", "c")), {"w": np.arange(6.0)})
     assert (tmp_path / "c" / "notes.txt").exists() == (follow != "overwrite")

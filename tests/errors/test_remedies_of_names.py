@@ -22,8 +22,9 @@ STATE = {"name": np.arange(16.0)}
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
     """Return what the names in the code stand for."""
-    ckptcore.save(tmp_path / "stored", STATE)
-    with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
+    context = ckptcore.Context(durability="none")
+    ckptcore.save(tmp_path / "stored", STATE, context=context)
+    with ckptcore.Checkpointer(tmp_path / "run", context=context) as checkpointer:
         for step in (1, 2):
             checkpointer.save_blocking(step, STATE, metrics={"loss": 3 - step})
     return {

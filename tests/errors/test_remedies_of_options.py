@@ -128,7 +128,8 @@ def test_numbers_of_options(create: Any, option: str, value: Any, right: list[An
     for number, accepted in enumerate(right):
         made = create(**{option: accepted})
         group = {IOOptions: "io", MemoryOptions: "memory"}.get(create, "job")
-        context = Context(**{group: JobOptions(replicas=made) if group == "job" else made})
+        options: dict[str, Any] = {group: JobOptions(replicas=made) if group == "job" else made}
+        context = Context(**options)
         ckptcore.save_async(tmp_path / f"{number}", {"w": ONE, "v": TWO}, context=context).result()
         assert same(ckptcore.load(tmp_path / f"{number}", context=context), {"w": ONE, "v": TWO})
 
@@ -190,8 +191,8 @@ def test_names_of_steps(wrong: Callable[[], Any], right: Callable[[], Any], tmp_
         (
             lambda: policies.FixedInterval(True),
             "give a whole number of at least 1",
-            policies.FixedInterval(np.int64(1)),
-        ),  # type: ignore[arg-type]  # as a loop has it
+            policies.FixedInterval(int(np.int64(1))),
+        ),
         (lambda: policies.TimeInterval(0), "give a finite number of seconds above 0", policies.TimeInterval(1e-9)),
         (
             lambda: policies.TimeInterval(datetime.timedelta(microseconds=1)),  # type: ignore[arg-type]  # wrong on purpose
