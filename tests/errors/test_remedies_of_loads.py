@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, Context, PerProcess
+from ckptcore import PLACEHOLDER, Checkpointer, CheckpointReader, Context, PerProcess
 from ckptcore.context import IOOptions, JobOptions
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -365,3 +366,105 @@ def test_a_selection_of_nothing(tmp_path: Path) -> None:
     )
     name = next(iter(ckptcore.metadata(tmp_path / "c").abstract))
     assert same(load(tmp_path / "c", select=ckptcore.select.names(name)), {name: {"params": {"w": ONE}}.get(name, TWO)})
+
+
+class Refuses(Counter):
+    """A counter that accepts no state below its limit, and changes before it refuses."""
+
+    def __init__(self, count: int = 0, limit: int = 0) -> None:
+        super().__init__(count)
+        self.limit = limit
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Set the count, or refuse it."""
+        if state["count"] < self.limit:
+            raise ValueError(f"expected at least {self.limit}")
+        self.count = state["count"]
+
+
+def test_an_object_that_refuses(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"counter": Refuses(3), "w": ONE})
+    target: dict[str, Any] = {"counter": Refuses(limit=9), "w": ONE * 0}
+    refused(
+        lambda: ckptcore.load_into(tmp_path / "c", target),
+        "counter, a ",
+        "Refuses, refused its stored state: ValueError: expected at least 9",
+        "or put PLACEHOLDER in its place to load everything else",
+        error=TreeMismatchError,
+    )
+    assert same(target["w"], ONE * 0)
+    others = {**target, "counter": PLACEHOLDER}
+    ckptcore.load_into(tmp_path / "c", others)
+    assert same(others["w"], ONE)
+
+
+class Outer:
+    """An object that creates another one while it is used."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.inner: Counter | None = None
+
+    def step(self) -> None:
+        """Create the other object."""
+        self.inner = self.inner or Counter(7)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the own state, and the other object."""
+        return {"count": self.count} | ({} if self.inner is None else {"inner": self.inner})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the own state. The other object is restored already."""
+        self.count = state["count"]
+
+
+def test_an_inner_object_that_does_not_exist_yet(tmp_path: Path) -> None:
+    stored = Outer()
+    stored.step()
+    ckptcore.save(tmp_path / "c", {"outer": stored})
+    target = Outer()
+    refused(
+        lambda: ckptcore.load_into(tmp_path / "c", {"outer": target}),
+        "which the target does not have there yet. Create that object before the load, for example by the step of the "
+        "program that creates it. Nothing was changed",
+        error=TreeMismatchError,
+    )
+    target.step()
+    assert target.inner is not None
+    target.inner.count = 0
+    ckptcore.load_into(tmp_path / "c", {"outer": target})
+    assert target.inner.count == 7
+
+
+def test_objects_of_which_some_are_restored(tmp_path: Path) -> None:
+    for name in ("c", "sound"):
+        ckptcore.save_checkpointables(tmp_path / name, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
+    file = tmp_path / "c" / "b" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    for follow in ("load", "create"):
+        into = {"a": {"w": ONE * 0}, "b": {"v": np.zeros(3000)}}
+        refused(
+            lambda into=into: ckptcore.load_checkpointables(tmp_path / "c", into=into),  # type: ignore[misc]  # of a default
+            "loading 'b' failed after a had been restored",
+            "Before using them, load a sound checkpoint into all of them, or create them again",
+            error=TargetUndefinedError,
+        )
+        if follow == "create":
+            into = {"a": {"w": ONE * 0}, "b": {"v": np.zeros(3000)}}
+        ckptcore.load_checkpointables(tmp_path / "sound", into=into)
+        assert same(into, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
+
+
+def test_files_that_are_separate(tmp_path: Path) -> None:
+    for name, value in (("one", ONE), ("two", TWO)):
+        torch.save({"w": torch.from_numpy(value)}, tmp_path / f"{name}.bin")
+    text = refused(lambda: ckptcore.load(tmp_path), "Load each of them by its own location, such as ")
+    assert ckptcore.load(text.rpartition("such as ")[2])["w"].tolist() in (ONE.tolist(), TWO.tolist())
+
+
+def test_members_that_no_plugin_reads(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", BOTH)
+    shutil.rmtree(tmp_path / "c" / "model")
+    text = refused(lambda: ckptcore.load_checkpointables(tmp_path / "c", ["model"]), "Existing names: ")
+    names = text.partition("Existing names: ")[2].split(", ")
+    assert same(ckptcore.load_checkpointables(tmp_path / "c", names), {"data": BOTH["data"]})
