@@ -109,17 +109,9 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
             raise CheckpointNotFoundError(_files_message(location, file))
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
-    found_there = (
-        f"it has {format_names(version.names)}" if entry is None else f"it begins with {_first_bytes(store, entry)}"
-    )
+    remedy = f"install support for its format with {hint}" if hint else _way_on(store, entry, version.names)
     raise CheckpointNotFoundError(
-        f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): "
-        + (
-            f"install support for its format with {hint}"
-            if hint
-            else f"{found_there}. Read it with the software that wrote it and pass the state to ckptcore.save, or load "
-            "another location"
-        )
+        f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): {remedy}"
     )
 
 
@@ -136,8 +128,18 @@ def format_names(names: Collection[str]) -> str:
     return (", ".join(shown) or "none") + more
 
 
-def _first_bytes(store: ObjectReader, file: str) -> str:
-    return repr(store.get(file, 0, min(store.size(file), 8)))
+def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
+    """Return what a file or directory of unknown software has, and what to do."""
+    if file is None:
+        found = f"has {format_names(names)}"
+    elif not (nbytes := store.size(file)):
+        return "it is empty. Restore it from a copy, or load another location"
+    else:
+        found = f"begins with {store.get(file, 0, min(nbytes, 8))!r}"
+    return (
+        f"it {found}. Read it with the software that wrote it and pass the state to ckptcore.save, or load another "
+        "location"
+    )
 
 
 def open_foreign_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:

@@ -173,6 +173,17 @@ def test_files_of_unknown_software(
     assert same(ckptcore.load(tmp_path / "converted"), {"w": ONE})
 
 
+def test_an_empty_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "weights")
+    content = (tmp_path / "weights").read_bytes()
+    (tmp_path / "weights").write_bytes(b"")
+    refused(
+        lambda: ckptcore.load(tmp_path / "weights"), "it is empty. Restore it from a copy, or load another location"
+    )
+    (tmp_path / "weights").write_bytes(content)
+    assert ckptcore.load(tmp_path / "weights")["w"].tolist() == [1, 1, 1]
+
+
 def test_a_location_without_files(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step_10", {"w": ONE})
     text = refused(lambda: ckptcore.load(tmp_path / "step_01"), "check the path, or list its parent directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import ThreadJob
+from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore import PLACEHOLDER, Checkpointer, CheckpointReader, Context, PerProcess
@@ -468,3 +470,45 @@ def test_members_that_no_plugin_reads(tmp_path: Path) -> None:
     text = refused(lambda: ckptcore.load_checkpointables(tmp_path / "c", ["model"]), "Existing names: ")
     names = text.partition("Existing names: ")[2].split(", ")
     assert same(ckptcore.load_checkpointables(tmp_path / "c", names), {"data": BOTH["data"]})
+
+
+class OneWay(Counter):
+    """A counter that only goes up, so that its old state cannot be put back."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Set a higher count."""
+        if state["count"] < self.count:
+            raise ValueError("expected a higher count")
+        self.count = state["count"]
+
+
+def test_an_old_state_that_cannot_be_put_back(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"first": OneWay(3), "second": Refuses(3), "w": ONE})
+    target: dict[str, Any] = {"first": OneWay(), "second": Refuses(limit=9), "w": ONE * 0}
+    refused(
+        lambda: ckptcore.load_into(tmp_path / "c", target),
+        "The load stopped after it changed first",
+        "whose old state cannot be put back: create new objects before loading again. Nothing else was changed",
+        error=TargetUndefinedError,
+    )
+    assert same(target["w"], ONE * 0)
+    target |= {"first": OneWay(), "second": Refuses()}
+    ckptcore.load_into(tmp_path / "c", target)
+    assert (target["first"].count, target["second"].count) == (3, 3)
+    assert same(target["w"], ONE)
+
+
+def test_a_damaged_model_of_a_pipeline(tmp_path: Path) -> None:
+    for name, value in (("vae", ONE), ("unet", TWO)):
+        (tmp_path / name).mkdir()
+        save_file({"w": value}, tmp_path / name / "diffusion_pytorch_model.safetensors")
+    index = {"_class_name": "Pipeline", "vae": ["diffusers", "Autoencoder"], "unet": ["diffusers", "UNet"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    file = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError) as caught:
+        ckptcore.load_checkpointables(tmp_path)
+    (note,) = caught.value.__notes__
+    assert note.startswith("to load the others without it, pass their names to load_checkpointables: ")
+    names = note.partition(": ")[2].split(", ")
+    assert same(ckptcore.load_checkpointables(tmp_path, names), {"unet": {"w": TWO}})

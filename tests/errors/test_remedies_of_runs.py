@@ -13,17 +13,20 @@ import pytest
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.builtin.local import open_local
+from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.commit.location import commit_method
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReferredError,
+    DirectoryInUseError,
     SaveLostError,
     StepPinnedError,
 )
 from ckptcore.protocols import StorageOptions
 from tests.errors.refusals import ONE, TWO, interrupted, refused, same
+from tests.holds.fake_clock import FakeClock
 
 
 def test_a_step_that_a_reader_pins(tmp_path: Path) -> None:
@@ -184,3 +187,21 @@ def test_preemption_on_another_thread(tmp_path: Path) -> None:
     assert same(ckptcore.load(tmp_path / "run" / "1"), {"w": ONE})
     with Checkpointer(tmp_path / "run", save_policy=policy) as checkpointer:
         assert checkpointer.save(2, {"w": ONE}) is None
+
+
+def test_a_run_of_a_process_that_failed() -> None:
+    """On object stores. The clock of the first process stands still, as if it were suspended."""
+    store = MemoryStorages().open("memory://remedies", StorageOptions())
+    first = commit_method(store).locks("run", clock=FakeClock()).own()
+    locks = commit_method(store).locks("run", clock=FakeClock())
+    text = refused(locks.own, "If that process has failed, pass if_in_use='take over'", error=DirectoryInUseError)
+    options = eval(f"dict({text.partition('pass ')[2].partition(',')[0]})")
+    with locks.own(**options) as second:
+        refused(
+            first.check,
+            "Only one of the two may write: end this job, or end the other one and open it again",
+            error=SaveLostError,
+        )
+        second.check()
+    with commit_method(store).locks("run", clock=FakeClock()).own() as again:
+        again.check()

@@ -7,6 +7,7 @@ import shutil
 import uuid
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import save_file
@@ -19,6 +20,7 @@ from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointReferredError,
     InvalidLocationError,
     SaveLostError,
     StorageError,
@@ -281,3 +283,33 @@ def test_results_cannot_be_pickled(tmp_path: Path) -> None:
     loading = ckptcore.load_async(tmp_path / "c")
     refused(lambda: pickle.dumps(loading), "wait for its result() here, and pickle that", error=TypeError)
     assert same(pickle.loads(pickle.dumps(loading.result())), {"w": ONE})
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+def test_leaves_with_one_name(layout: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a\\.b": ONE, "a": {"b": TWO}, "a.b": ONE + TWO}
+    save = partial(ckptcore.save, tmp_path / "c", layout=layout)
+    refused(lambda: save(state), "would both be stored as", "rename one of the keys. Nothing was written")
+    assert not (tmp_path / "c").exists()
+    state["renamed"] = state.pop("a\\.b")
+    save(state)
+    assert same(ckptcore.load(tmp_path / "c"), state)
+
+
+def test_a_base_of_an_update_that_is_being_saved(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "base", {"w": ONE, "v": TWO})
+    refusals = []
+
+    def delete() -> None:
+        advice = "wait until it is committed, and delete it first. Nothing was deleted"
+        call = partial(ckptcore.delete, tmp_path / "base")
+        refusals.append(refused(call, "is being saved", advice, error=CheckpointReferredError))
+
+    update = ckptcore.Update(base=tmp_path / "base")
+    context = interrupted("file", "rename", "", delete)
+    ckptcore.save(tmp_path / "update", {"w": TWO}, strategy=update, context=context)
+    assert len(refusals) == 1
+    assert same(ckptcore.load(tmp_path / "update"), {"w": TWO, "v": TWO})
+    for name in ("update", "base"):
+        ckptcore.delete(tmp_path / name)
+    assert not [found for found in tmp_path.iterdir() if not found.name.startswith(".")]
