@@ -187,7 +187,7 @@ def save_lost(location: Location) -> SaveLostError:
     """Return the error for a save whose claim another save took over."""
     return SaveLostError(
         f"{location.display}: another save took over the location before this one committed. Only one save at a time "
-        "may write there: save to another location, or wait until the other save has ended"
+        "may write there: wait until the other save has ended, or save to another location"
     )
 
 

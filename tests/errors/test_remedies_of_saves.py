@@ -66,7 +66,7 @@ def test_a_save_that_another_one_took_over(key: str) -> None:
     context = interrupted("memory", "put", key, save_another)
     refused(
         lambda: ckptcore.save(f"{run}/c", {"w": TWO}, context=context),
-        "Only one save at a time may write there: save to another location, or wait until the other save has ended",
+        "Only one save at a time may write there: wait until the other save has ended, or save to another location",
         error=SaveLostError,
     )
     assert same(ckptcore.load(f"{run}/c"), {"w": ONE})
