@@ -13,36 +13,13 @@ from ckptcore_transforms import Rename
 import ckptcore
 from ckptcore import PLACEHOLDER, Checkpointer, CheckpointReader, Matching, PerProcess
 from ckptcore.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     TargetUndefinedError,
     TreeMismatchError,
     UnsupportedLeafError,
 )
-
-ONE, TWO = np.arange(3.0), np.arange(3.0, 6.0)
-
-
-def refused(call: Callable[[], object], *texts: str, error: type[Exception] = CheckpointError) -> str:
-    """Return the message of an error, which has some texts."""
-    with pytest.raises(error) as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value)
-    return str(caught.value)
-
-
-def same(loaded: Any, saved: Any) -> bool:
-    """Compare trees with their types, and arrays by their elements."""
-    if isinstance(saved, np.ndarray):
-        return isinstance(loaded, np.ndarray) and loaded.dtype == saved.dtype and np.array_equal(loaded, saved)
-    if isinstance(saved, dict):
-        return list(loaded) == list(saved) and all(same(loaded[key], value) for key, value in saved.items())
-    if isinstance(saved, list | tuple):
-        return type(loaded) is type(saved) and len(loaded) == len(saved) and all(map(same, loaded, saved))
-    return type(loaded) is type(saved) and bool(loaded == saved)
-
+from tests.errors.refusals import ONE, TWO, refused, same
 
 # --- trees that differ ------------------------------------------------------------------------------------------------
 

@@ -151,7 +151,9 @@ def open_database(directory: str, store: ReadStore, databases: DatabaseCache) ->
         try:
             database = opened[directory] = Database.open(store, directory)
         except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(f"the database of the arrays is missing: {error}") from error
+            raise CorruptCheckpointError(
+                f"the database of the arrays is missing: {error}. Restore it from a copy, or load another checkpoint"
+            ) from error
     return database
 
 
