@@ -97,6 +97,13 @@ class ContainerHandler(Protocol):
         """
         return False
 
+    def keeps_identity(self, value: Any) -> bool:
+        """Return True if a container at several places of a tree is one container in a loaded tree too.
+
+        For variables that several modules share. False, the default: each place gets a container of its own.
+        """
+        return False
+
     def replaceable(self, target: Any) -> Collection[int]:
         """Return the children that `replace` can replace, by their positions in `flatten`; by default none.
 

@@ -99,29 +99,36 @@ def _replaceable(shape: Container) -> Collection[int]:
     return shape.handler.replaceable(shape.like)
 
 
-def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
-    """Find mutable containers that are at several paths of a value. Return pairs of leaf ranges.
+def shared_containers(shape: Shape, *, is_target: bool) -> Sequence[tuple[range, range]]:
+    """Find containers that are at several paths of a value, and are one container after a load. Return leaf ranges.
 
     A pair has the leaves below the first path of a container, and the leaves below a further path.
+
+    Args:
+        shape: the shape of the value.
+        is_target: True to find all containers that a load into the value changes, and not only those that keep their
+            identity in a new value.
     """
     pairs: list[tuple[range, range]] = []
-    _find_shared(shape, 0, {}, pairs)
+    _find_shared(shape, 0, {}, pairs, is_target)
     return pairs
 
 
-def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]]) -> int:
+def _find_shared(
+    shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]], is_target: bool
+) -> int:
     """Add the shared containers of a node whose leaves start at `start`. Return the end of its leaves."""
     if shape is None:
         return start + 1
     if isinstance(shape, ObjectNode):
-        return _find_shared(shape.state, start, {}, [])  # the object builds a new state each time
+        return _find_shared(shape.state, start, {}, [], is_target)  # the object builds a new state each time
     if isinstance(shape, NewContainer):
         return start + shape.leaves
     stop = start
     for child in shape.children:
-        stop = _find_shared(child, stop, found, pairs)
+        stop = _find_shared(child, stop, found, pairs, is_target)
     first = found.setdefault(id(shape.like), range(start, stop))
-    if first.start != start and _replaceable(shape):
+    if first.start != start and (_replaceable(shape) if is_target else shape.handler.keeps_identity(shape.like)):
         pairs.append((first, range(start, stop)))
     return stop
 

@@ -135,6 +135,10 @@ class _FlaxGraph(ContainerHandler):
         graph, state = _nnx().split(like)
         return _nnx().merge(graph, type(state)(dict(zip(state, children, strict=True))))
 
+    def keeps_identity(self, value: Any) -> bool:
+        """Return True: programs refer to it as an object."""
+        return True
+
     def is_object(self, value: Any) -> bool:
         """Return True if any leaf in it is not an abstract array. False for a result of ``nnx.eval_shape``."""
         leaves = tree_util.tree_leaves(_nnx().state(value))
@@ -153,6 +157,10 @@ class _FlaxGraph(ContainerHandler):
 
 class _FlaxVariable(RegisteredContainer):
     """Handler of Flax NNX variables."""
+
+    def keeps_identity(self, value: Any) -> bool:
+        """Return True: several modules may share a variable."""
+        return True
 
     def replaceable(self, target: Any) -> Collection[int]:
         """Return the position of its value."""
