@@ -108,7 +108,7 @@ class ContainerHandlerTests:
         expected = [others.get(position, child) for position, child in enumerate(before)]
         assert all(map(_is, example.children(value), expected)), "replace must change only the given children"
         assert len(example.children(value)) == len(before)
-        assert type(self.handler.is_object(value)) is bool
+        assert type(self.handler.is_object(value)) is type(self.handler.keeps_identity(value)) is bool
 
 
 def _assert_flattened(flattened: Flattened) -> None:
