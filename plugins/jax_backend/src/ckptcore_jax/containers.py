@@ -36,7 +36,7 @@ _FUNCTION_TYPES: Final = frozenset(
 """Types of children that are code. Without subclasses: a callable module is a container, a callable array a leaf."""
 
 _PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
-"""Types that `jax.tree_util` and ckptcore flatten without registration, like named tuples."""
+"""Types that `jax.tree_util` and ckptcore flatten without registration, like most named tuples."""
 
 
 class RegisteredContainer(ContainerHandler):
@@ -110,9 +110,31 @@ class RegisteredContainer(ContainerHandler):
 
 
 class _RegisteredSubclass(RegisteredContainer):
-    """Handler of registered subclasses of dict, list and tuple, which can have more state than their items."""
+    """Handler of registered subclasses of dict, list and tuple, whose children can differ from their items."""
 
     priority = Priority.EXACT + 1
+
+
+class JoinPointHandler(ContainerHandler):
+    """Handler of the leaves of `jax.example_libraries.optimizers.unpack_optimizer_state`: pytrees as leaves."""
+
+    priority = Priority.FRAMEWORK
+
+    def flatten(self, value: Any) -> Flattened:
+        """Return the inner pytree."""
+        return Flattened("object", (Attribute("subtree"),), [value.subtree], _name_of(value))
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        """Build a leaf with another pytree."""
+        return type(like)(*children)
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        """Return the position of the pytree."""
+        return (0,)
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        """Set the pytree."""
+        target.subtree = children[0]
 
 
 class _FlaxGraph(ContainerHandler):
@@ -175,14 +197,17 @@ class _FlaxVariable(RegisteredContainer):
 _MISSING: Final = object()
 _HANDLER: Final = RegisteredContainer()
 _SUBCLASS_HANDLER: Final = _RegisteredSubclass()
+_JOIN_POINT_HANDLER: Final = JoinPointHandler()
 _FLAX_GRAPH_HANDLER: Final = _FlaxGraph()
 _FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
 
 
 def container_handler(value_type: type, example: object) -> ContainerHandler | None:
     """Return the handler of containers of a type. None if the type is a leaf for JAX, or if the core handles it."""
-    named_tuple = issubclass(value_type, tuple) and hasattr(value_type, "_fields")
-    if value_type in _PYTHON_TYPES or named_tuple or tree_util.all_leaves([example]):
+    optimizers = sys.modules.get("jax.example_libraries.optimizers")  # values of its types exist only then
+    if optimizers is not None and value_type is optimizers.JoinPoint:
+        return _JOIN_POINT_HANDLER
+    if value_type in _PYTHON_TYPES or tree_util.all_leaves([example]) or _is_plain_named_tuple(example):
         return None
     nnx = sys.modules.get("flax.nnx")  # values of its types exist only if it was imported
     if nnx is not None and issubclass(value_type, nnx.Variable):
@@ -194,6 +219,14 @@ def container_handler(value_type: type, example: object) -> ContainerHandler | N
 
 def _nnx() -> Any:
     return sys.modules["flax.nnx"]  # values of its types exist only if it was imported
+
+
+def _is_plain_named_tuple(value: object) -> bool:
+    """Return True for a named tuple whose children are its fields: JAX has no function for its type."""
+    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
+        return False
+    _, static = tree_util.default_registry.flatten_one_level(value)
+    return static is type(value)
 
 
 def _children(value: object) -> list[tuple[Any, Any]]:
