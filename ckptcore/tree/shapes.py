@@ -68,11 +68,13 @@ order of visits; None if that is the order of the keys. See `_visiting_order`.
 """
 
 
-def rank_of_key(key: Key) -> tuple[bool, int, str]:
-    """Return a value that sorts keys of all types."""
+def rank_of_key(key: Key) -> tuple[int, int, str, tuple[Any, ...]]:
+    """Return a value that sorts keys of all types: first numbers, then text, then tuples."""
     if isinstance(key, int):
-        return False, key, ""
-    return True, 0, key.name if isinstance(key, Attribute) else key
+        return 0, key, "", ()
+    if isinstance(key, tuple):
+        return 2, 0, "", tuple(map(rank_of_key, key))
+    return 1, 0, key.name if isinstance(key, Attribute) else key, ()
 
 
 def unflatten(shape: Shape, leaves: Sequence[object]) -> object:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from ckptcore_integrations import orbax_v1 as ours
 from etils import epath
+from jax.example_libraries import optimizers
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as theirs
 
@@ -57,6 +58,21 @@ def assert_same(one, other):
         assert getattr(left, "dtype", type(left)) == getattr(right, "dtype", type(right))
         assert getattr(left, "sharding", None) == getattr(right, "sharding", None)
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+def registered_state():
+    optimizer = optimizers.adam(0.1)
+    params = {("dense", "kernel", True): jnp.ones(3), ("a/b.c", ("d", 1), False): jnp.zeros(2)}
+    return {"opt": optimizer.init_fn({"w": jnp.arange(3.0)}), "params": params, "masks": {True: jnp.ones(1), False: 2}}
+
+
+@pytest.mark.parametrize("saver", [theirs, ours])
+@pytest.mark.parametrize("loader", [theirs, ours])
+def test_registered_named_tuples_and_keys_that_are_no_text(tmp_path, saver, loader):
+    saver.save(tmp_path / "c", registered_state())
+    abstract = abstract_of(registered_state())
+    assert_same(loader.load(tmp_path / "c", abstract), registered_state())
+    assert_same(loader.load(tmp_path / "c"), theirs.load(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("saver", [theirs, ours])

@@ -56,11 +56,10 @@ class RegisteredContainer(ContainerHandler):
         """Flatten one level.
 
         Raises:
-            UnsupportedKeyError: if a registered key is not an int, a str or an attribute, or if two
-                children have the same key.
+            UnsupportedKeyError: if two children have the same key. The core refuses keys of other types.
         """
         children = _children(value)
-        keys = tuple([_key_of(entry, value) for entry, _ in children])
+        keys = tuple([_key_of(entry) for entry, _ in children])
         if len(set(keys)) != len(keys):
             raise UnsupportedKeyError(
                 f"{_name_of(value)} has two children with the same key, among {keys}: the flatten "
@@ -85,7 +84,7 @@ class RegisteredContainer(ContainerHandler):
         attributes = vars(target) if setter is object.__setattr__ and hasattr(target, "__dict__") else {}
         found = set()
         for position, (entry, child) in enumerate(_children(target)):
-            key = _key_of(entry, target)
+            key = _key_of(entry)
             if isinstance(key, Attribute):
                 held = attributes.get(key.name, _MISSING)
             elif isinstance(target, MutableMapping):
@@ -102,7 +101,7 @@ class RegisteredContainer(ContainerHandler):
         """Set attributes and items."""
         current = _children(target)
         for position, child in children.items():
-            key = _key_of(current[position][0], target)
+            key = _key_of(current[position][0])
             if isinstance(key, Attribute):
                 setattr(target, key.name, child)
             else:
@@ -241,18 +240,13 @@ def _flatten_one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]]
     return tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
 
 
-def _key_of(entry: object, value: object) -> Key:
+def _key_of(entry: Any) -> Key:
     if isinstance(entry, tree_util.GetAttrKey):
         return Attribute(entry.name)
     if isinstance(entry, tree_util.SequenceKey):
         return int(entry.idx)
-    key: object = entry.key if isinstance(entry, tree_util.DictKey | tree_util.FlattenedIndexKey) else entry
-    if isinstance(key, int | str) and type(key) in (int, str):
-        return key
-    raise UnsupportedKeyError(
-        f"{_name_of(value)} has the key {key!r} of type {type(key).__qualname__}; keys must be "
-        "int or str: convert it, or register the type with such keys. Nothing was written"
-    )
+    key: Key = entry.key if isinstance(entry, tree_util.DictKey | tree_util.FlattenedIndexKey) else entry
+    return key
 
 
 def _name_of(value: object) -> str:

@@ -18,7 +18,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from ckptcore.model import Node, Skeleton
+from ckptcore.model import Node, Skeleton, are_indices
 from ckptcore.redaction import redacted_location
 from ckptcore_integrations.orbax_v1.library import PYTREE_METADATA_FILE, get_context, typestr, v1
 from ckptcore_integrations.orbax_v1.settings import context_of, matching_of, text_of
@@ -230,6 +230,6 @@ def _plain(node: Skeleton, abstract: Any) -> Any:
     if node.kind == "object":
         if not made:
             return None
-        if node.keys == tuple(range(len(node.keys))):
+        if are_indices(node.keys):
             return made
     return dict(zip(map(str, node.keys), made, strict=True))
