@@ -89,6 +89,11 @@ class ContainerHandler(Protocol):
         """
         ...
 
+    @property
+    def remedy(self) -> str:
+        """What to do with content that no plugin handles, as a clause for errors; by default nothing special."""
+        return ""
+
     def is_object(self, value: Any) -> bool:
         """Return True if programs refer to `value` as an object with an identity, like a module; by default False.
 

@@ -167,6 +167,7 @@ class _Flattening:
         self.handlers: list[LeafHandler | None] = []
         self.unsupported: list[str] = []
         self.path: list[Key] = []
+        self.remedy = ""
         self.depth = self.objects = 0
 
     def node(self, value: object) -> tuple[Skeleton, Shape]:
@@ -180,7 +181,7 @@ class _Flattening:
             self.handlers.append(None)
             return LEAF, None
         if found.container is None and found.checkpointable is None:
-            reason = self.unsupported_reason(value)
+            reason = self.unsupported_reason(value) + (self.remedy and f", or {self.remedy}")
             self.unsupported.append(
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
@@ -196,7 +197,7 @@ class _Flattening:
                 f"the tree is deeper than {MAX_DEPTH} containers at {format_path(tuple(self.path[:6]))}...; "
                 "a container may contain itself. Nothing was written"
             )
-        leaves, handlers, columns = self.leaves, self.handlers, self.columns
+        leaves, handlers, columns, remedy = self.leaves, self.handlers, self.columns, self.remedy
         count, length, depth = len(leaves), len(self.path), self.depth
         try:
             result = (
@@ -219,6 +220,7 @@ class _Flattening:
             del leaves[count:], handlers[count:], self.path[length:]
             self.depth = depth
             result = self._placeholder()
+        self.remedy = remedy
         self.depth -= 1
         return result
 
@@ -269,6 +271,7 @@ class _Flattening:
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
+        self.remedy = handler.remedy or self.remedy
         columns = self.columns
         if isinstance(value, PerProcess):
             flattened = Flattened("dict", (self.rank,), flattened.children, PER_PROCESS)
@@ -316,8 +319,8 @@ class _Flattening:
         if made is not None:
             return made
         raise UnsupportedKeyError(
-            f"{format_path(tuple(self.path))} has the key {key!r} of type {type(key).__qualname__}; keys are int, bool, "
-            "str or tuples of them: convert it, or save list(value.items()). Nothing was written"
+            f"{format_path(tuple(self.path))} has the key {key!r} of type {type(key).__qualname__}; keys are int, "
+            "bool, str or tuples of them: convert it, or save list(value.items()). Nothing was written"
         )
 
     def _child(self, key: Key, child: object) -> tuple[Skeleton, Shape]:
@@ -346,8 +349,8 @@ def _plain_key(key: Any, depth: int) -> PlainKey | None:
 def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...] | None:
     """Return the order of visits of children that are not leaves; None if it is the order of the keys.
 
-    Keys are sorted, ints before names and tuples, so that every process of a job uses one order, even if dicts are ordered
-    differently. Methods of objects may be collective: `state_dict` of a module under FSDP gathers its shards.
+    Keys are sorted, ints before names and tuples, so that every process of a job uses one order, even if dicts are
+    ordered differently. Methods of objects may be collective: `state_dict` of a module under FSDP gathers its shards.
     """
     if len(inner) < 2:
         return None

@@ -87,7 +87,8 @@ def test_every_leaf_has_a_path_of_its_own(skeleton: Skeleton) -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
 def test_any_json_is_a_skeleton_or_refused(encoded: Any) -> None:

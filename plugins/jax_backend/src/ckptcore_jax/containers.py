@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, Final
 
 import jax
-import numpy as np
 from jax import tree_util
 
 from ckptcore.errors import UnsupportedKeyError
 from ckptcore.model import AbstractArray, Attribute, Key
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
-
-__all__ = ["RegisteredContainer", "container_handler"]
-
-_FUNCTION_TYPES: Final = frozenset(
-    {
-        types.BuiltinFunctionType,
-        types.FunctionType,
-        types.MethodType,
-        functools.partial,
-        np.ufunc,
-        type,
-        type(jax.jit(lambda: None)),
-        jax.custom_jvp,
-        jax.custom_vjp,
-    }
-    | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
+from ckptcore_jax.static_content import (
+    MIXED_HANDLER,
+    PYTHON_TYPES,
+    MixedContainer,
+    is_plain_named_tuple,
+    merged_with_static,
+    unwrapped,
+    without_static,
 )
-"""Types of children that are code. Without subclasses: a callable module is a container, a callable array a leaf."""
 
-_PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
-"""Types that `jax.tree_util` and ckptcore flatten without registration, like most named tuples."""
+__all__ = ["JoinPointHandler", "RegisteredContainer", "container_handler"]
 
 
 class RegisteredContainer(ContainerHandler):
     """Handler of registered containers: flattens them as JAX does.
 
-    Only JAX's children are saved. The rest of a container, and functions among its children such as
-    the activation of an Equinox module, are not saved. A load takes them from the abstract tree.
+    Only JAX's children are saved. The rest of a container, and functions, classes and shardings
+    among its children and in their lists, tuples and dicts, such as the activations of an Equinox
+    module, are not saved. A load takes them from the abstract tree.
 
     A child can be replaced in place if the type was registered with names of attributes or keys,
     and the container has the child under that name or key. Other containers are rebuilt, for
@@ -68,11 +55,9 @@ class RegisteredContainer(ContainerHandler):
         return Flattened("object", keys, [child for _, child in children], _name_of(value))
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        """Build a container with the static content and the functions of `like`."""
+        """Build a container with the static content of `like`."""
         keyed, structure = _flatten_one_level(like)
-        given = iter(children)
-        merged = [child if type(child) in _FUNCTION_TYPES else next(given) for _, child in keyed]
-        return tree_util.tree_unflatten(structure, merged)
+        return tree_util.tree_unflatten(structure, merged_with_static([child for _, child in keyed], children))
 
     def is_object(self, value: Any) -> bool:
         """Return False: JAX programs treat registered containers as values, and create new ones."""
@@ -84,7 +69,7 @@ class RegisteredContainer(ContainerHandler):
         attributes = vars(target) if setter is object.__setattr__ and hasattr(target, "__dict__") else {}
         found = set()
         for position, (entry, child) in enumerate(_children(target)):
-            key = _key_of(entry)
+            key, (child,) = _key_of(entry), unwrapped([child])
             if isinstance(key, Attribute):
                 held = attributes.get(key.name, _MISSING)
             elif isinstance(target, MutableMapping):
@@ -100,7 +85,7 @@ class RegisteredContainer(ContainerHandler):
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         """Set attributes and items."""
         current = _children(target)
-        for position, child in children.items():
+        for position, child in zip(children, unwrapped(children.values()), strict=True):
             key = _key_of(current[position][0])
             if isinstance(key, Attribute):
                 setattr(target, key.name, child)
@@ -112,6 +97,15 @@ class _RegisteredSubclass(RegisteredContainer):
     """Handler of registered subclasses of dict, list and tuple, whose children can differ from their items."""
 
     priority = Priority.EXACT + 1
+
+
+class _EquinoxModule(RegisteredContainer):
+    """Handler of modules of Equinox, whose children can be any objects."""
+
+    @property
+    def remedy(self) -> str:
+        """How to save only arrays."""
+        return "save eqx.filter(model, eqx.is_array), and give the result of a load the rest with eqx.combine"
 
 
 class JoinPointHandler(ContainerHandler):
@@ -196,6 +190,7 @@ class _FlaxVariable(RegisteredContainer):
 _MISSING: Final = object()
 _HANDLER: Final = RegisteredContainer()
 _SUBCLASS_HANDLER: Final = _RegisteredSubclass()
+_EQUINOX_HANDLER: Final = _EquinoxModule()
 _JOIN_POINT_HANDLER: Final = JoinPointHandler()
 _FLAX_GRAPH_HANDLER: Final = _FlaxGraph()
 _FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
@@ -206,8 +201,13 @@ def container_handler(value_type: type, example: object) -> ContainerHandler | N
     optimizers = sys.modules.get("jax.example_libraries.optimizers")  # values of its types exist only then
     if optimizers is not None and value_type is optimizers.JoinPoint:
         return _JOIN_POINT_HANDLER
-    if value_type in _PYTHON_TYPES or tree_util.all_leaves([example]) or _is_plain_named_tuple(example):
+    if value_type is MixedContainer:
+        return MIXED_HANDLER
+    if value_type in PYTHON_TYPES or tree_util.all_leaves([example]) or is_plain_named_tuple(example):
         return None
+    equinox = sys.modules.get("equinox")
+    if equinox is not None and issubclass(value_type, equinox.Module):
+        return _EQUINOX_HANDLER
     nnx = sys.modules.get("flax.nnx")  # values of its types exist only if it was imported
     if nnx is not None and issubclass(value_type, nnx.Variable):
         return _FLAX_VARIABLE_HANDLER
@@ -220,18 +220,10 @@ def _nnx() -> Any:
     return sys.modules["flax.nnx"]  # values of its types exist only if it was imported
 
 
-def _is_plain_named_tuple(value: object) -> bool:
-    """Return True for a named tuple whose children are its fields: JAX has no function for its type."""
-    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
-        return False
-    _, static = tree_util.default_registry.flatten_one_level(value)
-    return static is type(value)
-
-
 def _children(value: object) -> list[tuple[Any, Any]]:
-    """Return the children that are not functions, each with its JAX key."""
+    """Return the children that are not static, each with its JAX key."""
     keyed, _ = _flatten_one_level(value)
-    return [(path[0], child) for path, child in keyed if type(child) not in _FUNCTION_TYPES]
+    return without_static([(path[0], child) for path, child in keyed])
 
 
 def _flatten_one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:

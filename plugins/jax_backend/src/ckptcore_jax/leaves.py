@@ -347,7 +347,10 @@ def with_elements(leaf: Any) -> Any:
         UnsupportedLeafError: if it is abstract, deleted or donated.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise UnsupportedLeafError(f"{leaf} has no elements to save; pass the array itself")
+        raise UnsupportedLeafError(
+            f"{leaf} has no elements to save; pass the array itself, or save eqx.filter(model, eqx.is_array) of an "
+            "Equinox model that has such descriptions"
+        )
     if leaf.is_deleted():
         raise UnsupportedLeafError(
             f"an array {leaf.dtype}{list(leaf.shape)} was deleted, or donated to a jitted function; "

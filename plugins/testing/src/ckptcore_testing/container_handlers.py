@@ -109,6 +109,7 @@ class ContainerHandlerTests:
         assert all(map(_is, example.children(value), expected)), "replace must change only the given children"
         assert len(example.children(value)) == len(before)
         assert type(self.handler.is_object(value)) is type(self.handler.keeps_identity(value)) is bool
+        assert type(self.handler.remedy) is str
 
 
 def _assert_flattened(flattened: Flattened) -> None:

@@ -1,0 +1,178 @@
+"""Static content of registered containers: code, shardings and the like, also in lists, tuples and dicts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from ckptcore.model import Attribute, PlainKey
+from ckptcore.model.tree import MAX_DEPTH
+from ckptcore.protocols import ContainerHandler, Flattened, Priority
+
+__all__ = [
+    "MIXED_HANDLER",
+    "PYTHON_TYPES",
+    "MixedContainer",
+    "is_plain_named_tuple",
+    "merged_with_static",
+    "unwrapped",
+    "without_static",
+]
+
+_FUNCTION_TYPES: Final = frozenset(
+    {
+        types.BuiltinFunctionType,
+        types.FunctionType,
+        types.MethodType,
+        functools.partial,
+        np.ufunc,
+        type(jax.jit(lambda: None)),
+        jax.custom_jvp,
+        jax.custom_vjp,
+    }
+    | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
+)
+"""Types of functions. Without subclasses: a callable module is a container, a callable array a leaf."""
+
+_STATIC_TYPES: Final = (
+    type,  # classes, also dtypes such as jax.numpy.float32
+    jax.Device,
+    tree_util.PyTreeDef,
+    *(found for name in ("Sharding", "PartitionSpec", "Mesh", "AbstractMesh")
+      if isinstance(found := getattr(jax.sharding, name, None), type)),
+)  # fmt: skip
+"""Types of other objects that describe a program or its devices, and that are leaves for JAX."""
+
+_DATA_TYPES: Final = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarray})
+"""Types that need no further look."""
+
+PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
+"""Types that `jax.tree_util` and ckptcore flatten without registration, like most named tuples."""
+
+_Share: TypeAlias = Literal["none", "some", "all"]
+
+
+def _share_of_static(value: object, depth: int = 0) -> _Share:
+    """Return how much of a child is static. All, if it is static itself, or a container of static content only."""
+    if type(value) in _DATA_TYPES:
+        return "none"
+    if _is_static(value):
+        return "all"
+    children = _children_of(value)
+    if depth == MAX_DEPTH or _DATA_TYPES.issuperset(map(type, children)):
+        return "none"
+    shares = {_share_of_static(child, depth + 1) for child in children}
+    return shares.pop() if len(shares) == 1 else "some"
+
+
+def _is_static(value: object) -> bool:
+    if type(value) in _FUNCTION_TYPES or isinstance(value, _STATIC_TYPES):
+        return True
+    is_code = callable(value) and hasattr(value, "__qualname__")
+    is_marker = type(value).__module__.startswith("equinox.")  # such as those of eqx.nn.Shared
+    return (is_code or is_marker) and bool(tree_util.all_leaves([value]))
+
+
+def is_plain_named_tuple(value: object) -> bool:
+    """Return True for a named tuple whose children are its fields: JAX has no function for its type."""
+    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
+        return False
+    _, static = tree_util.default_registry.flatten_one_level(value)
+    return static is type(value)
+
+
+def _children_of(value: Any) -> Collection[object]:
+    """Return the children of a container that is not registered; nothing for other values."""
+    if type(value) not in PYTHON_TYPES and not is_plain_named_tuple(value):
+        return ()
+    return value.values() if isinstance(value, dict) else value  # type: ignore[no-any-return]
+
+
+class MixedContainer:
+    """A list, tuple or dict in a registered container, of which some content is static.
+
+    Attributes:
+        content: the container itself.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        """Refer to a container."""
+        self.content = content
+
+
+def without_static(children: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return the children with content to save, each with its key. They are `MixedContainer`s if some is static."""
+    shares = [_share_of_static(child) for _, child in children]
+    return [
+        (key, child if share == "none" else MixedContainer(child))
+        for (key, child), share in zip(children, shares, strict=True)
+        if share != "all"
+    ]
+
+
+class _MixedHandler(ContainerHandler):
+    """Handler of `MixedContainer`: static content is not saved, and a load takes it from the caller's container."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: MixedContainer) -> Flattened:
+        """Return the content that is not static, under its own keys."""
+        content = value.content
+        kept = without_static(_items(content))
+        keys = tuple([key for key, _ in kept])
+        kind: Literal["dict", "object"] = "dict" if isinstance(content, dict) else "object"
+        name = f"{type(content).__module__}.{type(content).__qualname__}"
+        return Flattened(kind, keys, [child for _, child in kept], None if type(content) is dict else name)
+
+    def unflatten(self, like: MixedContainer, children: Sequence[object]) -> object:
+        """Return a container of the type of the content, with its static content."""
+        merged = merged_with_static([child for _, child in _items(like.content)], children)
+        content: Any = like.content
+        if isinstance(content, dict):
+            made = copy.copy(content)
+            made.update(zip(content, merged, strict=True))
+            return made
+        return type(content)._make(merged) if hasattr(content, "_make") else type(content)(merged)
+
+    def replaceable(self, target: MixedContainer) -> Collection[int]:
+        """Return the positions of all children of a list or dict."""
+        return () if isinstance(target.content, tuple) else range(len(without_static(_items(target.content))))
+
+    def replace(self, target: MixedContainer, children: Mapping[int, object]) -> None:
+        """Replace items of the list or dict."""
+        kept = without_static(_items(target.content))
+        for position, child in zip(children, unwrapped(children.values()), strict=True):
+            target.content[kept[position][0]] = child
+
+
+def merged_with_static(like: Sequence[object], children: Sequence[object]) -> list[object]:
+    """Return given children in the places of those that are not static, and the static ones of `like` in theirs."""
+    given = iter(children)
+    return unwrapped([child if _share_of_static(child) == "all" else next(given) for child in like])
+
+
+def unwrapped(children: Iterable[object]) -> list[object]:
+    """Return the containers themselves in place of `MixedContainer`s."""
+    return [child.content if isinstance(child, MixedContainer) else child for child in children]
+
+
+def _items(content: Any) -> list[tuple[PlainKey | Attribute, Any]]:
+    """Return the children of a list, tuple, named tuple or dict, each with its key."""
+    if isinstance(content, dict):
+        return list(content.items())
+    if hasattr(content, "_fields"):
+        return [(Attribute(name), child) for name, child in zip(content._fields, content, strict=True)]
+    return list(enumerate(content))
+
+
+MIXED_HANDLER: Final = _MixedHandler()
