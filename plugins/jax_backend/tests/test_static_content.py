@@ -96,40 +96,58 @@ def assert_same(found: Any, expected: Any) -> None:
             assert one is other or one == other
 
 
-@pytest.mark.parametrize("container", [Model, State, Mutable])
-@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "dcp"])
+WAYS = pytest.mark.parametrize(
+    ("container", "layout"),
+    [(Model, "safetensors"), (Model, "ocdbt"), (Model, "dcp"), (State, "safetensors"), (Mutable, "safetensors")],
+)
+
+
+@WAYS
 @pytest.mark.brings("functions, classes, dtypes and shardings in lists of a model", "equinox", "same")
 def test_static_content_comes_from_the_caller(tmp_path: Path, container: type, layout: str) -> None:
-    for name, make in STATIC.items():
-        ckptcore.save(tmp_path / name, container(jnp.ones(2), make()), layout=layout)
-        assert len(ckptcore.metadata(tmp_path / name).tree.leaves) == 1
-        mine = make()
-        loaded = ckptcore.load(tmp_path / name, container(jnp.zeros(2), mine))
-        assert_same(loaded, container(jnp.ones(2), mine))
-        abstract = ckptcore.abstract(container(jnp.zeros(2), mine))
-        assert_same(ckptcore.load(tmp_path / name, abstract), container(jnp.ones(2), mine))
+    saved = {name: container(jnp.ones(2), make()) for name, make in STATIC.items()}
+    ckptcore.save(tmp_path / "c", saved, layout=layout)
+    assert len(ckptcore.metadata(tmp_path / "c").tree.leaves) == len(STATIC)
+    parts = {name: make() for name, make in STATIC.items()}
+    mine = {name: container(jnp.zeros(2), part) for name, part in parts.items()}
+    for target in (mine, ckptcore.abstract(mine)):
+        loaded = ckptcore.load(tmp_path / "c", target)
+        assert_same(loaded, {name: container(jnp.ones(2), part) for name, part in parts.items()})
 
 
-@pytest.mark.parametrize("container", [Model, State, Mutable])
-@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "dcp"])
+@WAYS
 @pytest.mark.brings("layers and functions in one list of a model", "equinox", "same")
 def test_arrays_next_to_static_content_are_saved(tmp_path: Path, container: type, layout: str) -> None:
-    for name, make in MIXED.items():
-        ckptcore.save(tmp_path / name, container(jnp.ones(2), make(1.0)), layout=layout)
-        for target in (container(jnp.zeros(2), make(0.0)), ckptcore.abstract(container(jnp.zeros(2), make(0.0)))):
-            loaded = ckptcore.load(tmp_path / name, target)
-            assert_same(loaded.weight, jnp.ones(2))
-            kept = jax.tree.map(lambda new, own: new if eqx.is_array(own) or own == 0 else own, make(1.0), make(0.0))
-            assert jax.tree.structure(loaded.part) == jax.tree.structure(kept)
-            assert type(loaded.part) is type(kept)
-            for one, other in zip(jax.tree.leaves(loaded.part), jax.tree.leaves(kept), strict=True):
-                assert one is other or callable(one) or bool(np.all(np.asarray(one) == np.asarray(other)))
+    saved, mine = (
+        {name: container(jnp.full(2, fill), make(fill)) for name, make in MIXED.items()} for fill in (1.0, 0.0)
+    )
+    ckptcore.save(tmp_path / "c", saved, layout=layout)
+    for target in (mine, ckptcore.abstract(mine)):
+        loaded = ckptcore.load(tmp_path / "c", target)
+        assert jax.tree.structure(loaded) == jax.tree.structure(mine)
+        leaves = zip(*map(jax.tree.leaves, (loaded, saved, mine)), strict=True)
+        for one, stored, own in leaves:
+            assert one is own if callable(own) else bool(np.all(np.asarray(one) == np.asarray(stored)))
 
 
-def test_an_open_checkpoint_has_the_content_under_its_indices(tmp_path: Path) -> None:
-    ckptcore.save(tmp_path / "c", Model(jnp.ones(2), (linear(1.0), jax.nn.relu, linear(2.0))))
+def test_without_the_caller_none_is_in_the_place_of_static_items(tmp_path: Path) -> None:
+    part = (linear(1.0), jax.nn.relu, {"f": jnp.tanh, "w": jnp.ones(1)})
+    ckptcore.save(tmp_path / "c", Model(jnp.ones(2), part))
     found = ckptcore.load(tmp_path / "c")["part"]
-    assert list(found) == [0, 2] and np.all(found[2]["weight"] == 2)
+    assert type(found) is tuple and found[1] is None and list(found[2]) == ["w"]
+
+
+def test_a_filtered_model_and_the_whole_one_load_into_each_other(tmp_path: Path) -> None:
+    for name, make in MIXED.items():
+        model, new = Model(jnp.ones(2), make(1.0)), Model(jnp.zeros(2), make(0.0))
+        ckptcore.save(tmp_path / name / "whole", model)
+        ckptcore.save(tmp_path / name / "filtered", eqx.filter(model, lambda leaf: not callable(leaf)))
+        for saved in ("whole", "filtered"):
+            loaded = ckptcore.load(tmp_path / name / saved, new)
+            assert_same(eqx.filter(loaded, eqx.is_array), eqx.filter(model, eqx.is_array))
+            assert jax.tree.structure(loaded) == jax.tree.structure(model)
+        request, filtered = (eqx.filter(one, lambda leaf: not callable(leaf)) for one in (new, model))
+        assert_same(ckptcore.load(tmp_path / name / "whole", request), filtered)
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -190,6 +208,13 @@ def test_the_remedy_is_named_only_in_modules_of_equinox() -> None:
         ckptcore.abstract({"model": Model(jnp.ones(2), [object()]), "other": object()})
     first, second = str(caught.value).split("; ")
     assert "eqx.filter" in first and "eqx.filter" not in second
+
+
+def test_a_container_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    part: list[Any] = [jnp.tanh]
+    part += [part, part]
+    with pytest.raises(UnsupportedLeafError, match="may contain itself"):
+        ckptcore.save(tmp_path / "c", Mutable(jnp.ones(2), part))
 
 
 def test_functions_outside_of_registered_containers_are_refused(tmp_path: Path) -> None:

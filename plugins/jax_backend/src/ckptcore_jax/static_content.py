@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from ckptcore.model import Attribute, PlainKey
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import Attribute, Key
 from ckptcore.model.tree import MAX_DEPTH
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 
@@ -51,34 +52,47 @@ _STATIC_TYPES: Final = (
 )  # fmt: skip
 """Types of other objects that describe a program or its devices, and that are leaves for JAX."""
 
-_DATA_TYPES: Final = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarray})
-"""Types that need no further look."""
-
 PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
 """Types that `jax.tree_util` and ckptcore flatten without registration, like most named tuples."""
+
+_SEQUENCES: Final[Mapping[type, Literal["list", "tuple"]]] = {list: "list", tuple: "tuple"}
 
 _Share: TypeAlias = Literal["none", "some", "all"]
 
 
 def _share_of_static(value: object, depth: int = 0) -> _Share:
     """Return how much of a child is static. All, if it is static itself, or a container of static content only."""
-    if type(value) in _DATA_TYPES:
+    if _is_data_type(type(value)):
         return "none"
     if _is_static(value):
         return "all"
     children = _children_of(value)
-    if depth == MAX_DEPTH or _DATA_TYPES.issuperset(map(type, children)):
+    if all(map(_is_data_type, {*map(type, children)})):
         return "none"
+    if depth == MAX_DEPTH:
+        raise UnsupportedLeafError(f"it is deeper than {MAX_DEPTH} containers; a container may contain itself")
     shares = {_share_of_static(child, depth + 1) for child in children}
     return shares.pop() if len(shares) == 1 else "some"
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_data_type(kind: type) -> bool:
+    """Return True for types of arrays and plain values, whose objects need no look: a state can have a million."""
+    is_container = kind in PYTHON_TYPES - {type(None)} or issubclass(kind, tuple)
+    is_callable = any("__call__" in vars(base) for base in kind.__mro__)
+    return not (is_container or is_callable or issubclass(kind, _STATIC_TYPES) or _is_of_equinox(kind))
+
+
+def _is_of_equinox(kind: type) -> bool:
+    return kind.__module__.startswith("equinox.")
 
 
 def _is_static(value: object) -> bool:
     if type(value) in _FUNCTION_TYPES or isinstance(value, _STATIC_TYPES):
         return True
     is_code = callable(value) and hasattr(value, "__qualname__")
-    is_marker = type(value).__module__.startswith("equinox.")  # such as those of eqx.nn.Shared
-    return (is_code or is_marker) and bool(tree_util.all_leaves([value]))
+    # Equinox has markers that are leaves, such as those in eqx.nn.Shared.
+    return (is_code or _is_of_equinox(type(value))) and bool(tree_util.all_leaves([value]))
 
 
 def is_plain_named_tuple(value: object) -> bool:
@@ -112,47 +126,66 @@ class MixedContainer:
 
 def without_static(children: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Return the children with content to save, each with its key. They are `MixedContainer`s if some is static."""
-    shares = [_share_of_static(child) for _, child in children]
-    return [
-        (key, child if share == "none" else MixedContainer(child))
-        for (key, child), share in zip(children, shares, strict=True)
-        if share != "all"
-    ]
+    shares = [(key, child, _share_of_static(child)) for key, child in children]
+    return [(key, _wrapped(child, share)) for key, child, share in shares if share != "all"]
+
+
+def _wrapped(child: object, share: _Share) -> object:
+    """Return a child, as a `MixedContainer` if it has static content."""
+    return child if share == "none" else MixedContainer(child)
 
 
 class _MixedHandler(ContainerHandler):
-    """Handler of `MixedContainer`: static content is not saved, and a load takes it from the caller's container."""
+    """Handler of `MixedContainer`: static content is not saved, and a load takes it from the caller's container.
+
+    In a list or tuple, None is saved in its place, as ``eqx.filter`` has it: other items keep their indices.
+    """
 
     priority = Priority.EXACT
 
     def flatten(self, value: MixedContainer) -> Flattened:
         """Return the content that is not static, under its own keys."""
         content = value.content
+        kind = _SEQUENCES.get(type(content))
+        if kind is not None:
+            children = [None if _is_static(child) else _wrapped(child, _share_of_static(child)) for child in content]
+            return Flattened(kind, range(len(children)), children)
         kept = without_static(_items(content))
-        keys = tuple([key for key, _ in kept])
-        kind: Literal["dict", "object"] = "dict" if isinstance(content, dict) else "object"
+        keys, children = tuple([key for key, _ in kept]), [child for _, child in kept]
+        if type(content) is dict:
+            return Flattened("dict", keys, children)
+        if type(content) is OrderedDict:
+            return Flattened("OrderedDict", keys, children)
         name = f"{type(content).__module__}.{type(content).__qualname__}"
-        return Flattened(kind, keys, [child for _, child in kept], None if type(content) is dict else name)
+        return Flattened("dict" if isinstance(content, dict) else "object", keys, children, name)
 
     def unflatten(self, like: MixedContainer, children: Sequence[object]) -> object:
         """Return a container of the type of the content, with its static content."""
-        merged = merged_with_static([child for _, child in _items(like.content)], children)
         content: Any = like.content
-        if isinstance(content, dict):
-            made = copy.copy(content)
-            made.update(zip(content, merged, strict=True))
-            return made
-        return type(content)._make(merged) if hasattr(content, "_make") else type(content)(merged)
+        if type(content) in _SEQUENCES:
+            pairs = zip(content, unwrapped(children), strict=True)
+            return type(content)([own if _is_static(own) else new for own, new in pairs])
+        merged = merged_with_static([child for _, child in _items(content)], children)
+        if not isinstance(content, dict):
+            return content._make(merged)
+        made = copy.copy(content)
+        made.update(zip(content, merged, strict=True))
+        return made
 
     def replaceable(self, target: MixedContainer) -> Collection[int]:
         """Return the positions of all children of a list or dict."""
-        return () if isinstance(target.content, tuple) else range(len(without_static(_items(target.content))))
+        content = target.content
+        if isinstance(content, list):
+            return range(len(content))
+        return range(len(without_static(_items(content)))) if isinstance(content, dict) else ()
 
     def replace(self, target: MixedContainer, children: Mapping[int, object]) -> None:
-        """Replace items of the list or dict."""
-        kept = without_static(_items(target.content))
+        """Replace items of the list or dict, except static ones."""
+        content = target.content
+        keys = range(len(content)) if isinstance(content, list) else [key for key, _ in without_static(_items(content))]
         for position, child in zip(children, unwrapped(children.values()), strict=True):
-            target.content[kept[position][0]] = child
+            if not _is_static(content[keys[position]]):
+                content[keys[position]] = child
 
 
 def merged_with_static(like: Sequence[object], children: Sequence[object]) -> list[object]:
@@ -166,13 +199,11 @@ def unwrapped(children: Iterable[object]) -> list[object]:
     return [child.content if isinstance(child, MixedContainer) else child for child in children]
 
 
-def _items(content: Any) -> list[tuple[PlainKey | Attribute, Any]]:
-    """Return the children of a list, tuple, named tuple or dict, each with its key."""
+def _items(content: Any) -> list[tuple[Key, Any]]:
+    """Return the children of a dict or a named tuple, each with its key."""
     if isinstance(content, dict):
         return list(content.items())
-    if hasattr(content, "_fields"):
-        return [(Attribute(name), child) for name, child in zip(content._fields, content, strict=True)]
-    return list(enumerate(content))
+    return [(Attribute(name), child) for name, child in zip(content._fields, content, strict=True)]
 
 
 MIXED_HANDLER: Final = _MixedHandler()
