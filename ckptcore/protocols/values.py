@@ -91,7 +91,7 @@ class ContainerHandler(Protocol):
 
     @property
     def remedy(self) -> str:
-        """What to do with content that no plugin handles, as a clause for errors; by default nothing special."""
+        """Advice about content that no plugin handles, as a clause for errors; by default empty."""
         return ""
 
     def is_object(self, value: Any) -> bool:

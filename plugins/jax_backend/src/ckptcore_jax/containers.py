@@ -104,7 +104,7 @@ class _EquinoxModule(RegisteredContainer):
 
     @property
     def remedy(self) -> str:
-        """How to save only arrays."""
+        """Advice to save only arrays."""
         return "save eqx.filter(model, eqx.is_array), and give the result of a load the rest with eqx.combine"
 
 
