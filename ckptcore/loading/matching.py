@@ -22,7 +22,7 @@ from ckptcore.model.metadata import (
     ValueRecord,
     unreadable_error,
 )
-from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
+from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path, is_name
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
 
@@ -465,12 +465,12 @@ class _Comparison:
 
 def _column_difference(requested: object, stored: ValueRecord, matching: Matching) -> str | None:
     """Return why a stored column cannot replace a requested list, tuple or dict; None if it can."""
-    if matching.values == "stored" and not (isinstance(requested, dict) and any(type(key) is str for key in requested)):
+    if matching.values == "stored" and not (isinstance(requested, dict) and any(map(is_name, requested))):
         return None  # the column need not be decoded
     found: Any = _VALUES.build(None, stored, ())
     if matching.values == "error" and not _has_types_of(requested, found):
         return f"kind: a {stored.kind} of other values is requested than is stored"
-    lost = [key for key in requested if type(key) is str and key not in found] if isinstance(requested, dict) else []
+    lost = [key for key in requested if is_name(key) and key not in found] if isinstance(requested, dict) else []
     return f"missing: {lost[0]!r} is not stored" if lost else None
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "float_from_json",
     "float_to_json",
     "format_path",
+    "is_name",
     "leaf_count",
     "leaf_paths",
     "skeleton_from_json",
@@ -150,6 +151,11 @@ def format_path(path: TreePath) -> str:
 def are_indices(keys: Sequence[Key]) -> bool:
     """Return True if keys are 0, 1, 2 and so on, as ints: False and True are keys of a mapping."""
     return keys == tuple(range(len(keys))) and bool not in map(type, keys)
+
+
+def is_name(key: object) -> bool:
+    """Return True for a key of a mapping that a program chose. Numbers, such as those of epochs, change as it runs."""
+    return isinstance(key, str | bool | tuple)
 
 
 def leaf_paths(skeleton: Skeleton) -> Iterator[TreePath]:

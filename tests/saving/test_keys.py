@@ -23,7 +23,7 @@ from click.testing import CliRunner
 import ckptcore
 from ckptcore import transforms
 from ckptcore.context import default_context
-from ckptcore.errors import CorruptCheckpointError, UnknownPathError, UnsupportedKeyError
+from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnknownPathError, UnsupportedKeyError
 from ckptcore.select import glob, names
 
 LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"]
@@ -150,6 +150,21 @@ def test_transforms_keep_them(tmp_path: Path) -> None:
     assert True in ckptcore.load(tmp_path / "c", transforms=[exact])["labels"]
     within = transforms.Rename("flat/('params', 'dense.1')/w", "flat/('params', 'dense.1')/v")
     assert list(ckptcore.load(tmp_path / "c", transforms=[within])["flat"][("params", "dense.1")]) == ["v"]
+
+
+@pytest.mark.parametrize("key", ["a", True, ("a", "b")])
+@pytest.mark.parametrize("count", [3, 2000])
+def test_names_of_plain_values_are_not_lost(key: Any, count: int, tmp_path: Path) -> None:
+    """In contrast to numbers, such as those of epochs, the checkpoint does not decide which ones a dict has."""
+    ckptcore.save(tmp_path / "c", {"counts": {number: 1.0 for number in range(2, count)}})
+    with pytest.raises(TreeMismatchError, match="missing"):
+        ckptcore.load(tmp_path / "c", {"counts": {key: 0.0}})
+    ckptcore.save(tmp_path / "d", {"counts": {key: 1.0, ("more", 1): 2.0, 5: 3.0}})
+    expected = {"counts": {key: 1.0, ("more", 1): 2.0, 5: 3.0}}
+    assert ckptcore.load(tmp_path / "d", {"counts": {key: 0.0, 7: 0.0}}) == expected
+    target: dict[str, Any] = {"counts": {key: 0.0}}
+    ckptcore.load_into(tmp_path / "d", target)
+    assert target == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
