@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from penzai import pz
 
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
@@ -220,3 +221,16 @@ def test_a_container_that_contains_itself_is_refused(tmp_path: Path) -> None:
 def test_functions_outside_of_registered_containers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match="code is not saved"):
         ckptcore.save(tmp_path / "c", {"model": Model(jnp.ones(2), jnp.tanh), "f": [jnp.tanh]})
+
+
+@pytest.mark.brings("model with frozen parameters", "penzai", "same")
+def test_a_model_of_penzai(tmp_path: Path) -> None:
+    def model(seed: int) -> Any:
+        key = jax.random.key(seed)
+        first = pz.nn.Linear.from_config("first", key, {"x": 3}, {"y": 4})
+        second = pz.nn.Linear.from_config("second", key, {"y": 4}, {"z": 2})
+        return pz.freeze_params(pz.nn.Sequential([first, pz.nn.Elementwise(jax.nn.relu), second]))
+
+    ckptcore.save(tmp_path / "c", model(0))
+    loaded = ckptcore.load(tmp_path / "c", model(1))
+    jax.tree.map(np.testing.assert_array_equal, loaded, model(0))
