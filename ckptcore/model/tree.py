@@ -150,7 +150,7 @@ def format_path(path: TreePath) -> str:
 
 def are_indices(keys: Sequence[Key]) -> bool:
     """Return True if keys are 0, 1, 2 and so on, as ints: False and True are keys of a mapping."""
-    return keys == tuple(range(len(keys))) and bool not in map(type, keys)
+    return tuple(keys) == tuple(range(len(keys))) and bool not in map(type, keys)
 
 
 def is_name(key: object) -> bool:

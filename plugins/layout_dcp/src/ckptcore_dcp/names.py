@@ -356,5 +356,5 @@ class _OpenContainer:
             else:
                 order.append(child)
                 children.append(entries[child])
-        kind: Final = "list" if keys and keys[0] == 0 and are_indices(tuple(keys)) else "dict"
+        kind: Final = "list" if keys and keys[0] == 0 and are_indices(keys) else "dict"
         return Node(kind, tuple(keys), tuple(children))
