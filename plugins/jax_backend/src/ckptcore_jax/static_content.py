@@ -60,14 +60,15 @@ _SEQUENCES: Final[Mapping[type, Literal["list", "tuple"]]] = {list: "list", tupl
 _Share: TypeAlias = Literal["none", "some", "all"]
 
 
-def _share_of_static(value: object, depth: int = 0) -> _Share:
+def _share_of_static(value: Any, depth: int = 0) -> _Share:
     """Return how much of a child is static. All, if it is static itself, or a container of static content only."""
     if _is_data_type(type(value)):
         return "none"
     if _is_static(value):
         return "all"
     children = _children_of(value)
-    if all(map(_is_data_type, {*map(type, children)})):
+    kinds: set[type] = {*map(type, children)}
+    if all(_is_data_type(kind) for kind in kinds):
         return "none"
     if depth == MAX_DEPTH:
         raise UnsupportedLeafError(f"it is deeper than {MAX_DEPTH} containers; a container may contain itself")
@@ -107,7 +108,7 @@ def _children_of(value: Any) -> Collection[object]:
     """Return the children of a container that is not registered; nothing for other values."""
     if type(value) not in PYTHON_TYPES and not is_plain_named_tuple(value):
         return ()
-    return value.values() if isinstance(value, dict) else value  # type: ignore[no-any-return]
+    return value.values() if isinstance(value, dict) else value
 
 
 class MixedContainer:
