@@ -60,9 +60,10 @@ _SEQUENCES: Final[Mapping[type, Literal["list", "tuple"]]] = {list: "list", tupl
 _Share: TypeAlias = Literal["none", "some", "all"]
 
 
-def _share_of_static(value: Any, depth: int = 0) -> _Share:
+def _share_of_static(value: object, depth: int = 0) -> _Share:
     """Return how much of a child is static. All, if it is static itself, or a container of static content only."""
-    if _is_data_type(type(value)):
+    kind: type = type(value)
+    if _is_data_type(kind):
         return "none"
     if _is_static(value):
         return "all"
