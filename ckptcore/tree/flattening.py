@@ -167,7 +167,7 @@ class _Flattening:
         self.handlers: list[LeafHandler | None] = []
         self.unsupported: list[str] = []
         self.path: list[Key] = []
-        self.remedy = ""
+        self.containers: list[ContainerHandler] = []  # around the current value
         self.depth = self.objects = 0
 
     def node(self, value: object) -> tuple[Skeleton, Shape]:
@@ -181,7 +181,9 @@ class _Flattening:
             self.handlers.append(None)
             return LEAF, None
         if found.container is None and found.checkpointable is None:
-            reason = self.unsupported_reason(value) + (self.remedy and f", or {self.remedy}")
+            reason = self.unsupported_reason(value)
+            if remedy := next((one.remedy for one in reversed(self.containers) if one.remedy), None):
+                reason = f"{reason}, or {remedy}"
             self.unsupported.append(
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
@@ -197,7 +199,7 @@ class _Flattening:
                 f"the tree is deeper than {MAX_DEPTH} containers at {format_path(tuple(self.path[:6]))}...; "
                 "a container may contain itself. Nothing was written"
             )
-        leaves, handlers, columns, remedy = self.leaves, self.handlers, self.columns, self.remedy
+        leaves, handlers, columns, containers = self.leaves, self.handlers, self.columns, len(self.containers)
         count, length, depth = len(leaves), len(self.path), self.depth
         try:
             result = (
@@ -220,7 +222,7 @@ class _Flattening:
             del leaves[count:], handlers[count:], self.path[length:]
             self.depth = depth
             result = self._placeholder()
-        self.remedy = remedy
+        del self.containers[containers:]
         self.depth -= 1
         return result
 
@@ -271,7 +273,7 @@ class _Flattening:
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
-        self.remedy = handler.remedy or self.remedy
+        self.containers.append(handler)
         columns = self.columns
         if isinstance(value, PerProcess):
             flattened = Flattened("dict", (self.rank,), flattened.children, PER_PROCESS)

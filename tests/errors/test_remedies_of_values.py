@@ -291,7 +291,7 @@ REFUSED: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[Any], Any]]] 
         lambda loaded: loaded[0].replace(tzinfo=zoneinfo.ZoneInfo(loaded[1])),
     ),
     "dtype": (ORDER, "is saved as text: str(dtype.str)", lambda value: str(value.str), np.dtype),
-    "keys": ({(1, "a"): 3}, "convert it, or save list(value.items())", lambda value: list(value.items()), dict),
+    "keys": ({(1, 2.5): 3}, "convert it, or save list(value.items())", lambda value: list(value.items()), dict),
 }  # fmt: skip
 
 
