@@ -130,7 +130,7 @@ def test_the_kinds_of_members_and_how_their_arrays_are_stored():
     composite = find_composite(store_of("v0_items"))
     assert composite.members == {
         "config": "json",
-        "mask": "tree",
+        "mask": "array",
         "message": "proto",
         "params": "tree",
         "rng": "random key",
@@ -286,6 +286,7 @@ FILES = [
     ("v0_rich_types", "_METADATA"),
     ("v0_items", "config/metadata"),
     ("v0_items", "rng/jax_random_key_metadata/metadata"),
+    ("v0_array", "_CHECKPOINT_METADATA"),
     ("manager", "7/metrics/metrics"),
     ("axlearn", "step_00000004/index"),
 ]

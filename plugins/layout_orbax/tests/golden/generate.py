@@ -354,11 +354,134 @@ def v0_items(path: Path) -> Any:
     members = {
         "params": PARAMS,
         "config": config,
-        "mask": {"checkpoint": array("int32", (6,))},
+        "mask": array("int32", (6,)),
         "rng": {"$key": ["threefry2x32", [0, 42]]},
         "message": text_format.MessageToString(message),
     }
     return {"checkpointables": members, "tree": PARAMS}
+
+
+GENERATOR = {
+    "bit_generator": "MT19937",
+    "gauss": 0.25,
+    "has_gauss": 1,
+    "state": {"key": array("uint32", (624,)), "pos": 7},
+}
+GENERATOR_TUPLE = {"$tuple": ["MT19937", array("uint32", (624,)), 7, 1, 0.25]}
+MESSAGE = struct_pb2.Value(string_value="text of a message")
+
+
+def _alone(path: Path, handler: Any, args: Any) -> None:
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=args)
+
+
+@golden
+def v0_array(path: Path) -> Any:
+    """Orbax stores the array in a dict."""
+    _alone(path, ocp.ArrayCheckpointHandler(), ocp.args.ArraySave(jnp.arange(1, 7, dtype=jnp.int32)))
+    return {"tree": array("int32", (6,))}
+
+
+@golden
+def v0_array_named(path: Path) -> Any:
+    """A number, under a name that the program chose."""
+    _alone(path, ocp.ArrayCheckpointHandler("count"), ocp.args.ArraySave(41))
+    return {"tree": 41}
+
+
+@golden
+def v0_json(path: Path) -> Any:
+    _alone(path, ocp.JsonCheckpointHandler(), ocp.args.JsonSave({"name": "small", "sizes": [1, None]}))
+    return {"tree": {"name": "small", "sizes": [1, None]}}
+
+
+@golden
+def v0_json_named(path: Path) -> Any:
+    _alone(path, ocp.JsonCheckpointHandler("settings"), ocp.args.JsonSave({"name": "small"}))
+    return {"tree": {"name": "small"}}
+
+
+@golden
+def v0_proto(path: Path) -> Any:
+    _alone(path, ocp.ProtoCheckpointHandler(filename="message"), ocp.args.ProtoSave(MESSAGE))
+    return {"tree": text_format.MessageToString(MESSAGE)}
+
+
+@golden
+def v0_jax_key(path: Path) -> Any:
+    key = jax.random.wrap_key_data(jnp.asarray([0, 42], jnp.uint32))
+    _alone(path, ocp.handlers.JaxRandomKeyCheckpointHandler(), ocp.args.JaxRandomKeySave(key))
+    return {"tree": {"$key": ["threefry2x32", [0, 42]]}}
+
+
+@golden
+def v0_numpy_key(path: Path) -> Any:
+    """The state of NumPy's generator in its older form, under a name that the program chose."""
+    state = built(GENERATOR_TUPLE, np.asarray)
+    _alone(path, ocp.handlers.NumpyRandomKeyCheckpointHandler("numpy"), ocp.args.NumpyRandomKeySave(state))
+    return {"tree": GENERATOR_TUPLE}
+
+
+@golden
+def v0_handlers(path: Path) -> Any:
+    """Every handler of Orbax in one checkpoint."""
+    raw = jnp.asarray([0, 7], jnp.uint32)
+    config = {"name": "small"}
+    arguments = ocp.args.Composite(
+        array=ocp.args.ArraySave(np.arange(1, 7, dtype=np.int64)),
+        number=ocp.args.ArraySave(0.5),
+        json=ocp.args.JsonSave(config),
+        proto=ocp.args.ProtoSave(MESSAGE),
+        key=ocp.args.JaxRandomKeySave(jax.random.wrap_key_data(raw)),
+        named_key=ocp.args.JaxRandomKeySave(jax.random.wrap_key_data(raw)),
+        raw_key=ocp.args.JaxRandomKeySave(raw),
+        generator=ocp.args.NumpyRandomKeySave(built(GENERATOR, np.asarray)),
+        old_generator=ocp.args.NumpyRandomKeySave(built(GENERATOR_TUPLE, np.asarray)),
+        pytree=ocp.args.PyTreeSave(built({"checkpoint": array("int32", (2,))})),
+        state=ocp.args.StandardSave(built(PARAMS)),
+    )
+    handlers = {
+        "array": ocp.ArrayCheckpointHandler(),
+        "number": ocp.ArrayCheckpointHandler(),
+        "json": ocp.JsonCheckpointHandler(),
+        "proto": ocp.ProtoCheckpointHandler(),
+        "key": ocp.handlers.JaxRandomKeyCheckpointHandler(),
+        "named_key": ocp.handlers.JaxRandomKeyCheckpointHandler("jax"),
+        "raw_key": ocp.handlers.JaxRandomKeyCheckpointHandler(),
+        "generator": ocp.handlers.NumpyRandomKeyCheckpointHandler(),
+        "old_generator": ocp.handlers.NumpyRandomKeyCheckpointHandler("numpy"),
+        "pytree": ocp.PyTreeCheckpointHandler(),
+        "state": ocp.StandardCheckpointHandler(),
+    }
+    _alone(path, ocp.CompositeCheckpointHandler(**handlers), arguments)
+    members = {
+        "array": array("int64", (6,)),
+        "number": 0.5,
+        "json": config,
+        "proto": text_format.MessageToString(MESSAGE),
+        "key": {"$key": ["threefry2x32", [0, 7]]},
+        "named_key": {"$key": ["threefry2x32", [0, 7]]},
+        "raw_key": {"$key": [None, [0, 7]]},
+        "generator": GENERATOR,
+        "old_generator": GENERATOR_TUPLE,
+        "pytree": {"checkpoint": array("int32", (2,))},
+        "state": PARAMS,
+    }
+    return {"checkpointables": members, "tree": PARAMS}
+
+
+@golden
+def manager_array(path: Path) -> Any:
+    """A directory of steps of `CheckpointManager` without a tree: each step has one item, an array."""
+    with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(step_prefix="model")) as checkpoints:
+        checkpoints.save(100, args=ocp.args.ArraySave(jnp.arange(1, 5, dtype=jnp.float32)))
+        checkpoints.wait_until_finished()
+    return {
+        "directory": "model_100",
+        "checkpointables": {"default": array("float32", (4,))},
+        "tree": array("float32", (4,)),
+    }
 
 
 @golden

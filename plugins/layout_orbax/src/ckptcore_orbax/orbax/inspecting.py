@@ -26,7 +26,7 @@ from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import Composite, find_composite
-from ckptcore_orbax.orbax.items import Item, find_item
+from ckptcore_orbax.orbax.items import Item, arrays_directory, find_item
 from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, tree_of_names
 from ckptcore_orbax.orbax.values import scalar_record
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
@@ -96,7 +96,7 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
             names,
         )
     directory = composite.default_tree if composite is not None and composite.default_tree is not None else ""
-    if (_MANIFEST in store.list_names(directory)) != (layout == "ocdbt"):
+    if (_MANIFEST in store.list_names(arrays_directory(store, directory))) != (layout == "ocdbt"):
         return None
     found = _find(store, directory, composite, databases)
     if found is None or _layout_of(found) != layout:
