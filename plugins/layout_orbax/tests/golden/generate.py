@@ -4,7 +4,7 @@
 
 Each golden is a directory and a JSON file of the same name that describes its contents:
 
-    {"directory": directory of the checkpoint in the golden,
+    {"directory": directory of the checkpoint in the golden, or "file": its file,
      "tree": result of `ckptcore.load`, if the checkpoint is one tree or has a default tree,
      "checkpointables": {name: result of `ckptcore.load_checkpointables`}, if there are several,
      "custom": the user's metadata, "metrics": metrics of the step}
@@ -33,13 +33,17 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import flax
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from flax.training import checkpoints
 from google.protobuf import struct_pb2, text_format
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import msgpack_utils
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
@@ -223,13 +227,17 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 sys.argv = sys.argv[:1]
 sys.path.insert(0, {here!r})
 import generate
-generate.save_from_processes(Path({path!r}))
+generate.{function}(Path({path!r}))
 """
 SHARED = {"columns": array("float32", (4, 8)), "same": array("int32", (3,), 4), "rows": array("float32", (8, 2), 11)}
 
 
 def save_from_processes(path: Path) -> None:
     """One process of two, with two devices each."""
+    v1.save(path, shared_state())
+
+
+def shared_state() -> Any:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"columns": (None, "x"), "same": (), "rows": ("x",)}
     state = {}
@@ -237,12 +245,20 @@ def save_from_processes(path: Path) -> None:
         whole = numbers(*leaf["$array"])
         sharding = NamedSharding(mesh, PartitionSpec(*specs[name]))
         state[name] = jax.make_array_from_callback(whole.shape, sharding, lambda index, whole=whole: whole[index])
-    v1.save(path, state)
+    return state
 
 
-@golden
-def v1_processes(path: Path) -> Any:
-    program = PROCESSES.format(here=str(HERE), path=str(path))
+def flax_from_processes(path: Path) -> None:
+    """One process of two: Flax without Orbax, which stores shared arrays next to its file."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    state = {**shared_state(), "epoch": 3, "own": np.arange(4)}
+    manager = GlobalAsyncCheckpointManager()
+    checkpoints.save_checkpoint_multiprocess(path, state, 10, gda_manager=manager)
+    manager.wait_until_finished()
+
+
+def _run_processes(path: Path, function: str) -> None:
+    program = PROCESSES.format(here=str(HERE), path=str(path), function=function)
     environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2")
     running = [
         subprocess.Popen([sys.executable, "-c", program, "localhost:23917", str(rank)], env=environment)
@@ -251,7 +267,48 @@ def v1_processes(path: Path) -> Any:
     for process in running:
         if process.wait(timeout=120) != 0:
             raise RuntimeError("a process failed")
+
+
+@golden
+def v1_processes(path: Path) -> Any:
+    _run_processes(path, "save_from_processes")
     return {"tree": SHARED}
+
+
+@golden
+def flax_processes(path: Path) -> Any:
+    path.mkdir()
+    _run_processes(path, "flax_from_processes")
+    return {"file": "checkpoint_10", "tree": {**SHARED, "epoch": 3, "own": array("int64", (4,), 0)}}
+
+
+@golden
+def flax_file(path: Path) -> Any:
+    """A run of `flax.training.checkpoints` without Orbax: each step is a file."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    for step in (5, 10):
+        optimizer = {"0": {"count": array("int32", (), step), "mu": {"w": array("float32", (40, 30), step)}}, "1": {}}
+        tree = {
+            "params": {"w": array("bfloat16", (5,)), "b": array("float32", (40, 30), 7)},
+            "opt_state": optimizer,
+            "step": step,
+            "name": "größe",
+            "none": None,
+            "scalar": {"$scalar": ["float32", 1.5]},
+        }
+        state = {**built({key: tree[key] for key in ("params", "step", "name", "none")}), "scalar": np.float32(1.5)}
+        inner = built(optimizer["0"])
+        state["opt_state"] = (inner, {})
+        checkpoints.save_checkpoint(path, state, step, keep=2)
+    return {"file": "checkpoint_10", "tree": tree}
+
+
+@golden
+def flax_bytes(path: Path) -> Any:
+    """One array of `flax.serialization.to_bytes`, in a file of any name."""
+    path.mkdir()
+    (path / "weights").write_bytes(flax.serialization.to_bytes(numbers("float32", [3, 400], 2)))
+    return {"file": "weights", "tree": array("float32", (3, 400), 2)}
 
 
 @golden
@@ -477,11 +534,7 @@ def manager_array(path: Path) -> Any:
     with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(step_prefix="model")) as checkpoints:
         checkpoints.save(100, args=ocp.args.ArraySave(jnp.arange(1, 5, dtype=jnp.float32)))
         checkpoints.wait_until_finished()
-    return {
-        "directory": "model_100",
-        "checkpointables": {"default": array("float32", (4,))},
-        "tree": array("float32", (4,)),
-    }
+    return {"directory": "model_100", "tree": array("float32", (4,))}
 
 
 @golden

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
 from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, parse_aggregate
+from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, OTHER_PROCESSES, is_aggregate, parse_aggregate
 from ckptcore_orbax.orbax.item_files import ARRAY_METADATA, STRINGS_FILE, Strings, parse_array_metadata
 from ckptcore_orbax.orbax.json_files import expect_object, parse_json
 from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
@@ -24,6 +24,7 @@ __all__ = [
     "ItemKind",
     "arrays_directory",
     "expect_commit",
+    "find_file",
     "find_item",
     "item_kind",
     "key_in",
@@ -38,13 +39,14 @@ ItemKind = Literal["tree", "array", "json", "proto", "random key"]
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
 """Part of the name of a directory whose save is incomplete."""
 
+_HEAD_BYTES: Final = 64
 _MANIFEST: Final = "manifest.ocdbt"
 _PROCESSES: Final = "ocdbt.process_"
 _JSON_FILES: Final = ("data.json", "metadata", "metrics")
 _PROTO_FILE: Final = "proto.pbtxt"
 _RANDOM_KEYS: Final = ("jax_random_key", "np_random_key")
 _OF_KEY: Final = "_metadata"
-"""Suffix of the directory beside that of a random key, with a JSON file that states its form."""
+"""Suffix of the directory with a JSON file that states the form of a random key, next to that of the key."""
 _DEFAULT_RANDOM_KEYS: Final = "threefry2x32"
 """JAX's default implementation. The handler does not store it."""
 _ARRAY: Final = "checkpoint"
@@ -239,6 +241,20 @@ def find_item(store: ReadStore, directory: str = "") -> Item | None:
     return replace(item, custom={**checkpoint_file.custom, **item.custom}, created=checkpoint_file.created)
 
 
+def find_file(store: ReadStore, name: str) -> Item | None:
+    """Return the item that is a file of Flax, with the arrays of other processes in a directory next to it.
+
+    None for other files. Takes memory in proportion to the file.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged or incomplete.
+    """
+    if not is_aggregate(store.get(name, 0, _HEAD_BYTES), name):
+        return None
+    tree = parse_aggregate(store.get(name), name)
+    return Item("tree", f"{name}{OTHER_PROCESSES}", tree, "Flax (msgpack)", zarr_format=2)
+
+
 def _document(store: ReadStore, directory: str, names: frozenset[str], kind: ItemKind) -> Item | None:
     """Return the item that consists of one file with JSON, or with the text of a message of protobuf."""
     name = _only_file(names)
@@ -314,9 +330,7 @@ def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
 
 def _with_values(tree: OrbaxTree, aggregate: OrbaxTree) -> OrbaxTree:
     """Add values and embedded arrays of an aggregate file to the leaves with equal paths, compared as text."""
-    known = {
-        name: leaf for name, leaf in _leaves_by_text(aggregate) if leaf.value is not None or leaf.embedded is not None
-    }
+    known = {name: leaf for name, leaf in _leaves_by_text(aggregate) if leaf.value is not None or leaf.is_embedded}
     leaves = [
         replace(known[name], name=leaf.name, value_type=leaf.value_type)
         if name in known and leaf.value is None
@@ -376,7 +390,7 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
 
 
 def random_key_form(store: ReadStore, directory: str, names: frozenset[str]) -> tuple[str, Mapping[str, JSON]] | None:
-    """Return the directory of a random key, and the form that the file beside it states; None if there is none.
+    """Return the directory of a random key, and the form that a file next to it states; None if there is none.
 
     A program may choose the name, and other items may have such names: then the file decides.
     """
