@@ -53,7 +53,7 @@ def find_other_steps(
         store: the storage, opened at the directory.
         names: entries without the name of a step; those of directories end in ``/``.
         unread: entries with the name of a step, newest first, none of which is a checkpoint.
-        holds: returns True if an entry is a checkpoint that a layout reads, None if it is an unfinished one.
+        holds: returns True if an entry is a checkpoint that a layout reads, None if it is unfinished or cannot be read.
 
     Raises:
         InvalidLocationError: the checkpoints have several prefixes, have no whole number, or are such that no layout

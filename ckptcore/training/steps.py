@@ -205,15 +205,16 @@ class StepDirectory:
         return resolve_location(self.directory, runtime_of(self._context).storages)
 
     def _holds_checkpoint(self, name: str) -> bool | None:
-        """Return True if an entry is a checkpoint, also a damaged one; None if it is an unfinished one."""
+        """Return True if an entry is a checkpoint, also a damaged one; None if it is unfinished or cannot be read."""
         try:
             ConsistentRead(SubPath(self.directory, name), self._context, open_either).open()
         except UncommittedCheckpointError:
             return None
         except (CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
             return False
-        except StorageError:
-            raise
+        except StorageError as error:
+            logger.warning("%s in %s is passed over: %s", name, self.display, error)
+            return None
         except CheckpointError:
             return True  # of several checkpointables, damaged, or of a newer version
         return True

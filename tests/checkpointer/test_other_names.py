@@ -9,7 +9,7 @@ import pytest
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.errors import InvalidLocationError
+from ckptcore.errors import InvalidLocationError, StorageError
 from ckptcore.policies import LatestN
 from ckptcore.step_names import StepNameFormat, StepNames
 from tests.checkpointer.runs import Watch, assert_is_step, save_steps, store_of, through, tree, watched
@@ -225,3 +225,16 @@ def test_a_run_with_steps_costs_one_small_request(directory: str) -> None:
     watch = Watch()
     CheckpointReader(through(directory), context=watched(watch))
     assert watch.operations[0].name == "list_names" and len(watch.operations) == 2
+
+
+def test_an_entry_that_cannot_be_read_does_not_hide_the_others(directory: str) -> None:
+    save_as(directory, "ppo_1", "ppo_2", "closed_3")
+
+    def deny(name: str, keys: Any) -> None:
+        if any(key.startswith("closed_3") for key in keys):
+            raise StorageError("permission denied")
+
+    watch = Watch()
+    watch.before = deny
+    reader = CheckpointReader(through(directory), context=watched(watch))
+    assert reader.steps == (1, 2)
