@@ -11,13 +11,11 @@ from typing import TypeVar
 
 from ckptcore.commit.location import (
     AnyLocation,
-    Location,
     LocationLike,
     SubPath,
     absolute_location,
     commit_method,
     open_directory,
-    resolve_location,
 )
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import CommitMethod
@@ -39,7 +37,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.loading.foreign import is_one_checkpoint
 from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
@@ -188,7 +186,7 @@ class StepDirectory:
                 return found
             unread = [name for _, name in sorted(found.items(), reverse=True)]
             others = find_other_steps(self.display, self._store, self._others, unread, self._holds_checkpoint)
-            if not others and foreign_checkpoints(self._context)(self._resolved()):
+            if not others and is_one_checkpoint(self._store, self._context):
                 raise self._no_directory()
         except StorageError as error:
             logger.warning("it is not known if %s has steps: %s", self.display, error)
@@ -200,9 +198,6 @@ class StepDirectory:
         since = self.changes()
         found = agreement.lead("list", lambda: {str(step): name for step, name in self.list_steps().items()})
         self.replace({int(step): name for step, name in found.items()}, since)
-
-    def _resolved(self) -> Location:
-        return resolve_location(self.directory, runtime_of(self._context).storages)
 
     def _holds_checkpoint(self, name: str) -> bool | None:
         """Return True if an entry is a checkpoint, also a damaged one; None if it is unfinished or cannot be read."""
