@@ -78,7 +78,7 @@ def find_other_steps(
     for name in measured[:_TRIED]:
         if holds(name):
             _refuse(display, name, _by_location(display, name))
-    _refuse_files(display, plain, holds)
+    _refuse_files(display, [*unread, *plain], holds)
     directories = [name for group in groups.values() for name in [*group.values()][::-1] if f"{name}/" in names]
     for name in [*unread, *directories][:_TRIED]:
         if holds(name) is False and (part := _part(store, name)) is not None:
@@ -130,10 +130,10 @@ def _format(name: str) -> StepNameFormat | None:
 
 
 def _part(store: StorageBackend, name: str) -> str | None:
-    """Return a file with weights in a directory, or in a directory in it."""
+    """Return a file with weights in a directory, or in a directory in it, or one of a layout that is not installed."""
     for inside in itertools.islice(_below(store, name), _TRIED):
         for file in store.list_names(inside):
-            if file.endswith((*_READABLE, *_UNREADABLE)):
+            if file.endswith((*_READABLE, *_UNREADABLE)) or install_hint(files=[file]):
                 return f"{inside}/{file}"
     return None
 

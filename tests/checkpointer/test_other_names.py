@@ -238,3 +238,14 @@ def test_an_entry_that_cannot_be_read_does_not_hide_the_others(directory: str) -
     watch.before = deny
     reader = CheckpointReader(through(directory), context=watched(watch))
     assert reader.steps == (1, 2)
+
+
+@pytest.mark.parametrize("key", ["epoch=0-step=5.ckpt", "100/rank.metadata", "ppo_100/rank.metadata", "ckpt_3.pt"])
+def test_steps_of_a_layout_that_is_not_installed_are_named(
+    directory: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_of(directory).put(key, b"x")
+    assert CheckpointReader(directory).latest is None
+    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)
+    with pytest.raises(InvalidLocationError, match=rf"{re.escape(key)}.*pip install 'ckptcore\[dcp\]'"):
+        CheckpointReader(directory)
