@@ -38,6 +38,7 @@ __all__ = [
     "foreign_checkpoints",
     "format_names",
     "inspect_tree",
+    "is_one_checkpoint",
     "not_finalized",
     "open_foreign",
     "open_foreign_files",
@@ -301,7 +302,12 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
 
 
 def _is_foreign(context: Context, location: Location) -> bool:
-    store = _reader(location.store, context)
+    return is_one_checkpoint(location.store, context)
+
+
+def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
+    """Return True if a whole storage is one checkpoint of other software. See `foreign_checkpoints`."""
+    store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
         try:
             found = layout.inspect(store, None) is not None
