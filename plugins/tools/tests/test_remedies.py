@@ -271,21 +271,23 @@ def test_a_single_file_is_copied_with_its_directory(tmp_path: Path) -> None:
 def test_directories_without_steps(tmp_path: Path, run: Run) -> None:  # noqa: F811
     copy = partial(ckptcore.copy_steps, tmp_path / "run", tmp_path / "b")
     refused(copy, "does not exist or is empty: check the path", CheckpointNotFoundError)
+    final = saved(tmp_path / "run" / "final")
+    refused(copy, "has no committed steps, but 'final/': copy a checkpoint", CheckpointNotFoundError)
+    ckptcore.copy(final, tmp_path / "final")
+    assert_saved(tmp_path / "final")
     saved(tmp_path / "run" / "of_run_3")
-    refused(
-        copy,
-        "has no committed steps, but 'of_run_3/'. If these are steps, pass names=ckptcore.step_names.StepNames.of(EXAM",
-        CheckpointNotFoundError,
-    )
-    refused(lambda: copy(steps=[4]), "pass names=ckptcore", CheckpointNotFoundError)
+    saved(tmp_path / "run" / "other_4")
+    refused(copy, "pass step_names=StepNames.of('of_run_3') or StepNames.of('other_4')", CheckpointError)
     names = StepNames.of("of_run_3")
-    assert list(copy(names=names).steps) == [3]
+    assert list(copy(step_names=names).steps) == [3]
     assert_saved(tmp_path / "b" / "of_run_3")
-    text = refused(lambda: copy(steps=[4], names=names), "no committed step 4; the newest: 3", CheckpointNotFoundError)
+    text = refused(
+        lambda: copy(steps=[4], step_names=names), "no committed step 4; the newest: 3", CheckpointNotFoundError
+    )
     assert "reload" not in text
     failed = run("copy", "--steps", "3", tmp_path / "run", tmp_path / "c")
-    assert failed.exit_code == 3
-    assert "pass --named EXAMPLE" in failed.stderr
+    assert "pass --named of_run_3 or --named other_4" in failed.stderr
+    assert "StepNames" not in failed.stderr
     assert run("copy", "--steps", "3", "--named", "of_run_3", tmp_path / "run", tmp_path / "c").exit_code == 0
     assert_saved(tmp_path / "c" / "of_run_3")
 

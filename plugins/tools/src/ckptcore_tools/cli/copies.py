@@ -164,7 +164,7 @@ def _copy_steps(
             source,
             destination,
             steps=steps,
-            names=names,
+            step_names=names,
             overwrite=overwrite,
             verify=verify,
             if_in_use=if_in_use,

@@ -181,7 +181,7 @@ def copy_steps(
     destination: LocationLike,
     *,
     steps: Collection[int] | None = None,
-    names: StepNames | None = None,
+    step_names: StepNames | None = None,
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
     if_in_use: IfInUse = "error",
@@ -197,7 +197,7 @@ def copy_steps(
     Args:
         source, destination: the directories of steps, as paths or URLs.
         steps: the steps to copy. None: all committed steps.
-        names: the naming of the steps. None: the usual names.
+        step_names: the naming of the steps. None: the usual names, or one other prefix.
         overwrite, verify: see `copy`. `overwrite` also replaces the metadata of the destination.
         if_in_use: what to do if another job owns the destination; see `Checkpointer`.
         progress: see `copy`. The total is an estimate until the last step: steps after the current one count as if they
@@ -218,7 +218,7 @@ def copy_steps(
             destination,
             context,
             steps=steps,
-            names=names,
+            step_names=step_names,
             overwrite=overwrite,
             verify=verify,
             if_in_use=if_in_use,

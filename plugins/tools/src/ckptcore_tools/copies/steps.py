@@ -64,7 +64,7 @@ def copy_run(
     context: Context,
     *,
     steps: Collection[int] | None = None,
-    names: StepNames | None = None,
+    step_names: StepNames | None = None,
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
     if_in_use: IfInUse = "error",
@@ -72,7 +72,7 @@ def copy_run(
 ) -> StepsCopyReport:
     """See `ckptcore.copy_steps`."""
     from_steps, to_steps = (
-        StepDirectory(directory, names or StepNames(), context) for directory in (source, destination)
+        StepDirectory(directory, step_names or StepNames(), context) for directory in (source, destination)
     )
     from_steps.replace(from_steps.list_steps())
     to_steps.replace(to_steps.list_names())
@@ -110,13 +110,13 @@ def _choose_steps(source: StepDirectory, steps: Collection[int] | None) -> Seque
 
 
 def _no_steps(source: StepDirectory) -> str:
-    """Return the error for a directory without steps. They may have unusual names."""
+    """Return the error for a directory without steps."""
     names = sorted(name for name in source.store.list_names() if not name.startswith("."))
     if not names:
         return f"{source.display} does not exist or is empty: check the path"
     return (
-        f"{source.display} has no committed steps, but {', '.join(map(repr, names[:_SHOWN]))}. If these are steps, "
-        "pass names=ckptcore.step_names.StepNames.of(EXAMPLE)"
+        f"{source.display} has no committed steps, but {', '.join(map(repr, names[:_SHOWN]))}: copy a checkpoint "
+        "without a step by ckptcore.copy"
     )
 
 
