@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import threading
 from collections import deque
@@ -132,7 +133,8 @@ def free(array: HostArray) -> None:
     Does nothing for an array without pages of its own.
     """
     if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        array.base.madvise(mmap.MADV_DONTNEED)
+        with contextlib.suppress(OSError):  # memory that the process has locked is freed with the array
+            array.base.madvise(mmap.MADV_DONTNEED)
 
 
 class StagingPool:

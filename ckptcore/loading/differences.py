@@ -127,13 +127,15 @@ def mismatch(
     names = [found.renamed for found in differences if found.renamed is not None]
     if names:
         allowing = f". Load what moved with transforms=[{', '.join([f'Rename{name}' for name in names])}]"
+        if any(found.renamed is not None and found.allowed_by is not None for found in differences):
+            allowing += ' and matching=Matching(keys="text")'
     remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
     if list(kept) == [format_path(())] and "unexpected" in by_sort:
         allowing += (
             ". No requested leaf is stored: load another checkpoint, or, if only the names differ, pass "
             "transforms=[Rename(stored, requested)]"
         )
-    elif remedies:
+    elif any(found.allowed_by is not None and found.renamed is None for found in differences):
         allowing += f". To allow intended differences, pass matching=Matching({_options(remedies)})"
         if losses := [text for choice, text in _LOSSES.items() if any(choice in _words(found) for found in remedies)]:
             allowing += f": {', '.join(losses)}"

@@ -336,17 +336,34 @@ class _Comparison:
         of_structure = structure_differences(list(map(_plain, requested.values())), list(map(_plain, stored.values())))
         requested = {position: path for position, path in requested.items() if _plain(path) not in of_structure}
         stored = {number: path for number, path in stored.items() if _plain(path) not in of_structure}
-        moves = find_moves(requested, stored, [path for n, path in enumerate(self.tree.paths) if n not in stored])
+        others = [path for number, path in enumerate(self.tree.paths) if number not in stored]
+        moves = find_moves(requested, stored, others, self._fits)
         moved = [{pair[side] for move in moves for pair in move.pairs} for side in (0, 1)]
         absent[:] = [position for position in requested if position not in moved[0]]
         unexpected[:] = [number for number in stored if number not in moved[1]]
         return [*key_differences(named), *dict.fromkeys(of_structure.values()), *moved_parts(moves)]
 
+    def _fits(self, position: int, number: int) -> bool:
+        """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
+        handler, stored = self.handlers[position], self.tree.leaves[number]
+        assert handler is not None  # only requested leaves are absent
+        requested = self._described(handler, position)
+        if not isinstance(requested, ArrayRecord) or not isinstance(stored, ArrayRecord):
+            return True
+        return requested.spec.shape == stored.spec.shape
+
     def kept_parts(self, absent: Sequence[int]) -> Sequence[str]:
-        """Return the names of the parts that would keep their present values."""
+        """Return the names of the parts that would keep their present values. None and placeholders are no parts."""
         from ckptcore.loading.moves import whole_parts  # only if the trees differ
 
-        return list(map(format_path, whole_parts(self.paths, absent)))
+        missing = set(absent)
+        counted = [
+            position
+            for position, (number, handler) in enumerate(zip(self.found, self.handlers, strict=True))
+            if handler is not None and not (number is None and _is_none(self._described(handler, position)))
+        ]
+        chosen = [place for place, position in enumerate(counted) if position in missing]
+        return list(map(format_path, whole_parts([self.paths[position] for position in counted], chosen)))
 
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""
@@ -514,8 +531,10 @@ def _for_number(matching: Matching, requested: ArrayRecord, stored: ArrayRecord)
     """
     if matching.cast != "error" or matching.values != "stored" or not (_is_scalar(requested) and _is_scalar(stored)):
         return matching
-    are_ints = _sort(requested.spec) == _sort(stored.spec) == "int"
-    return replace(matching, cast="narrowing" if are_ints else "safe")
+    sorts = _sort(stored.spec), _sort(requested.spec)
+    if sorts not in _VALUE_CASTS:
+        return matching
+    return replace(matching, cast="narrowing" if sorts == ("int", "int") else "safe")
 
 
 def _is_none(record: LeafRecord) -> bool:

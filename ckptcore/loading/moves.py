@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,9 @@ __all__ = ["Move", "find_moves", "whole_parts"]
 
 _CANDIDATES: Final = 50
 """Most stored leaves with the same last keys that are compared with one requested leaf."""
+
+_SPECIAL: Final = frozenset("{}*/")
+"""Characters of keys that have a meaning in patterns of transforms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +39,57 @@ class Move:
             "/".join([*map(str, self.requested), "{rest}"]),
         )
 
+    @property
+    def _can_be_named(self) -> bool:
+        """True if a transform can name both paths, and they are no two fields of one object."""
+        paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
+        if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
+            return False
+        # The momentum of an optimizer is not the mean of another one.
+        is_field = bool(self.requested) and isinstance(self.requested[-1], Attribute)
+        return not (is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1])
+
 
 def find_moves(
-    requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], others: Sequence[TreePath]
+    requested: Mapping[int, TreePath],
+    stored: Mapping[int, TreePath],
+    others: Sequence[TreePath],
+    fits: Callable[[int, int], bool],
 ) -> Sequence[Move]:
-    """Find parts of at least two leaves that moved as a whole, the largest first.
+    """Find parts of at least two leaves that moved as a whole, in the order in which they can be renamed.
 
     Args:
         requested: the paths of requested leaves that are not stored.
         stored: the paths of stored leaves that are not requested.
         others: the paths of all other stored leaves. No part contains them.
+        fits: returns True if a stored leaf can be loaded as the requested leaf at a position.
     """
+    votes = _votes(requested, stored, fits)
+    below = Counter([path[:length] for path in (*stored.values(), *others) for length in range(len(path) + 1)])
+    most = [Counter[TreePath](), Counter[TreePath]()]
+    ties = [Counter[tuple[TreePath, int]](), Counter[tuple[TreePath, int]]()]
+    for tops, pairs in votes.items():
+        for side in (0, 1):
+            most[side][tops[side]] = max(most[side][tops[side]], len(pairs))
+            ties[side][tops[side], len(pairs)] += 1
+    moves: list[Move] = []
+    taken: tuple[set[int], set[int]] = (set(), set())
+    for tops, pairs in sorted(votes.items(), key=lambda vote: -len(vote[1])):
+        if any(most[side][tops[side]] == len(pairs) and ties[side][tops[side], len(pairs)] > 1 for side in (0, 1)):
+            continue  # several parts have these names
+        free = [pair for pair in pairs if pair[0] not in taken[0] and pair[1] not in taken[1]]
+        for move in _whole(Move(*tops, free), requested, stored, below):
+            if move._can_be_named:
+                moves.append(move)
+                taken[0].update([position for position, _ in move.pairs])
+                taken[1].update([number for _, number in move.pairs])
+    return _in_order(moves)
+
+
+def _votes(
+    requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], fits: Callable[[int, int], bool]
+) -> Mapping[tuple[TreePath, TreePath], list[tuple[int, int]]]:
+    """Return pairs of leaves with the most common last keys, by the paths above these keys."""
     by_suffix: dict[tuple[str, ...], list[int]] = {}
     for number, path in stored.items():
         text = tuple(map(str, path))
@@ -56,48 +99,57 @@ def find_moves(
     for position, path in requested.items():
         text = tuple(map(str, path))
         found = next((start for start in range(len(text)) if text[start:] in by_suffix), len(text))
-        for number in by_suffix.get(text[found:], ())[:_CANDIDATES]:
-            top = stored[number][: len(stored[number]) - (len(text) - found)]
-            votes.setdefault((path[:found], top), []).append((position, number))
-    moves: list[Move] = []
-    taken: tuple[set[int], set[int]] = (set(), set())
-    for (top, of_stored), pairs in sorted(votes.items(), key=lambda vote: -len(vote[1])):
-        free = [pair for pair in pairs if pair[0] not in taken[0] and pair[1] not in taken[1]]
-        for move in _without_others(Move(top, of_stored, free), requested, stored, others):
-            if len(move.pairs) > 1 and not _are_fields(move):
-                moves.append(move)
-                taken[0].update([position for position, _ in move.pairs])
-                taken[1].update([number for _, number in move.pairs])
-    return moves
+        candidates = by_suffix.get(text[found:], ())
+        if len(candidates) > _CANDIDATES:
+            continue
+        for number in candidates:
+            if fits(position, number):
+                top = stored[number][: len(stored[number]) - (len(text) - found)]
+                votes.setdefault((path[:found], top), []).append((position, number))
+    return votes
 
 
-def _without_others(
-    move: Move, requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], others: Sequence[TreePath]
+def _whole(
+    move: Move, requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], below: Counter[TreePath]
 ) -> Sequence[Move]:
-    """Divide a part until each has all stored leaves below its path."""
-    own = {number for _, number in move.pairs}
-    length = len(move.stored)
-    below = [path for path in others if path[:length] == move.stored]
-    if not below and all(number in own for number, path in stored.items() if path[:length] == move.stored):
+    """Divide a part until each has all stored leaves below its path. Drops single leaves.
+
+    Args:
+        move: the part.
+        requested, stored: see `find_moves`.
+        below: the number of stored leaves below each path.
+    """
+    if len(move.pairs) < 2:
+        return []
+    if below[move.stored] == len(move.pairs):
         return [move]
     parts: dict[tuple[TreePath, TreePath], list[tuple[int, int]]] = {}
     for position, number in move.pairs:
-        path, of_stored = requested[position], stored[number]
-        if len(of_stored) > length + 1:
-            top = path[: len(move.requested) + 1], of_stored[: length + 1]
-            parts.setdefault(top, []).append((position, number))
+        tops = requested[position][: len(move.requested) + 1], stored[number][: len(move.stored) + 1]
+        if len(stored[number]) > len(tops[1]):
+            parts.setdefault(tops, []).append((position, number))
     return [
-        divided
-        for (top, of_stored), pairs in parts.items()
-        for divided in _without_others(Move(top, of_stored, pairs), requested, stored, below)
+        divided for tops, pairs in parts.items() for divided in _whole(Move(*tops, pairs), requested, stored, below)
     ]
 
 
-def _are_fields(move: Move) -> bool:
-    """Return True for two fields of one object: the momentum of an optimizer is not the mean of another one."""
-    paths = [tuple(map(str, path)) for path in (move.requested, move.stored)]
-    is_field = bool(move.requested) and isinstance(move.requested[-1], Attribute)
-    return is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1]
+def _in_order(moves: Sequence[Move]) -> Sequence[Move]:
+    """Sort moves so that a part moves away before another one takes its place. Empty if that is impossible."""
+    left, found = list(moves), list[Move]()
+    while left:
+        free = next((one for one in left if not any(other is not one and _blocks(other, one) for other in left)), None)
+        if free is None:
+            return []
+        found.append(free)
+        left.remove(free)
+    return found
+
+
+def _blocks(stays: Move, moves: Move) -> bool:
+    """Return True if a part is stored where another one moves to."""
+    paths = [tuple(map(str, path)) for path in (stays.stored, moves.requested)]
+    length = min(map(len, paths))
+    return paths[0][:length] == paths[1][:length]
 
 
 def whole_parts(paths: Sequence[TreePath], chosen: Sequence[int]) -> Sequence[TreePath]:

@@ -236,9 +236,22 @@ def open_tree(
     if isinstance(root, CompositeRoot):
         if len(root.members) != 1 or any(member.processes not in (None, 1) for member in root.members.values()):
             raise several_checkpointables(location, list(root.members))
-        inner = location.within(next(iter(root.members)))
-        return open_tree(inner, read_version(inner, version.root), context, known)
+        return _open_only_member(location, version, root, context, known)
     return _open_with_root(location, version, root, context, known)
+
+
+def _open_only_member(
+    location: Location, version: LocationVersion, composite: CompositeRoot, context: Context, known: RootCache | None
+) -> Checkpoint:
+    ((name, member),) = composite.members.items()
+    inner = location.within(name)
+    inner_version = read_version(inner, version.root)
+    root = _committed_root(inner, inner_version, known)
+    if not isinstance(root, Root):
+        raise _replaced_member(inner)
+    opened = _open_with_root(inner, inner_version, root, context, known)
+    _expect_member(opened, location, composite, member)
+    return opened
 
 
 def open_names(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint:
@@ -472,18 +485,26 @@ def open_member(
     opened = open_directory(composite, name, directory, location, context)
     if composite.root is None:
         return opened
-    if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
-        raise CorruptCheckpointError(
-            f"{opened.location.display} was replaced by a checkpoint of another save: load it by its own location, and "
-            "the others by their names"
-        )
-    kind = composite.members[name].kind
-    if opened.is_files != (kind == "files"):
-        raise CorruptCheckpointError(
-            f"{opened.location.display} has the layout {opened.layout.name!r}, but {composite.location.display} lists "
-            f"it as {kind!r}: one of the two is damaged or forged. Load another checkpoint"
-        )
+    _expect_member(opened, composite.location, composite.root, composite.members[name])
     return opened
+
+
+def _expect_member(opened: Checkpoint, location: Location, composite: CompositeRoot, member: Member) -> None:
+    """Check that an open checkpoint is the member that a composite states."""
+    if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.save_id:
+        raise _replaced_member(opened.location)
+    if opened.is_files != (member.kind == "files"):
+        raise CorruptCheckpointError(
+            f"{opened.location.display} has the layout {opened.layout.name!r}, but {location.display} lists "
+            f"it as {member.kind!r}: one of the two is damaged or forged. Load another checkpoint"
+        )
+
+
+def _replaced_member(location: Location) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{location.display} was replaced by a checkpoint of another save: load it by its own location, and "
+        "the others by their names"
+    )
 
 
 def member_opener(found: Checkpoint | CompositeCheckpoint, location: AnyLocation, context: Context) -> MemberOpener:

@@ -209,6 +209,7 @@ class _NewValue(LoadTarget[object]):
     def __init__(self, abstract: object) -> None:
         self._abstract = abstract
         self._shape: Shape | None = None
+        self._same: Mapping[int, int] = {}
 
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
         """Find the stored leaf for each abstract one."""
@@ -217,11 +218,15 @@ class _NewValue(LoadTarget[object]):
             self._shape = flat.shape
             matched = _match(checkpoint, flat, load.context, load.request)
             _check_shared_containers(checkpoint, matched.numbers, flat.shape, is_target=False)
+            self._same = _loaded_elsewhere(flat.shape, matched.numbers)
             return matched
 
     def build(self, load: Load[object], reading: TreeRead) -> object:
         """Put the leaves into containers like those of the abstract tree."""
-        return unflatten(self._shape, reading.leaves)
+        leaves = list(reading.leaves)
+        for position, loaded in self._same.items():
+            leaves[position] = leaves[loaded]
+        return unflatten(self._shape, leaves)
 
 
 class _FilledValue(LoadTarget[None]):
@@ -535,6 +540,17 @@ def _check_shared_containers(
             number, others = numbers[one], numbers[other]
             if number is not None and others is not None and _stored(checkpoint, number) != _stored(checkpoint, others):
                 raise _refusal(checkpoint, number, others, "one object", is_target=is_target)
+
+
+def _loaded_elsewhere(shape: Shape, numbers: Sequence[int | None]) -> Mapping[int, int]:
+    """Return leaves that are not loaded in one place of a shared container, each with a place where it is loaded."""
+    return {
+        one: other
+        for pair in shared_containers(shape, is_target=False)
+        for places in zip(*pair, strict=True)
+        for one, other in (places, places[::-1])
+        if numbers[one] is None and numbers[other] is not None
+    }
 
 
 def _stored(checkpoint: Checkpoint, number: int) -> LeafRecord | int:

@@ -38,7 +38,7 @@ def followed(path: Path, request: Any, text: str) -> Any:
     """Load with the options that the text proposes."""
     names: dict[str, Any] = {"Rename": Rename, "Matching": Matching}
     transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]", names)
-    _, found, code = text.partition("matching=")
+    _, found, code = text.rpartition("matching=")
     matching = eval(code.partition(")")[0] + ")", names) if found else Matching()
     return ckptcore.load(path, request, transforms=transforms, matching=matching)
 
@@ -119,9 +119,9 @@ def test_nothing_that_is_requested_is_stored(tmp_path: Path) -> None:
 def test_a_part_is_divided_if_others_are_below_its_path() -> None:
     requested = {0: ("x", "a", 0), 1: ("x", "a", 1), 2: ("x", "b", 0), 3: ("x", "b", 1)}
     stored = {10: ("a", 0), 11: ("a", 1), 12: ("b", 0), 13: ("b", 1)}
-    moves = find_moves(requested, stored, [("c", 0)])
+    moves = find_moves(requested, stored, [("c", 0)], lambda position, number: True)
     assert {(move.requested, move.stored) for move in moves} == {(("x", "a"), ("a",)), (("x", "b"), ("b",))}
-    (move,) = find_moves(requested, stored, [])
+    (move,) = find_moves(requested, stored, [], lambda position, number: True)
     assert (move.requested, move.stored) == (("x",), ())
 
 
@@ -130,3 +130,53 @@ def test_parts_of_which_all_leaves_are_chosen() -> None:
     assert whole_parts(paths, [0, 1, 2, 3]) == [("a",), ("b", "c")]
     assert whole_parts(paths, range(5)) == [()]
     assert whole_parts(paths, []) == []
+
+
+def test_parts_that_take_each_others_place(tmp_path: Path) -> None:
+    """Renames are in an order in which no part is merged with another one."""
+    saved = stepped(optax.chain(ADAM, optax.trace(0.9)))
+    request = optax.chain(optax.clip_by_global_norm(1.0), ADAM, optax.trace(0.9)).init(PARAMETERS)
+    ckptcore.save(tmp_path / "c", {"p": PARAMETERS, "o": saved})
+    text = refused(tmp_path / "c", {"p": PARAMETERS, "o": request})
+    loaded = followed(tmp_path / "c", {"p": PARAMETERS, "o": request}, text)["o"]
+    assert_equal(loaded, (optax.EmptyState(), *saved))
+
+
+@pytest.mark.parametrize(
+    ("stored", "requested"),
+    [
+        ({"a": {"w": 2, "b": 3}}, {"c": {"w": 5, "b": 7}}),  # other shapes
+        ({"a": {"w": 2, "b": 3}, "b": {"w": 2, "b": 3}}, {"d": {"w": 2, "b": 3}, "c": {"w": 2, "b": 3}}),  # ambiguous
+        ({"a": {"w": 2, "b": 3}, "b": {"w": 2, "b": 3}}, {"d": {"w": 2, "b": 3}}),
+        ({"x/y*": {"w": 2, "b": 3}}, {"a{b}": {"w": 2, "b": 3}}),  # characters of patterns
+    ],
+)
+def test_no_transform_is_proposed_that_may_be_wrong(tmp_path: Path, stored: Any, requested: Any) -> None:
+    saved, request = (jax.tree.map(lambda size: np.ones(size), tree) for tree in (stored, requested))
+    ckptcore.save(tmp_path / "c", saved)
+    text = refused(tmp_path / "c", request)
+    assert "moved" not in text and "missing: " in text and "unexpected: " in text
+
+
+def test_none_is_no_part_that_is_stored(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"params": {"w": np.ones(3)}})
+    text = refused(tmp_path / "c", {"weight": np.ones(3), "bias": None})
+    assert "No requested leaf is stored" in text and "matching=" not in text
+
+
+def test_many_renamed_layers_are_compared_at_once(tmp_path: Path) -> None:
+    """Each requested leaf is compared with few stored ones, whatever their number."""
+    compared = 0
+
+    def fits(position: int, number: int) -> bool:
+        nonlocal compared
+        compared += 1
+        return True
+
+    requested = {i: (f"block_{i // 2}", "wb"[i % 2]) for i in range(4000)}
+    stored = {i: (f"layer_{i // 2}", "wb"[i % 2]) for i in range(4000)}
+    assert find_moves(requested, stored, [("other", i) for i in range(4000)], fits) == []
+    assert compared == 0
+    nested = {i: ("blocks", *path) for i, path in requested.items()}
+    (move,) = find_moves(nested, {i: ("layers", *path) for i, path in requested.items()}, [], fits)
+    assert len(move.pairs) == 4000 and compared == 4000

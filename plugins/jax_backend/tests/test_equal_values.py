@@ -207,3 +207,13 @@ def test_the_request_decides_who_shares(tmp_path: Path, layout: str) -> None:
     loaded = ckptcore.load(tmp_path / "c", numpy)
     loaded["w"][:] = 0
     assert loaded["ema"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("stored", "requested"),
+    [(np.array(True), jnp.float32(0)), (np.array(True), jnp.int32(0)), (np.array(1.5), np.complex128(0))],
+)
+def test_numbers_of_another_sort_are_refused(tmp_path: Path, stored: Any, requested: Any) -> None:
+    ckptcore.save(tmp_path / "c", {"v": stored})
+    with pytest.raises(TreeMismatchError, match="v: dtype"):
+        ckptcore.load(tmp_path / "c", {"v": requested})

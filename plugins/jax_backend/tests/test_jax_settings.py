@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +176,23 @@ def test_nothing_changes_before_everything_is_there(tmp_path: Path) -> None:
     with pytest.raises(ckptcore.errors.CheckpointError):
         ckptcore.load_into(tmp_path / "c", {"m": target})
     assert all(map(np.array_equal, jax.tree.leaves(nnx.state(target)), before))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.eval_shape, jax.grad, jax.vmap])
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_a_load_while_jax_traces(tmp_path: Path, transform: Any, with_mesh: bool) -> None:
+    """Such as weights that an initializer loads."""
+    ckptcore.save(tmp_path / "c", {"w": np.float32(3)})
+    argument = jnp.ones(2 if transform is jax.vmap else ())
+    found: list[Any] = []
+
+    def function(x: jax.Array) -> jax.Array:
+        found.append(ckptcore.load(tmp_path / "c")["w"])
+        return x * found[0]
+
+    with jax.set_mesh(MESH) if with_mesh else nullcontext():
+        if transform is jax.eval_shape:
+            jax.eval_shape(function, argument)
+        else:
+            transform(function)(argument)
+    assert found[0] == 3

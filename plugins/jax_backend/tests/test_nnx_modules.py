@@ -258,3 +258,15 @@ def test_one_object_cannot_have_two_values(tmp_path: Path) -> None:
     two = {"actor": pair(2)["actor"], "critic": pair(3)["critic"], "again": ...}
     loaded = ckptcore.load(tmp_path / "c", two)
     assert_equal(leaves(loaded["critic"]), leaves(other["critic"]))
+
+
+def test_a_shared_variable_that_is_loaded_in_one_place(tmp_path: Path) -> None:
+    """It has the stored value, also if another place is first."""
+    one = pair(0)
+    ckptcore.save(tmp_path / "c", {"critic": one["critic"]})
+    kept = ckptcore.load(tmp_path / "c", pair(1), matching=ckptcore.Matching(missing="keep"))
+    ckptcore.save(tmp_path / "d", one)
+    chosen = ckptcore.load(tmp_path / "d", pair(1), select=ckptcore.select.names("critic"))
+    for loaded in (kept, chosen):
+        assert loaded["actor"].torso.kernel is loaded["critic"].torso.kernel
+        assert_equal(leaves(loaded["critic"]), leaves(one["critic"]))

@@ -68,23 +68,27 @@ def _transferred(
     shape: tuple[int, ...], sharding: Sharding | None, parts: Sequence[tuple[Box, HostArray]]
 ) -> jax.Array:
     """Transfer boxes to their devices. An array on the CPU backend does not borrow their memory."""
-    may_borrow = is_on_cpu(sharding, shape)
-    is_small = max([part.nbytes for _, part in parts]) <= _SMALL_BYTES
-    if may_borrow and is_small:
-        parts = [(box, _unaligned(part)) for box, part in parts]
-    array: jax.Array
-    if sharding is None:
-        array = jax.device_put(parts[0][1])
-    elif len(parts) == 1 and parts[0][1].shape == shape:
-        array = jax.make_array_from_callback(shape, sharding, lambda index: parts[0][1])
-    else:
-        by_box = dict(parts)
-        array = jax.make_array_from_callback(shape, sharding, lambda index: by_box[box_of(index, shape)])
-    if may_borrow and not is_small:
-        array = jax.device_put(array, sharding, may_alias=False)
+    if not is_on_cpu(sharding, shape):
+        return _assembled(shape, sharding, parts)
+    if max([part.nbytes for _, part in parts]) > _SMALL_BYTES:
+        array = jax.device_put(_assembled(shape, sharding, parts), sharding, may_alias=False)
         # The copy runs in the background. Without a wait, many read buffers could be in memory.
         array.block_until_ready()
-    return array
+        pointers = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+        if pointers.isdisjoint([part.ctypes.data for _, part in parts]):
+            return array
+        # Versions before 0.6 do not copy, although `may_alias` is False.
+    return _assembled(shape, sharding, [(box, _unaligned(part)) for box, part in parts])
+
+
+def _assembled(shape: tuple[int, ...], sharding: Sharding | None, parts: Sequence[tuple[Box, HostArray]]) -> jax.Array:
+    if sharding is None:
+        array: jax.Array = jax.device_put(parts[0][1])
+        return array
+    if len(parts) == 1 and parts[0][1].shape == shape:
+        return jax.make_array_from_callback(shape, sharding, lambda index: parts[0][1])
+    by_box = dict(parts)
+    return jax.make_array_from_callback(shape, sharding, lambda index: by_box[box_of(index, shape)])
 
 
 def is_on_cpu(sharding: Sharding | None, shape: tuple[int, ...]) -> bool:

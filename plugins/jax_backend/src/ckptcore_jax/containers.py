@@ -211,7 +211,7 @@ def container_handler(value_type: type, example: object) -> ContainerHandler | N
     nnx = sys.modules.get("flax.nnx")  # values of its types exist only if it was imported
     if nnx is not None and issubclass(value_type, nnx.Variable):
         return _FLAX_VARIABLE_HANDLER
-    if nnx is not None and issubclass(value_type, nnx.Pytree):
+    if nnx is not None and issubclass(value_type, getattr(nnx, "Pytree", ())):  # versions before 0.12 lack it
         return _FLAX_GRAPH_HANDLER
     return _SUBCLASS_HANDLER if issubclass(value_type, dict | list | tuple) else _HANDLER
 

@@ -36,8 +36,11 @@ def _copied() -> list[Callable[[], Any]]:
     # Versions before 0.8 have it only in `jax.experimental`.
     enable_x64: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
     found: list[Callable[[], Any]] = [lambda: jax.default_device(device), lambda: enable_x64(wide)]
-    get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.7 lack it
-    mesh = None if get_mesh is None else get_mesh()
+    get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.8.1 lack it
+    try:
+        mesh = None if get_mesh is None else get_mesh()
+    except ValueError:  # JAX traces a function: its mesh can neither be found nor set
+        mesh = None
     if mesh is not None and not mesh.empty:
         found.append(lambda: jax.set_mesh(mesh))
     return found
