@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, ParsedRoots, PartialSave, Root, split_rank
+from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Member, ParsedRoots, PartialSave, Root, split_rank
 from ckptcore.commit.root_json import is_claim, summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version, root_bytes
