@@ -71,7 +71,7 @@ def _transferred(
     if not is_on_cpu(sharding, shape):
         return _assembled(shape, sharding, parts)
     if max([part.nbytes for _, part in parts]) > _SMALL_BYTES:
-        array = jax.device_put(_assembled(shape, sharding, parts), sharding, may_alias=False)
+        array: jax.Array = jax.device_put(_assembled(shape, sharding, parts), sharding, may_alias=False)
         # The copy runs in the background. Without a wait, many read buffers could be in memory.
         array.block_until_ready()
         pointers = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
