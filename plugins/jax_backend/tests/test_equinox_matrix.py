@@ -151,6 +151,9 @@ MODELS: Final[dict[str, Callable[[jax.Array], Any]]] = {
     "Equinox: `eqx.nn.Shared`": Tied,
 }
 
+REFUSED: Final = ("Equinox: functions in a list", "Equinox: `eqx.nn.Shared`")
+"""Models of which only the arrays can be saved."""
+
 OPTIMIZER: Final = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100))
 
 
@@ -195,7 +198,12 @@ def whole(name: str) -> Program:
 
     step = eqx.filter_jit(_train, donate="all")
     return Program(
-        new, step, lambda: eqx.filter_eval_shape(new, 1), _leaves, lambda state: eqx.filter(state, eqx.is_array_like)
+        new,
+        step,
+        lambda: eqx.filter_eval_shape(new, 1),
+        _leaves,
+        lambda state: eqx.filter(state, callable, inverse=True),
+        refused=("Orbax 0",) if make is Normalised else (),  # its StandardCheckpointer refuses text
     )
 
 
@@ -224,7 +232,18 @@ def test_some_ways(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", PROGRAMS)
-@pytest.mark.parametrize("name", brings(MODELS, "equinox"))
-def test_all_ways(name: str, form: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
-    assert_all_resume(PROGRAMS[form](name), tmp_path, subtests, full=full)
+@pytest.mark.parametrize("name", brings([name for name in MODELS if name not in REFUSED], "equinox"))
+def test_all_ways(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
+    assert_all_resume(whole(name), tmp_path, subtests, full=full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", brings([f"{name}, only arrays" for name in MODELS], "equinox"))
+def test_all_ways_of_arrays(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
+    assert_all_resume(filtered(name.removesuffix(", only arrays")), tmp_path, subtests, full=full)
+
+
+@pytest.mark.xfail(strict=True, reason="functions and other code in lists are leaves that no plugin handles")
+@pytest.mark.parametrize("name", REFUSED)
+def test_code_in_containers(name: str, tmp_path: Path) -> None:
+    assert_some_resume(whole(name), tmp_path)
