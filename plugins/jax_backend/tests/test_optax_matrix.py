@@ -150,7 +150,8 @@ def program(name: str) -> Program:
         updates, inner = optimizer.update(gradients, inner, tree, value=value, grad=gradients, value_fn=loss)
         return {"parameters": optax.apply_updates(tree, updates), "optimizer": inner}
 
-    return Program(new, step, lambda: jax.eval_shape(lambda: new(1)))
+    refused = ("Orbax 0", "Orbax 1") if name == "contrib.galore" else ()  # Orbax saves no empty arrays
+    return Program(new, step, lambda: jax.eval_shape(lambda: new(1)), refused=refused)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated:DeprecationWarning")

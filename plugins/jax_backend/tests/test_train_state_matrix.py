@@ -15,6 +15,7 @@ import pytest
 from flax.core import freeze
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, brings, own
 
@@ -82,9 +83,23 @@ PROGRAMS: Final = {
     "TrainState, `nn.scan`": Model("scanned"),
     "TrainState, `nn.RNN`": Model("recurrent"),
     "TrainState, Python numbers": Model(),
+    "TrainState, sharded": Model("scanned"),
     "TrainState, MultiSteps": Model(),
     "TrainState, inject_hyperparams": Model(),
 }
+
+
+def _shardings(state: Any) -> Any:
+    """Divide the last axis among devices, as far as it can be."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+
+    def of(leaf: Any) -> Any:
+        axes = (None,) * (jnp.ndim(leaf) - 1)
+        is_divided = jnp.ndim(leaf) and not leaf.shape[-1] % 4 and jnp.issubdtype(leaf.dtype, jnp.floating)
+        spec = PartitionSpec(*axes, "x") if is_divided else PartitionSpec()  # type: ignore[no-untyped-call]
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(of, state)
 
 
 @functools.cache
@@ -95,7 +110,7 @@ def program(name: str) -> Program:
 
     init = jax.jit(model.init)
 
-    def new(seed: int) -> Any:
+    def made(seed: int) -> Any:
         variables: Any = dict(init({**INIT, "params": jax.random.key(seed)}, X))
         if form == "FrozenDict":
             variables = freeze(variables)
@@ -110,7 +125,6 @@ def program(name: str) -> Program:
         )
         return own(state.replace(ema=state.params) if form == "EMA" else state)
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any) -> Any:
         key, rng = jax.random.split(state.rng)
 
@@ -131,7 +145,19 @@ def program(name: str) -> Program:
             state = state.replace(history=jax.tree.map(lambda number: number + 1, state.history))
         return state
 
-    return Program(new, step, lambda: jax.eval_shape(lambda: new(1)))
+    shardings = _shardings(made(1)) if form == "sharded" else None
+    jitted = jax.jit(step, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
+
+    def new(seed: int) -> Any:
+        return made(seed) if shardings is None else jax.device_put(made(seed), shardings)
+
+    def shape() -> Any:
+        shapes = jax.eval_shape(lambda: made(1))
+        if shardings is None:
+            return shapes
+        return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
+
+    return Program(new, jitted, shape)
 
 
 def test_some_ways(tmp_path: Path) -> None:
