@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +21,7 @@ from orbax.checkpoint import v1
 
 import ckptcore
 
-__all__ = ["Program", "assert_all_resume", "assert_some_resume", "brings", "own"]
+__all__ = ["Program", "assert_all_resume", "assert_some_resume", "own"]
 
 
 class Program(NamedTuple):
@@ -225,8 +225,3 @@ def own(state: Any) -> Any:
         return jax.device_put(leaf, may_alias=False) if isinstance(leaf, jax.Array) else leaf
 
     return jax.tree.map(copied, state)
-
-
-def brings(names: Iterable[str], library: str) -> list[Any]:
-    """Return the parameters of a test, each with its row in the documentation."""
-    return [pytest.param(name, marks=pytest.mark.brings(name, library, "same")) for name in names]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, brings, own
+from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, own
 
 X: Final = jnp.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -232,15 +232,21 @@ def test_some_ways(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", brings([name for name in MODELS if name not in REFUSED], "equinox"))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.brings(name, "equinox", "same")) for name in MODELS if name not in REFUSED],
+)
 def test_all_ways(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
     assert_all_resume(whole(name), tmp_path, subtests, full=full)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", brings([f"{name}, only arrays" for name in MODELS], "equinox"))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.brings(f"{name}, only arrays", "equinox", "same")) for name in MODELS],
+)
 def test_all_ways_of_arrays(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
-    assert_all_resume(filtered(name.removesuffix(", only arrays")), tmp_path, subtests, full=full)
+    assert_all_resume(filtered(name), tmp_path, subtests, full=full)
 
 
 @pytest.mark.xfail(strict=True, reason="functions and other code in lists are leaves that no plugin handles")

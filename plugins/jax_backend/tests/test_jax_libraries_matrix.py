@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, brings, own
+from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, own
 
 haiku = pytest.importorskip("haiku")
 numpyro = pytest.importorskip("numpyro")
@@ -145,7 +145,10 @@ def test_some_ways(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [part for name, (library, _) in PROGRAMS.items() for part in brings([name], library)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.brings(name, library, "same")) for name, (library, _) in PROGRAMS.items()],
+)
 def test_all_ways(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
     assert_all_resume(program(name), tmp_path, subtests, full=full)
 

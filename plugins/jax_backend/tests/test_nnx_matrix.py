@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, brings
+from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume
 from plugins.jax_backend.tests.test_nnx_modules import Parent, Tied, Twice
 
 nnx = pytest.importorskip("flax.nnx")
@@ -193,7 +193,9 @@ def test_some_ways(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", PROGRAMS)
-@pytest.mark.parametrize("name", brings(MODELS, "flax"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.brings(name, "flax", "same")) for name in MODELS]
+)
 def test_all_ways(name: str, form: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
     if form == "dicts" and "lists, dicts" in name:
         pytest.skip("Flax puts no dict back into a variable")

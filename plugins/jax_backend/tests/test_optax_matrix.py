@@ -13,7 +13,7 @@ import optax
 import pytest
 from optax import contrib
 
-from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, brings, own
+from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, own
 
 X: Final = jnp.linspace(-1, 1, 20).reshape(5, 4)
 SCHEDULE: Final = optax.linear_schedule(1e-2, 1e-3, 100)
@@ -163,7 +163,9 @@ def test_some_ways(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", brings(OPTIMIZERS, "optax"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.brings(f"`{name}`", "optax", "same")) for name in OPTIMIZERS]
+)
 def test_all_ways(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
     assert_all_resume(program(name), tmp_path, subtests, full=full)
 

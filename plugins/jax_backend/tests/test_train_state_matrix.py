@@ -17,7 +17,7 @@ from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
-from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, brings, own
+from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, own
 
 X: Final = jnp.linspace(-1, 1, 12).reshape(4, 3)
 INIT: Final = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -72,20 +72,20 @@ OPTIMIZERS: Final[dict[str, Callable[[], Any]]] = {
 }
 
 PROGRAMS: Final = {
-    "TrainState": Model(),
-    "TrainState, `DynamicScale`": Model(),
-    "TrainState, `batch_stats`, counters, dropout": Model("statistics"),
-    "TrainState, raw key": Model("statistics"),
-    "TrainState, EMA": Model(),
-    "TrainState, FrozenDict": Model(),
-    "TrainState, `nn.Partitioned`": Model("partitioned"),
-    "TrainState, `nn.LogicallyPartitioned`": Model("logically partitioned"),
-    "TrainState, `nn.scan`": Model("scanned"),
-    "TrainState, `nn.RNN`": Model("recurrent"),
-    "TrainState, Python numbers": Model(),
-    "TrainState, sharded": Model("scanned"),
-    "TrainState, MultiSteps": Model(),
-    "TrainState, inject_hyperparams": Model(),
+    "Linen: TrainState": Model(),
+    "Linen: TrainState, `DynamicScale`": Model(),
+    "Linen: TrainState, `batch_stats`, counters, dropout": Model("statistics"),
+    "Linen: TrainState, raw key": Model("statistics"),
+    "Linen: TrainState, EMA": Model(),
+    "Linen: TrainState, FrozenDict": Model(),
+    "Linen: TrainState, `nn.Partitioned`": Model("partitioned"),
+    "Linen: TrainState, `nn.LogicallyPartitioned`": Model("logically partitioned"),
+    "Linen: TrainState, `nn.scan`": Model("scanned"),
+    "Linen: TrainState, `nn.RNN`": Model("recurrent"),
+    "Linen: TrainState, Python numbers": Model(),
+    "Linen: TrainState, sharded": Model("scanned"),
+    "Linen: TrainState, MultiSteps": Model(),
+    "Linen: TrainState, inject_hyperparams": Model(),
 }
 
 
@@ -161,10 +161,12 @@ def program(name: str) -> Program:
 
 
 def test_some_ways(tmp_path: Path) -> None:
-    assert_some_resume(program("TrainState, `DynamicScale`"), tmp_path)
+    assert_some_resume(program("Linen: TrainState, `DynamicScale`"), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", brings(PROGRAMS, "flax"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.brings(name, "flax", "same")) for name in PROGRAMS]
+)
 def test_all_ways(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
     assert_all_resume(program(name), tmp_path, subtests, full=full)
