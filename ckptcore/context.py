@@ -84,10 +84,10 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         for name in ("save_bytes", "load_bytes", "exchange_bytes"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0, or None for no bound")
-        if self.exchange_bytes is None:
-            raise ValueError("MemoryOptions(exchange_bytes=None): give a number of bytes above 0")
+            is_bounded = name == "exchange_bytes"
+            if value is None and is_bounded or value is not None and value <= 0:
+                more = "" if is_bounded else ", or None for no bound"
+                raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0{more}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,9 @@ class Context:
             ("plugins", PluginOptions),
         ):
             if not isinstance(getattr(self, name), group):
-                raise TypeError(f"Context({name}={getattr(self, name)!r}): expected {group.__name__}(...)")
+                raise TypeError(
+                    f"Context({name}={getattr(self, name)!r}): expected ckptcore.context.{group.__name__}(...)"
+                )
 
 
 def _of_options(kind: Callable[..., Context], options: Mapping[str, Any]) -> Context:

@@ -82,7 +82,7 @@ DISTRIBUTIONS: Final = (
         "orbax",
         "ckptcore_orbax",
         layouts=("ocdbt", "zarr", "zarr3"),
-        suffixes=(".zarray", "_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "zarr.json"),
+        suffixes=(".msgpack", ".zarray", "_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "zarr.json"),
     ),
     Distribution(
         "fsspec",

@@ -18,7 +18,7 @@
     ├── InsufficientMemoryError        (MemoryError)        there is not enough memory for an array; says how much
     ├── NotMappableError               (ValueError)         a stored array cannot be mapped into memory; says why
     ├── UnsupportedLeafError           (TypeError)          no handler or layout can store this leaf
-    ├── UnsupportedKeyError            (TypeError)          a container key is neither int nor str
+    ├── UnsupportedKeyError            (TypeError)          a container key is no int, str or tuple of them
     ├── NameCollisionError             (ValueError)         two leaves would get the same name in the layout
     ├── InvalidLocationError           (ValueError)         not a valid path or URL
     ├── PluginError                    (RuntimeError)       a plugin violated its protocol
@@ -251,7 +251,7 @@ class UnsupportedLeafError(CheckpointError, TypeError):
 
 
 class UnsupportedKeyError(CheckpointError, TypeError):
-    """A container key is neither an int nor a str. Nothing was written."""
+    """A container key is not an int, a bool, a str, or a tuple of such keys. Nothing was written."""
 
 
 class NameCollisionError(CheckpointError, ValueError):

@@ -46,7 +46,10 @@ def _recipe_of_kind(value: Any) -> str | None:
         return None
     match value:
         case types.EllipsisType():
-            return "PLACEHOLDER represents a leaf that is not loaded or updated, and is no value: remove it"
+            return (
+                "PLACEHOLDER represents a leaf that was not loaded, and is no value: load the leaf, or remove it from "
+                "the tree, and the checkpoint will not have it"
+            )
         case slice():
             return "save [value.start, value.stop, value.step]"
         case memoryview():

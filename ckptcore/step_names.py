@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-__all__ = ["StepNameFormat", "StepNames"]
+__all__ = ["StepNameFormat", "StepNames", "numbered"]
 
 _DIGITS: Final = "0123456789"
 
@@ -17,36 +19,74 @@ _MAX_STEP: Final = 2**63 - 1
 _MAX_WIDTH: Final = 64
 
 
+_EXTENSIONS: Final = re.compile(r"(?:\.[A-Za-z][A-Za-z0-9]*)+")
+_COUNTED: Final = (re.compile(r"(?<![A-Za-z])step=([0-9]+)"), re.compile(r"(?<![A-Za-z])epoch=([0-9]+)"))
+"""Numbers with a name, in the order in which they are taken for the step."""
+_FRACTION: Final = re.compile(r"[0-9]\.\Z")
+_VALUE: Final = re.compile(r"=[-+]?[0-9]+(?:\.[0-9]+)?")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return a name without its final ASCII digits, and these digits."""
+    prefix = name.rstrip(_DIGITS)
+    return prefix, name[len(prefix) :]
+
+
+def _number(digits: str, width: int | None) -> int | None:
+    """Return the number of some digits; None if their count does not fit the width, or the number is too large."""
+    significant = digits.lstrip("0") or digits[-1:]
+    if not significant or len(significant) > len(str(_MAX_STEP)):  # int() refuses text of thousands of digits
+        return None
+    if width is not None and len(digits) != max(width, len(significant)):
+        return None
+    number = int(significant)
+    return number if number <= _MAX_STEP else None
+
+
+def _is_part(text: object) -> bool:
+    """Return True if a text can be a part of a name."""
+    return isinstance(text, str) and text.isprintable() and "/" not in text and "\\" not in text
+
+
+def _width(digits: str) -> int:
+    """Return the width of the format of a number."""
+    return len(digits) if digits[0] == "0" and digits != "0" else 0
+
+
 @dataclass(frozen=True, slots=True)
 class StepNameFormat:
-    """A format for the names of steps: a prefix, then the number in decimal digits.
+    """A format for the names of steps: a prefix, then the number in decimal digits, and a suffix.
+
+    ``*`` in the prefix or the suffix stands for any text. Names with ``*`` or with a suffix are only read: they are
+    those of other software.
 
     Attributes:
         prefix: the text before the number; may be empty. It must be printable, and not contain ``/`` or a backslash,
-            begin with ``.`` (such names are hidden) or end in a digit.
+            begin with ``.`` (such names are hidden), or end in a digit or ``*``.
         width: minimum number of digits; shorter numbers are padded with zeros. 0 writes no zeros. None also writes no
             zeros, and reads names with any number of zeros.
+        suffix: the text after the number, such as ``.ckpt``; may be empty. It must be printable, and not contain ``/``
+            or a backslash, or begin with a digit or ``*``.
 
     Raises:
-        ValueError: the prefix or the width is invalid.
+        ValueError: the prefix, the width or the suffix is invalid.
     """
 
     prefix: str = ""
     width: int | None = 0
+    suffix: str = ""
 
     def __post_init__(self) -> None:
-        prefix, width = self.prefix, self.width
-        if (
-            not isinstance(prefix, str)
-            or not prefix.isprintable()
-            or "/" in prefix
-            or "\\" in prefix
-            or prefix.startswith(".")
-            or prefix.endswith(tuple(_DIGITS))
-        ):
+        prefix, width, suffix = self.prefix, self.width, self.suffix
+        if not _is_part(prefix) or prefix.startswith(".") or prefix.endswith((*_DIGITS, "*")):
             raise ValueError(
                 f"StepNameFormat(prefix={prefix!r}): give printable text without '/' and '\\' that neither begins "
                 "with '.' nor ends in a digit, such as 'step_'"
+            )
+        if not _is_part(suffix) or suffix.startswith((*_DIGITS, "*")):
+            raise ValueError(
+                f"StepNameFormat(suffix={suffix!r}): give printable text without '/' and '\\' that does not begin with "
+                "a digit, such as '.ckpt'"
             )
         if width is not None and (
             isinstance(width, bool) or not isinstance(width, int) or not 0 <= width <= _MAX_WIDTH
@@ -59,31 +99,54 @@ class StepNameFormat:
     def of(cls, example: str) -> StepNameFormat:
         """Return the format of an example: ``step_00000010`` has the width 8, ``step_10`` the width 0.
 
+        The number is the last one before the extensions of a file, as in ``model_10.pt``, or the one named ``step`` or
+        ``epoch``, as in ``epoch=1-step=10.ckpt``. Other numbers after ``=`` may then be different.
+
         Raises:
-            ValueError: the example does not end in digits, or has an invalid prefix.
+            ValueError: the example has no number there, or an invalid prefix.
         """
-        prefix, digits = _split(example)
-        if not digits:
+        for counted in _COUNTED:
+            if matches := list(counted.finditer(example)):
+                start, stop = matches[-1].span(1)
+                before, after = (_VALUE.sub("=*", part) for part in (example[:start], example[stop:]))
+                return cls(before, _width(example[start:stop]), after)
+        extensions = next((found for found in _EXTENSIONS.finditer(example) if found.end() == len(example)), None)
+        suffix = extensions[0] if extensions is not None else ""
+        prefix, digits = _split(example.removesuffix(suffix))
+        if not digits or (suffix and _FRACTION.search(prefix)):
             raise ValueError(f"the name {example!r} does not end in the number of a step, as 'step_00000010' does")
-        return cls(prefix, len(digits) if digits[0] == "0" and digits != "0" else 0)
+        return cls(prefix, _width(digits), suffix)
+
+    @property
+    def is_written(self) -> bool:
+        """True if new steps can have such names."""
+        return not self.suffix and "*" not in self.prefix
 
     def name(self, step: int) -> str:
         """Return the name of a step.
 
         Raises:
-            ValueError: the step is not a whole number from 0 to 2**63 - 1.
+            ValueError: the step is not a whole number from 0 to 2**63 - 1, or the format has ``*``.
         """
+        if "*" in self.prefix + self.suffix:
+            raise ValueError(f"{self}: '*' stands for any text, so that no name can be made")
         try:
             number = -1 if isinstance(step, bool) else operator.index(step)
         except TypeError:
             number = -1
         if not 0 <= number <= _MAX_STEP:
             raise ValueError(f"step {step!r}: a step is a whole number from 0 to {_MAX_STEP}")
-        return f"{self.prefix}{number:0{self.width or 0}d}"
+        return f"{self.prefix}{number:0{self.width or 0}d}{self.suffix}"
 
     def parse(self, name: str) -> int | None:
         """Return the step that has a name; None if the name has another format."""
-        prefix, digits = _split(name)
+        if not name.endswith(self.suffix.rpartition("*")[2]):
+            return None
+        if "*" in self.prefix + self.suffix:
+            before, after = (".*".join(map(re.escape, part.split("*"))) for part in (self.prefix, self.suffix))
+            found = re.fullmatch(f"{before}([0-9]+){after}", name)
+            return None if found is None else _number(found[1], self.width)
+        prefix, digits = _split(name.removesuffix(self.suffix))
         return _number(digits, self.width) if prefix == self.prefix else None
 
 
@@ -103,6 +166,7 @@ _READ_BY_DEFAULT: Final = (
     StepNameFormat("global_step-", None),
     StepNameFormat("ckpt-", None),
     StepNameFormat("ckpt_", None),
+    StepNameFormat("*step=", None, ".ckpt"),  # Lightning
 )
 
 
@@ -112,12 +176,14 @@ class StepNames:
 
     Attributes:
         write: the format of new steps. It is also read.
-        read: other formats to read, the preferred ones first. The default has the formats of Orbax, Hugging Face, Flax,
-            DeepSpeed, Megatron-LM, torchtitan and OLMo, with ``_``, ``-`` or nothing before the number. Other names,
-            such as ``10.orbax-checkpoint-tmp-1``, are not steps.
+        read: other formats to read, the preferred ones first. The default has the formats of Orbax, Hugging Face,
+            Flax, DeepSpeed, Megatron-LM, Lightning, torchtitan and OLMo, with ``_``, ``-`` or nothing before the
+            number. Other names, such as ``10.orbax-checkpoint-tmp-1``, are not steps. With the default, a run that has
+            no such step is searched for checkpoints with other names: see `finds_others`.
 
     Raises:
         TypeError: a format is not a `StepNameFormat`.
+        ValueError: the format to write has a suffix or ``*``.
     """
 
     write: StepNameFormat = StepNameFormat()
@@ -133,14 +199,33 @@ class StepNames:
                     f"StepNames({argument}={value!r}): give a StepNameFormat, such as StepNameFormat('step_', width=8)"
                 )
 
+        if not self.write.is_written:
+            raise ValueError(
+                f"StepNames(write={self.write!r}): the name of a new step does not end in the number of a step; to "
+                "read such steps, use read=[...]"
+            )
+
+    @property
+    def finds_others(self) -> bool:
+        """True if `read` has the default. Then a run without a step with these names is searched for other names.
+
+        If all checkpoints there have one prefix and a number, such as ``ppo_networks_100``, they are its steps. Other
+        checkpoints are an error, which says how to read them.
+        """
+        return self.read[: len(_READ_BY_DEFAULT)] == _READ_BY_DEFAULT
+
     @classmethod
     def of(cls, example: str) -> StepNames:
-        """Return names that are written like an example, such as ``step_00000010``. The default formats are read too.
+        """Return names that are written like an example, such as ``step_00000010``.
+
+        The default formats are read too, and names with the prefix of the example and any number of zeros.
 
         Raises:
             ValueError: no format has such names.
         """
-        return cls(StepNameFormat.of(example))
+        write = StepNameFormat.of(example)
+        any_width = replace(write, width=None)
+        return cls(write, _READ_BY_DEFAULT if any_width in _READ_BY_DEFAULT else (*_READ_BY_DEFAULT, any_width))
 
     def name(self, step: int) -> str:
         """Return the name of a new step.
@@ -161,14 +246,19 @@ class StepNames:
         format of `read`, then the shortest name.
         """
         formats: dict[str, list[tuple[int, int | None]]] = {}
+        patterns: list[tuple[int, StepNameFormat]] = []
         for rank, one in enumerate((self.write, *self.read)):
-            formats.setdefault(one.prefix, []).append((rank, one.width))
+            if one.is_written:
+                formats.setdefault(one.prefix, []).append((rank, one.width))
+            else:
+                patterns.append((rank, one))
         found: dict[int, tuple[int, int, str]] = {}
         # No prefix ends in a digit, so a name without its final digits is the only possible prefix.
         for name in names:
             prefix, digits = _split(name)
-            for rank, width in formats.get(prefix, ()):
-                step = _number(digits, width)
+            matching = ((rank, _number(digits, width)) for rank, width in formats.get(prefix, ()))
+            others = ((rank, one.parse(name)) for rank, one in patterns)
+            for rank, step in itertools.chain(matching, others):
                 if step is not None:
                     candidate = (rank, len(name), name)
                     if step not in found or candidate < found[step]:
@@ -177,18 +267,12 @@ class StepNames:
         return {step: found[step][2] for step in sorted(found)}
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Return a name without its final ASCII digits, and these digits."""
-    prefix = name.rstrip(_DIGITS)
-    return prefix, name[len(prefix) :]
-
-
-def _number(digits: str, width: int | None) -> int | None:
-    """Return the number of some digits; None if their count does not fit the width, or the number is too large."""
-    significant = digits.lstrip("0") or digits[-1:]
-    if not significant or len(significant) > len(str(_MAX_STEP)):  # int() refuses text of thousands of digits
-        return None
-    if width is not None and len(digits) != max(width, len(significant)):
-        return None
-    number = int(significant)
-    return number if number <= _MAX_STEP else None
+def numbered(names: Iterable[str]) -> Mapping[str, Mapping[int, str]]:
+    """Return names that end in a number, by their text before it and by number, ascending."""
+    found: dict[str, dict[int, str]] = {}
+    for name in sorted(names, key=len, reverse=True):  # of equal numbers, the shortest name
+        prefix, digits = _split(name)
+        number = _number(digits, None)
+        if number is not None:
+            found.setdefault(prefix, {})[number] = name
+    return {prefix: dict(sorted(found[prefix].items())) for prefix in sorted(found)}

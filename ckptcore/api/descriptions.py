@@ -85,7 +85,7 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
 
     Raises:
         UnsupportedLeafError: leaves cannot be saved or loaded, or have no abstract form. Lists the first 20 by path.
-        UnsupportedKeyError: a key is neither an int nor a str.
+        UnsupportedKeyError: a key is not an int, a bool, a str, or a tuple of them.
     """
     registry = runtime_of(context or default_context()).registry
     flat = flatten(state, registry, placeholders=True, columns=saved_columns(registry, mappings=True))

@@ -230,9 +230,7 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
             "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
         )
     elif error.errno in ABSENT:
-        found = ObjectNotFoundError(
-            f"cannot {doing} {path}: it does not exist ({reason}). Check that the location is correct and complete"
-        )
+        found = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
     else:
         found = StorageError(f"cannot {doing} {path}{amount}: {reason}")
     found.errno = error.errno

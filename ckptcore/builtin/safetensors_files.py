@@ -144,12 +144,16 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
         CorruptCheckpointError: the file is not a safetensors file, or is damaged.
     """
     if file_bytes < 8:
-        raise CorruptCheckpointError(f"{name} is not a safetensors file: it has {file_bytes} bytes", key=name)
+        raise CorruptCheckpointError(
+            f"{name} is not a safetensors file, or is cut off: it has {file_bytes} bytes; restore it from a copy, or "
+            "load another one",
+            key=name,
+        )
     header_bytes = int.from_bytes(read(0, 8), "little")
     if not fits(header_bytes, file_bytes):
         raise CorruptCheckpointError(
             f"{name} is not a safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
-            f"{header_bytes}",
+            f"{header_bytes}; restore it from a copy, or load another one",
             key=name,
         )
     start = 8 + header_bytes
@@ -168,13 +172,15 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
     for entry, tensor in found:
         if entry.start != position:
             raise CorruptCheckpointError(
-                f"the tensor {tensor!r} of {name} starts at byte {entry.start}, where byte {position} is expected",
+                f"the tensor {tensor!r} of {name} starts at byte {entry.start}, where byte {position} is expected; "
+                "the file is damaged: restore it from a copy, or load another one",
                 key=name,
             )
         position = entry.stop
     if position != file_bytes:
         raise CorruptCheckpointError(
-            f"{name} has {file_bytes} bytes, and its header describes {position}; the file is cut off or damaged",
+            f"{name} has {file_bytes} bytes, and its header describes {position}; the file is cut off or "
+            "damaged: restore it from a copy, or load another one",
             key=name,
         )
     return FileHeader({tensor: entry for entry, tensor in found}, metadata, start)

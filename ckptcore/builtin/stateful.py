@@ -351,8 +351,8 @@ class StateTreeHandler(CheckpointableHandler):
         """
         if getattr(value, "optimizer", value) is None:
             raise UnsupportedLeafError(
-                f"a {type(value).__qualname__} without an optimizer has no state tree; compile it first, or save "
-                "its weights"
+                f"a {type(value).__qualname__} without an optimizer has no state tree; compile it first, or save the "
+                "list get_weights(), which set_weights takes"
             )
         return value.get_state_tree()
 
@@ -412,17 +412,21 @@ class NumpyGeneratorHandler(CheckpointableHandler):
         """Return the state in NumPy's form: a dict with the name of the bit generator, ints, and copies of arrays."""
         return value.bit_generator.state
 
+    def flatten_to_load(self, value: np.random.Generator, stored: object) -> object:
+        """Return the own state.
+
+        Raises:
+            TreeMismatchError: the state of another type of bit generator is stored.
+        """
+        _check_kind(type(value.bit_generator).__name__, stored)
+        return self.flatten(value)
+
     def unflatten(self, like: np.random.Generator, state: object) -> object:
         """Return the state, for ``like.bit_generator.state``."""
         return state
 
     def restore(self, target: np.random.Generator, state: Any) -> None:
-        """Set the state.
-
-        Raises:
-            TreeMismatchError: the bit generator has another type.
-        """
-        _check_kind(type(target.bit_generator).__name__, state)
+        """Set the state."""
         target.bit_generator.state = state
 
     def undo(self, target: np.random.Generator) -> Callable[[], None]:
@@ -441,17 +445,21 @@ class NumpyRandomStateHandler(CheckpointableHandler):
         """Return the state as a dict with copies of arrays."""
         return value.get_state(legacy=False)
 
+    def flatten_to_load(self, value: np.random.RandomState, stored: object) -> object:
+        """Return the own state.
+
+        Raises:
+            TreeMismatchError: the state of another type of bit generator is stored.
+        """
+        _check_kind(str(value.get_state(legacy=False)["bit_generator"]), stored)
+        return self.flatten(value)
+
     def unflatten(self, like: np.random.RandomState, state: object) -> object:
         """Return the state, for ``like.set_state``."""
         return state
 
     def restore(self, target: np.random.RandomState, state: Any) -> None:
-        """Set the state.
-
-        Raises:
-            TreeMismatchError: the bit generator has another type.
-        """
-        _check_kind(str(target.get_state(legacy=False)["bit_generator"]), state)
+        """Set the state."""
         target.set_state(state)
 
     def undo(self, target: np.random.RandomState) -> Callable[[], None]:
@@ -489,9 +497,10 @@ class PythonRandomHandler(CheckpointableHandler):
         return lambda: target.setstate(state)
 
 
-def _check_kind(expected: str, state: Any) -> None:
-    found = state["bit_generator"]
-    if found != expected:
+def _check_kind(expected: str, stored: object) -> None:
+    """Refuse the state of another kind, whose names differ: options of a load would mix the two."""
+    found = stored.get("bit_generator") if isinstance(stored, dict) else None
+    if isinstance(found, str) and found != expected:
         difference = f"the state is one of {found}, the generator has {expected}"
         raise TreeMismatchError(f"{difference}. Create the generator with {found}, as it was saved", [difference])
 

@@ -122,9 +122,7 @@ class ConditionalPutTransaction:
                 return tag
             if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
                 raise
-            raise SaveLostError(
-                f"another save claimed {self._location.display} at the same time; save again"
-            ) from error
+            raise save_lost(self._location) from error
 
     def _own_tag(self) -> str | None:
         """Return the tag of the root if it is this claim; None if it is not, or cannot be read."""

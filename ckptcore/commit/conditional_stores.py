@@ -185,7 +185,10 @@ _COMPARE_BYTES: Final = 8 << 20
 
 def save_lost(location: Location) -> SaveLostError:
     """Return the error for a save whose claim another save took over."""
-    return SaveLostError(f"{location.display}: another save took over the location before this one committed")
+    return SaveLostError(
+        f"{location.display}: another save took over the location before this one committed. Only one save at a time "
+        "may write there: wait until the other save has ended, or save to another location"
+    )
 
 
 class FencedStore(Subdirectory):

@@ -158,6 +158,12 @@ class Location:
         """The storage, opened at the checkpoint."""
         return subdirectory(self.parent, self.name)
 
+    def within(self, directory: str) -> Location:
+        """Return the location of a directory in the checkpoint."""
+        display = f"{self.display.rstrip('/')}/{directory}"
+        identity = f"{self.identity}/{directory}"
+        return replace(self, display=display, parent=self.store, name=directory, identity=identity)
+
     @property
     def commits(self) -> CommitMethod:
         """The commit method of the parent directory."""
@@ -240,9 +246,8 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
 
 def _resolve_within(path: SubPath, storages: Storages, to_write: bool) -> Location:
     if isinstance(path.location, IndirectLocation):
-        outer = resolve_location(path.location, storages, to_write=to_write)
-        identity = f"{outer.identity}/{path.directory}"
-        return replace(outer, display=str(path), parent=outer.store, name=path.directory, identity=identity)
+        outer = resolve_location(path.location, storages, to_write=to_write).within(path.directory)
+        return replace(outer, display=str(path))
     scheme, address = _address(path.location)
     return open_address(LocationAddress(str(path), scheme, address, path.directory), storages, to_write=to_write)
 

@@ -301,7 +301,7 @@ class Locks(ABC):
         while self._locked("deleting", name):
             if self._clock.now() >= deadline:
                 raise CheckpointNotFoundError(
-                    f"the step {name} in {self._display} is being deleted (waited {wait_seconds:.0f} seconds); use "
+                    f"the step {name} in {self._display} is being deleted (waited {wait_seconds:.0f} seconds); load "
                     "another step"
                 )
             self._clock.sleep(pause)

@@ -125,7 +125,10 @@ class RenameTransaction:
         self._claim = claim
         self._done = False
         if lock is None:
-            raise SaveLostError(f"cannot save to {location.display}: another process has locked {hidden}; save again")
+            raise SaveLostError(
+                f"cannot save to {location.display}: another process is writing there, because it has locked {hidden}; "
+                "try again when it has ended"
+            )
         self._held = ExitStack()
         self._held.enter_context(lock.lock)
         self._check = lock.check
@@ -223,7 +226,7 @@ class RenameTransaction:
                         continue
                     raise SaveLostError(
                         f"cannot commit {self._location.display}: its path has an entry that is neither a file nor a "
-                        "directory (a broken link?); remove it and save again"
+                        "directory, such as a named pipe; remove it and save again"
                     ) from error
             except ObjectNotFoundError as error:
                 raise SaveLostError(

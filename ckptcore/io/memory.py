@@ -22,6 +22,7 @@ __all__ = [
     "StagingMemory",
     "StagingPool",
     "allocate",
+    "free",
     "map_pages",
 ]
 

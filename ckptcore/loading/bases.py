@@ -42,7 +42,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     if context.io.bases != "anywhere":
         raise InvalidLocationError(
             f"{location.display} refers to a base at {display}, but only bases in the same directory are read. If you "
-            'trust its author, load with Context(io=IOOptions(bases="anywhere")), or ask the author for a copy by '
+            'trust its author, pass context=Context(io=IOOptions(bases="anywhere")), or ask the author for a copy by '
             "ckptcore.copy"
         )
     authority = _AUTHORITY.match(found.parent)

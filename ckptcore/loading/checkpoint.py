@@ -229,7 +229,10 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
             stop=error.stop,
         ) from error
     except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(f"{opened.location.display}: a data file is missing: {error}") from error
+        raise CorruptCheckpointError(
+            f"{opened.location.display}: a data file is missing: {error}. Restore it from a copy, or load another "
+            "checkpoint"
+        ) from error
 
 
 @contextmanager

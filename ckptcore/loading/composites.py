@@ -19,8 +19,9 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
+from ckptcore.loading.foreign import format_names
 from ckptcore.loading.load import DEFAULT_REQUEST, LoadAs, LoadRequest, choose_strategy
-from ckptcore.loading.opening import ConsistentRead, format_names, is_deleted, open_member, open_names, present_members
+from ckptcore.loading.opening import ConsistentRead, is_deleted, open_member, open_names, present_members
 from ckptcore.loading.targets import (
     check_target,
     holds_objects,
@@ -187,17 +188,17 @@ class CompositeLoad:
             self.recording.progress.later -= request.nbytes  # planned exactly by its load
         try:
             loaded = request.load(context, self.recording, self._undo)
-        except TargetUndefinedError:
-            self._add_changed(request.name)
-            raise
         except Exception as error:
             # The undone objects are as they were, unless arrays of an object were filled.
-            if not self._changed:
+            restored = list(self._changed)
+            if isinstance(error, TargetUndefinedError):
+                self._add_changed(request.name)
+            if not restored:
                 raise
             raise TargetUndefinedError(
-                f"loading {request.name!r} failed after {', '.join(self._changed)} had been restored. The objects may "
-                "have states of different saves. Before using them, load a sound checkpoint into them, or create them "
-                f"again: {error}"
+                f"loading {request.name!r} failed after {', '.join(restored)} had been restored. The objects may have "
+                "states of different saves. Before using them, load a sound checkpoint into all of them, or create "
+                f"them again: {error}"
             ) from error
         if request.changes >= Changes.FILES:
             self._add_changed(request.name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -35,7 +36,9 @@ from ckptcore.runtime import runtime_of
 __all__ = [
     "find_composite",
     "foreign_checkpoints",
+    "format_names",
     "inspect_tree",
+    "is_one_checkpoint",
     "not_finalized",
     "open_foreign",
     "open_foreign_files",
@@ -46,6 +49,7 @@ _FILES_TRIED: Final = 20
 """Limit of files that are inspected for the message about a directory that is not a checkpoint."""
 
 _STEPS_SHOWN: Final = 10
+_NAMES_SHOWN: Final = 20
 
 _MAX_NAMES: Final = 1000
 """Limit of names in a directory whose files are inspected. See `_has_single_files`."""
@@ -85,9 +89,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     entry = location.name if version.is_object else None
     storage = location.parent if entry is not None else location.store
     if entry is None and not version.names:
-        raise CheckpointNotFoundError(
-            f"{location.display} does not exist or is empty: check the path, or list its parent directory"
-        )
+        raise _nothing_at(location)
     _expect_no_root(location, version)
     store = _reader(storage, context)
     registry = runtime_of(context).registry
@@ -108,9 +110,36 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
             raise CheckpointNotFoundError(_files_message(location, file))
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
+    remedy = f"install support for its format with {hint}" if hint else _way_on(store, entry, version.names)
     raise CheckpointNotFoundError(
-        f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): "
-        + (f"install support for its format with {hint}" if hint else "check the path")
+        f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): {remedy}"
+    )
+
+
+def _nothing_at(location: Location) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"{location.display} does not exist or is empty: check the path, or list its parent directory"
+    )
+
+
+def format_names(names: Collection[str]) -> str:
+    """Format names for a message. Limits their number: a hostile root or a directory may have any."""
+    shown = [name if name.isprintable() else repr(name) for name in itertools.islice(names, _NAMES_SHOWN)]
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return (", ".join(shown) or "none") + more
+
+
+def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
+    """Return what a file or directory of unknown software has, and what to do."""
+    if file is None:
+        found = f"has {format_names(names)}"
+    elif not (nbytes := store.size(file)):
+        return "it is empty. Restore it from a copy, or load another location"
+    else:
+        found = f"begins with {store.get(file, 0, min(nbytes, 8))!r}"
+    return (
+        f"it {found}. Read it with the software that wrote it and pass the state to ckptcore.save, or load another "
+        "location"
     )
 
 
@@ -123,7 +152,7 @@ def open_foreign_files(location: Location, version: LocationVersion, context: Co
     _expect_no_root(location, version)
     objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
     if not objects:
-        raise CheckpointNotFoundError(f"there is no file at {location.display}: check the path")
+        raise _nothing_at(location)
     tree = TreeMetadata(Node("dict", (), ()), ())
     store = reader_of(location.store, objects, context)
     return Checkpoint(location, version, None, StoredFormat(FilesLayout(), None), tree, store)
@@ -273,7 +302,12 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
 
 
 def _is_foreign(context: Context, location: Location) -> bool:
-    store = _reader(location.store, context)
+    return is_one_checkpoint(location.store, context)
+
+
+def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
+    """Return True if a whole storage is one checkpoint of other software. See `foreign_checkpoints`."""
+    store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
         try:
             found = layout.inspect(store, None) is not None

@@ -22,7 +22,7 @@ from ckptcore.model.metadata import (
     ValueRecord,
     unreadable_error,
 )
-from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
+from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path, is_name
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
 
@@ -465,12 +465,12 @@ class _Comparison:
 
 def _column_difference(requested: object, stored: ValueRecord, matching: Matching) -> str | None:
     """Return why a stored column cannot replace a requested list, tuple or dict; None if it can."""
-    if matching.values == "stored" and not (isinstance(requested, dict) and any(type(key) is str for key in requested)):
+    if matching.values == "stored" and not (isinstance(requested, dict) and any(map(is_name, requested))):
         return None  # the column need not be decoded
     found: Any = _VALUES.build(None, stored, ())
     if matching.values == "error" and not _has_types_of(requested, found):
         return f"kind: a {stored.kind} of other values is requested than is stored"
-    lost = [key for key in requested if type(key) is str and key not in found] if isinstance(requested, dict) else []
+    lost = [key for key in requested if is_name(key) and key not in found] if isinstance(requested, dict) else []
     return f"missing: {lost[0]!r} is not stored" if lost else None
 
 
@@ -534,7 +534,8 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         if requested.spec.shape != stored.spec.shape:
             stored_kind = "" if stored.kind in PLAIN_ARRAY_KINDS else f", the data of a {stored.kind},"
             return f"shape: {requested.spec} is requested, {stored.spec}{stored_kind} is stored"
-        return f"dtype: {requested.spec} is requested, {stored.spec} is stored; casts are not allowed by default"
+        wanted, found = (f"{record.spec} ({record.kind})" for record in (requested, stored))
+        return f"dtype: {wanted} is requested, {found} is stored; arrays of these kinds are not cast"
     if (error := unreadable_error(stored)) is not None:
         return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"
     requested_kind, stored_kind = (

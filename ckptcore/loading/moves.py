@@ -94,9 +94,10 @@ def _without_others(
 
 
 def _are_fields(move: Move) -> bool:
-    """Return True for two fields of objects: the momentum of one optimizer is not the mean of another one."""
-    last = [path[-1] if path else None for path in (move.requested, move.stored)]
-    return all(isinstance(key, Attribute) for key in last) and last[0] != last[1]
+    """Return True for two fields of one object: the momentum of an optimizer is not the mean of another one."""
+    paths = [tuple(map(str, path)) for path in (move.requested, move.stored)]
+    is_field = bool(move.requested) and isinstance(move.requested[-1], Attribute)
+    return is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1]
 
 
 def whole_parts(paths: Sequence[TreePath], chosen: Sequence[int]) -> Sequence[TreePath]:

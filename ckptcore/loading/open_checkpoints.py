@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import LocationLike
@@ -21,7 +21,7 @@ from ckptcore.loading.opening import open_tree
 from ckptcore.loading.reading import default_handlers, read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.tree import LEAF, Attribute, Key, Node, TreePath, format_path, leaf_count
+from ckptcore.model.tree import LEAF, Attribute, Key, Node, PlainKey, TreePath, format_path, leaf_count
 from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.runtime import runtime_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenCheckpoint", "StoredPath", "StoredTree"]
 
-StoredPath: TypeAlias = str | int | Sequence[Key]
+StoredPath: TypeAlias = PlainKey | Sequence[Key]
 """A path in an open tree: a key, a sequence of keys, or keys joined by ``/``."""
 
 _TEXT_KINDS = ("str", "bytes")
@@ -114,7 +114,8 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
 
         Args:
             path: keys, or text with keys joined by ``/``: ``("layers", 0)``, ``"params/dense"``. A key that equals the
-                whole text takes precedence. Text also matches the name of an attribute, and an index as digits.
+                whole tuple or text takes precedence. Text also matches the name of an attribute, and an index as
+                digits.
 
         Raises:
             UnknownPathError: the path does not exist; suggests a similar one.
@@ -129,7 +130,8 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
             return found
         _ = self._state.opened  # raises if the checkpoint is closed
         keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
-        entry = _descend(self, keys)
+        entry = self._child(cast(PlainKey, path)) if isinstance(path, tuple) else None
+        entry = _descend(self, keys) if entry is None else entry
         if entry is None:
             raise self._nothing_at(keys)
         found = entry if isinstance(entry, StoredTree) else self._value(entry)
@@ -162,7 +164,7 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
                     **self._numbers,
                 }
             number = self._numbers_by_text.get(key.name if isinstance(key, Attribute) else key)
-        if number is None or isinstance(key, bool):
+        if number is None or (type(key) is bool and type(node.keys[number]) is not bool):
             return None
         child, path, first = node.children[number], (*self.path, node.keys[number]), self._first_of(number)
         return StoredTree(self._state, child, path, first) if isinstance(child, Node) else _LeafAt(path, first)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
@@ -27,6 +26,7 @@ from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays, stored_format
 from ckptcore.loading.foreign import (
     find_composite,
+    format_names,
     inspect_tree,
     not_finalized,
     open_foreign,
@@ -40,7 +40,6 @@ __all__ = [
     "ConsistentRead",
     "MemberOpener",
     "RootCache",
-    "format_names",
     "is_deleted",
     "member_opener",
     "open_checkpoint",
@@ -72,8 +71,6 @@ ATTEMPTS: Final = 20
 
 _MAX_COMPOSITES: Final = 64
 """Limit of the composites whose save ids are kept."""
-
-_NAMES_SHOWN: Final = 20
 
 
 class ConsistentRead(Generic[OpenedT]):
@@ -218,6 +215,8 @@ def open_tree(
 ) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
+    The only checkpointable of a composite is opened without its name: Orbax saves each tree under a name.
+
     Args:
         location: the location.
         version: the state of the location: the bytes of the root, or the names of files of other software.
@@ -235,7 +234,10 @@ def open_tree(
     if root is None:
         return open_foreign(location, version, context)
     if isinstance(root, CompositeRoot):
-        raise several_checkpointables(location, list(root.members))
+        if len(root.members) != 1 or any(member.processes not in (None, 1) for member in root.members.values()):
+            raise several_checkpointables(location, list(root.members))
+        inner = location.within(next(iter(root.members)))
+        return open_tree(inner, read_version(inner, version.root), context, known)
     return _open_with_root(location, version, root, context, known)
 
 
@@ -309,7 +311,7 @@ def _committed_root(
         began = "" if root is None else f" (it began at {root.created})"
         raise UncommittedCheckpointError(
             f"{location.display} has a save that was not committed{began}: it is running or was interrupted. Load "
-            "another checkpoint, or save here again"
+            "another checkpoint. If no process writes there, you can save here again"
         )
     if isinstance(root, PartialSave):
         raise not_finalized(location, root)
@@ -360,7 +362,7 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
     if hidden or save_id != member.save_id:
         raise UncommittedCheckpointError(
             f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was "
-            "replaced meanwhile. Load another checkpoint, or save again"
+            "replaced meanwhile. Load the others by their names, load another checkpoint, or save again"
         )
 
 
@@ -472,8 +474,8 @@ def open_member(
         return opened
     if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
-            f"{opened.location.display} was replaced by a checkpoint of another save: load it by its own location, or "
-            "delete it"
+            f"{opened.location.display} was replaced by a checkpoint of another save: load it by its own location, and "
+            "the others by their names"
         )
     kind = composite.members[name].kind
     if opened.is_files != (kind == "files"):
@@ -510,9 +512,3 @@ def _open_foreign_member(
     except CheckpointError as error:
         error.add_note(hint)
         raise
-
-
-def format_names(names: Collection[str]) -> str:
-    """Format names for a message. Limits their number: a hostile root may list any."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return (", ".join(itertools.islice(names, _NAMES_SHOWN)) or "none") + more

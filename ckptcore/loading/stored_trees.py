@@ -12,7 +12,7 @@ from ckptcore.errors import CheckpointError, TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import default_handlers
 from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
-from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path
+from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, are_indices, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
@@ -225,4 +225,4 @@ class _Pruning:
 
 def _is_sequence(node: Node) -> bool:
     """Return True if `ckptcore.tree.flattening.rebuild` builds a list or tuple of its children."""
-    return node.kind in ("list", "tuple") or (node.kind == "object" and node.keys == tuple(range(len(node.keys))))
+    return node.kind in ("list", "tuple") or (node.kind == "object" and are_indices(node.keys))

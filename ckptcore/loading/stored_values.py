@@ -14,7 +14,7 @@ from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_K
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.loading.stored_trees import abstract_tree
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.tree import LEAF, Key, Node, Skeleton, leaf_count
+from ckptcore.model.tree import LEAF, Node, Skeleton, is_name, leaf_count
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat, flatten, rebuild
@@ -209,12 +209,12 @@ def _holds_plain(node: Skeleton, shape: Shape) -> bool:
 
 
 def _keeps_keys(asked: Skeleton, stored: Skeleton) -> bool:
-    """Return True if no text key of a requested dict is missing in the stored one, at any depth."""
+    """Return True if no name in a requested dict is missing in the stored one, at any depth."""
     if not isinstance(asked, Node) or not isinstance(stored, Node):
         return True
     if _is_mapping(asked) and _is_mapping(stored):
-        kept: set[Key] = {str(key) for key in stored.keys}
-        if any(isinstance(key, str) and key not in kept for key in asked.keys):
+        kept = {str(key) for key in stored.keys}
+        if any(is_name(key) and str(key) not in kept for key in asked.keys):
             return False
     below = _children(stored, 0)
     return all(

@@ -215,7 +215,9 @@ class _NewValue(LoadTarget[object]):
         with load.recording.phase("open"):
             flat = _flatten_like(checkpoint, self._abstract, load.context, load.request)
             self._shape = flat.shape
-            return _match(checkpoint, flat, load.context, load.request)
+            matched = _match(checkpoint, flat, load.context, load.request)
+            _check_shared_containers(checkpoint, matched.numbers, flat.shape, is_target=False)
+            return matched
 
     def build(self, load: Load[object], reading: TreeRead) -> object:
         """Put the leaves into containers like those of the abstract tree."""
@@ -444,7 +446,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
         )
     _check_inner_objects(checkpoint, flat.shape)
     _check_shared_memory(checkpoint, matched.numbers, memory)
-    _check_shared_containers(checkpoint, matched.numbers, flat.shape)
+    _check_shared_containers(checkpoint, matched.numbers, flat.shape, is_target=True)
     return matched
 
 
@@ -520,17 +522,19 @@ def _check_shared_memory(
             before.append((extent, number, part))
 
 
-def _check_shared_containers(checkpoint: Checkpoint, numbers: Sequence[int | None], shape: Shape) -> None:
-    """Refuse a container that occurs twice in a target if the checkpoint has two values for it.
+def _check_shared_containers(
+    checkpoint: Checkpoint, numbers: Sequence[int | None], shape: Shape, *, is_target: bool
+) -> None:
+    """Refuse a container that occurs twice in a target, or in a request, if the checkpoint has two values for it.
 
     Raises:
         TreeMismatchError: names a leaf of each occurrence.
     """
-    for first, second in shared_containers(shape):
+    for first, second in shared_containers(shape, is_target=is_target):
         for one, other in zip(first, second, strict=True):
             number, others = numbers[one], numbers[other]
             if number is not None and others is not None and _stored(checkpoint, number) != _stored(checkpoint, others):
-                raise _refusal(checkpoint, number, others, "one object")
+                raise _refusal(checkpoint, number, others, "one object", is_target=is_target)
 
 
 def _stored(checkpoint: Checkpoint, number: int) -> LeafRecord | int:
@@ -539,8 +543,17 @@ def _stored(checkpoint: Checkpoint, number: int) -> LeafRecord | int:
     return record if isinstance(record, ValueRecord) else checkpoint.tree.aliases.get(number, number)
 
 
-def _refusal(checkpoint: Checkpoint, first: int, second: int, shared: str) -> TreeMismatchError:
+def _refusal(
+    checkpoint: Checkpoint, first: int, second: int, shared: str, *, is_target: bool = True
+) -> TreeMismatchError:
     one, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
+    if not is_target:
+        reason = (
+            f"{one} and {other} are {shared} in the request, but separate in {checkpoint.location.display}: the object "
+            "cannot have both values"
+        )
+        line = f"{other}: {shared} with {one} in the request, not in the checkpoint"
+        return TreeMismatchError(f"{reason}. Request two objects, or PLACEHOLDER in one of the two places", [line])
     if first == second:
         reason, line = f"{one} of the target has {shared}: it cannot be filled", f"{one}: has {shared} in the target"
     else:

@@ -15,16 +15,21 @@ __all__ = [
     "JSON",
     "LEAF",
     "MAX_DEPTH",
+    "MAX_KEY_DEPTH",
+    "MAX_KEY_PARTS",
     "Attribute",
     "Key",
     "Node",
     "NodeKind",
+    "PlainKey",
     "Skeleton",
     "StoredObject",
     "TreePath",
+    "are_indices",
     "float_from_json",
     "float_to_json",
     "format_path",
+    "is_name",
     "leaf_count",
     "leaf_paths",
     "skeleton_from_json",
@@ -39,6 +44,12 @@ JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[s
 MAX_DEPTH: Final = 200
 """Most nested containers in a tree that is saved or loaded."""
 
+MAX_KEY_DEPTH: Final = 16
+"""Most nested tuples in a key."""
+
+MAX_KEY_PARTS: Final = 10_000
+"""Most parts of a tuple in a key. NUTS has one for the names of all parameters."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attribute:
@@ -50,8 +61,11 @@ class Attribute:
         return self.name
 
 
-Key: TypeAlias = int | str | Attribute
-"""A step from a container to one of its children: an index or int key, a str key, an attribute."""
+PlainKey: TypeAlias = int | str | tuple["PlainKey", ...]
+"""A key of a mapping: an int, a bool, a str, or a tuple of such keys. Equal keys of Python (True and 1) are equal."""
+
+Key: TypeAlias = PlainKey | Attribute
+"""A step from a container to one of its children: an index or a key of a mapping, or an attribute."""
 
 TreePath: TypeAlias = tuple[Key, ...]
 """The steps from the root of a tree to a leaf; empty if the tree is a leaf."""
@@ -127,13 +141,21 @@ def format_path(path: TreePath) -> str:
     for key in path:
         if isinstance(key, Attribute):
             parts.append(f".{key.name}" if parts else key.name)
-        elif isinstance(key, int):
-            parts.append(f"[{key}]")
-        elif key.isidentifier():
+        elif isinstance(key, str) and key.isidentifier():
             parts.append(f"/{key}" if parts else key)
         else:
             parts.append(f"[{key!r}]")
     return "".join(parts)
+
+
+def are_indices(keys: Sequence[Key]) -> bool:
+    """Return True if keys are 0, 1, 2 and so on, as ints: False and True are keys of a mapping."""
+    return tuple(keys) == tuple(range(len(keys))) and bool not in map(type, keys)
+
+
+def is_name(key: object) -> bool:
+    """Return True for a key of a mapping that a program chose. Numbers, such as those of epochs, change as it runs."""
+    return isinstance(key, str | bool | tuple)
 
 
 def leaf_paths(skeleton: Skeleton) -> Iterator[TreePath]:
@@ -219,8 +241,8 @@ def float_from_json(value: JSON) -> float:
 def skeleton_to_json(skeleton: Skeleton) -> JSON:
     """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and if known, the type and attributes.
 
-    `keys` is None for a list or tuple. An attribute key is ``{"attr": name}``; int and str keys are themselves (text
-    with surrogates: see `text_to_json`).
+    `keys` is None for a list or tuple. An attribute key is ``{"attr": name}``; int, bool and str keys are themselves
+    (text with surrogates: see `text_to_json`), and a tuple is a list of its parts.
     `children` is the number of children if every child is a leaf.
     """
     if not isinstance(skeleton, Node):
@@ -301,15 +323,25 @@ def _take_leaves(count: int, left: list[int]) -> None:
 def _key_to_json(key: Key) -> JSON:
     if isinstance(key, Attribute):
         return {"attr": text_to_json(key.name)}
+    if isinstance(key, tuple):
+        return [_key_to_json(part) for part in key]
     return key if isinstance(key, int) else text_to_json(key)
 
 
 def _key_from_json(encoded: JSON) -> Key:
-    if isinstance(encoded, int) and not isinstance(encoded, bool):
-        return encoded
     if isinstance(encoded, dict) and "attr" in encoded and len(encoded) == 1:
         return Attribute(text_from_json(encoded["attr"]))
-    return text_from_json(encoded)
+    return _plain_key_from_json(encoded, 0)
+
+
+def _plain_key_from_json(encoded: JSON, depth: int) -> PlainKey:
+    if isinstance(encoded, int):
+        return encoded
+    if not isinstance(encoded, list):
+        return text_from_json(encoded)
+    if depth == MAX_KEY_DEPTH or len(encoded) > MAX_KEY_PARTS:
+        raise _bad_skeleton("a key with too many parts")
+    return tuple([_plain_key_from_json(part, depth + 1) for part in encoded])
 
 
 def _bad_skeleton(found: object) -> CorruptCheckpointError:

@@ -84,8 +84,8 @@ def leaf_names(
     """Return a name for each leaf of a flat layout: its keys joined by a separator, as other software expects.
 
     Leaves with equal or reserved names get escaped names: a backslash precedes each separator and each backslash within
-    a key, a str key that is empty or looks like an int is quoted, and an attribute begins with ``\\@``. If the escaped
-    name is reserved too, a backslash is put before it.
+    a key, a str key that is empty or looks like an int is quoted, an attribute begins with ``\\@``, and a bool or a
+    tuple with a backslash. If the escaped name is reserved too, a backslash is put before it.
 
     Args:
         paths: by leaf, its path.
@@ -122,6 +122,8 @@ def _printable(name: str) -> str:
 
 
 def _escape(key: Key, separator: str) -> str:
+    if isinstance(key, bool | tuple):
+        return "\\" + str(key).replace("\\", "\\\\").replace(separator, "\\" + separator)
     if isinstance(key, int):
         return str(key)
     if isinstance(key, Attribute):

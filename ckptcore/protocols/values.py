@@ -89,11 +89,23 @@ class ContainerHandler(Protocol):
         """
         ...
 
+    @property
+    def remedy(self) -> str:
+        """Advice about content that no plugin handles, as a clause for errors; by default empty."""
+        return ""
+
     def is_object(self, value: Any) -> bool:
         """Return True if programs refer to `value` as an object with an identity, like a module; by default False.
 
         ``load_checkpointables`` restores a tree in place if it is or contains such a container, or an object of a
         `CheckpointableHandler`. It builds a new value for any other tree, such as a dict of arrays.
+        """
+        return False
+
+    def keeps_identity(self, value: Any) -> bool:
+        """Return True if a container at several places of a tree is one container in a loaded tree too.
+
+        For variables that several modules share. False, the default: each place gets a container of its own.
         """
         return False
 
@@ -166,6 +178,13 @@ class CheckpointableHandler(Protocol):
         In place of an object inside `state`, it has the live object, which is restored already.
         """
         ...
+
+    def has_memory(self, target: Any) -> bool:
+        """Return True, the default, if `restore` can change `target`. Only asked about values that are no objects.
+
+        If it returns False, ``load_into`` puts a new value, the result of `unflatten`, into the container of `target`.
+        """
+        return True
 
     def may_refuse(self, target: Any, request: object) -> bool:
         """Return True, the default, if `restore` may raise an error for a loaded state.

@@ -225,7 +225,8 @@ def _write_in_background(
         memory.close()
         failed = CheckpointError(
             f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): "
-            f"{error}. Call save, or allow a copy of the whole state. {NOTHING_COMMITTED.capitalize()}"
+            f"{error}. Call save, or leave out save_bytes, so that the whole state is copied. "
+            f"{NOTHING_COMMITTED.capitalize()}"
         )
         failed.__cause__ = error
         fail_before_claim(save.agreement, failed)

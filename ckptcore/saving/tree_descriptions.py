@@ -197,7 +197,7 @@ def describe_tree(
 
     Raises:
         UnsupportedLeafError: lists up to 20 leaves that cannot be saved.
-        UnsupportedKeyError: a key of a container is neither int nor str.
+        UnsupportedKeyError: a key of a container is not an int, a bool, a str, or a tuple of them.
         NameCollisionError: two leaves would get the same name in the layout.
     """
     columns = saved_columns(plugins, mappings=not merged and (own or size == 1))

@@ -70,7 +70,8 @@ class Checkpointer(CheckpointReader):
             directory: a path or URL, or a `RunDirectory`, such as one that saves to a fast directory first.
             save_policy: chooses the steps to save; None: every call of `save` saves.
             preservation_policy: chooses the steps to keep; None: all. The newest step is always kept.
-            step_names: the names of step directories.
+            step_names: the names of step directories. None: those of `StepNames()`; a run of other software whose steps
+                have another prefix continues under it.
             layout: the layout of arrays.
             context: options.
             metadata: JSON to store with the directory as a whole; None leaves the stored metadata unchanged.
@@ -84,6 +85,8 @@ class Checkpointer(CheckpointReader):
 
         Raises:
             DirectoryInUseError: another job owns the directory.
+            InvalidLocationError: the directory is a checkpoint, or has no step and checkpoints that `step_names` does
+                not describe. The error says what they are, and how to read them.
             NotSharedError: this process of a job does not see the directory of the leader.
             RankFailedError: another process of the job failed, for example because it does not see the directory.
             StorageError: the directory cannot be written.

@@ -136,8 +136,8 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
     """Return the steps that a preservation policy decides about, ascending.
 
     These steps are committed, readable and written by ckptcore.
-    Other steps are ignored and never deleted: damaged steps, steps of other software or of a newer version, and
-    symbolic links.
+    Other steps are ignored and never deleted: damaged steps, steps of other software or of a newer version, symbolic
+    links, and checkpoints that were not saved as steps and only have such names as the steps of the run.
 
     Args:
         steps: the directory.
@@ -155,6 +155,8 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
             summary = steps.summary(step)
             if summary is None or not summary.committed:
                 continue  # a claim that was copied from an object store
+            if steps.is_adopted(step) and summary.progress.get("step") != step:
+                continue  # the user saved it under a name of their own, and not as a step
             infos.append(steps.info(step))
         except CheckpointNotFoundError:
             continue  # deleted since it was listed

@@ -243,6 +243,7 @@ def _nothing() -> None:
 
 _KEY: Final = f"{INTERNAL_DIRECTORY}/metadata.json"
 _MAX_BYTES: Final = 1 << 24
+_REMEDY: Final = "write it again with Checkpointer(directory, metadata=...), or remove it"
 
 
 def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
@@ -258,11 +259,9 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{_KEY} cannot be read: {error}; write it again, or remove it", key=_KEY
-        ) from error
+        raise CorruptCheckpointError(f"{_KEY} cannot be read: {error}; {_REMEDY}", key=_KEY) from error
     if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{_KEY} is not a JSON object; write it again, or remove it", key=_KEY)
+        raise CorruptCheckpointError(f"{_KEY} is not a JSON object; {_REMEDY}", key=_KEY)
     return found
 
 

@@ -344,12 +344,13 @@ class CheckpointReader(StepReader):
 
         Args:
             directory: a path or URL, or a `RunDirectory`.
-            step_names: the names of step directories.
+            step_names: the names of step directories. None: those of `StepNames()`.
             context: options.
 
         Raises:
             StorageError: it cannot be listed.
-            InvalidLocationError: it is a checkpoint, not a directory of steps.
+            InvalidLocationError: it is a checkpoint, not a directory of steps; or it has no step and checkpoints that
+                `step_names` does not describe.
         """
         names, context = check_step_names(step_names), context or default_context()
         if isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory):

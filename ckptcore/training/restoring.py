@@ -105,7 +105,9 @@ class _SkippedCopies:
     def failure(self, directory: str) -> CheckpointError:
         """Return the error to raise if no copy is left."""
         if not self.reasons:
-            return CheckpointNotFoundError(f"there is no committed step in {directory}; save one first")
+            return CheckpointNotFoundError(
+                f"there is no committed step in {directory}: check the path of the run, or save a step first"
+            )
         reasons = "; ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped)
         message = f"none of the steps in {directory} can be loaded: {reasons}"
         if self.changed:

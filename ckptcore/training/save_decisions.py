@@ -44,7 +44,7 @@ class TerminationSignal:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "a handler of SIGTERM can be installed on the main thread only: create the Checkpointer there, or pass "
-                "preemption_notice=, a function that returns True if this process is to be preempted"
+                "preemption_notice=, a function of the step that returns True if this process is to be preempted"
             )
         self._received = False
         self._closed = False

@@ -32,16 +32,19 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
     StorageError,
+    UncommittedCheckpointError,
 )
 from ckptcore.events import logger_named
 from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
+from ckptcore.loading.foreign import is_one_checkpoint
 from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.redaction import redacted_location
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
+from ckptcore.training.other_names import find_other_steps
 
 __all__ = ["StepDirectory"]
 
@@ -90,6 +93,10 @@ class StepDirectory:
         """By step: the number of the last change by this process, and the new name; None after a deletion."""
         self._number = 0
         self._leftovers: tuple[str, ...] = ()
+        self._others: tuple[str, ...] = ()
+        """The entries of the last listing that have no name of a step."""
+        self._adopted: str | None = None
+        """The prefix of names that `list_steps` found."""
         self._locks: Locks | None = None
         self.broken: set[int] = set()
         self.reset_after_fork()
@@ -124,7 +131,8 @@ class StepDirectory:
     def list_names(self) -> Mapping[int, str]:
         """List the names of steps, committed or not, by step, with one request. See `replace`.
 
-        The known steps stay as they are, but `leftovers` is updated.
+        A step is a directory, or a file that other software wrote. The known steps stay as they are, but `leftovers` is
+        updated.
 
         Raises:
             InvalidLocationError: the directory is a checkpoint.
@@ -142,17 +150,69 @@ class StepDirectory:
             except StorageError as error:
                 logger.warning("%s in %s, which a killed save hid, cannot be restored: %s", name, self.display, error)
         self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
-        return self.names.find(entries)
+        files = [entry for entry in found if not entry.endswith("/")]
+        steps = self.names.find([*entries, *files])
+        known = set(steps.values())
+        self._others = tuple(
+            [
+                entry
+                for entry in found
+                if not entry.startswith(".") and entry.removesuffix("/") not in known and entry[:-1] not in replaced
+            ]
+        )
+        return steps
 
     def list_visible(self) -> Mapping[int, str]:
         """Return the result of `list_names` without the steps that are being deleted."""
         return {step: name for step, name in self.list_names().items() if not self.is_hidden(step)}
 
+    def list_steps(self) -> Mapping[int, str]:
+        """List the names of steps, and replace the known ones. If none is committed, look for steps with other names.
+
+        This takes a small request for the newest step, unless it is known, and requests for other names only if there
+        is no step.
+
+        Raises:
+            InvalidLocationError: the directory is a checkpoint, or has checkpoints of which it is not known how to read
+                them as steps.
+        """
+        since = self.changes()
+        found = self.list_visible()
+        if not self.names.finds_others:
+            return found
+        self.replace(found, since)
+        try:
+            if self.latest() is not None or not (self._others or found):
+                return found
+            unread = [name for _, name in sorted(found.items(), reverse=True)]
+            others = find_other_steps(self.display, self._store, self._others, unread, self._holds_checkpoint)
+            if not others and is_one_checkpoint(self._store, self._context):
+                raise self._no_directory()
+        except StorageError as error:
+            logger.warning("it is not known if %s has steps: %s", self.display, error)
+            return found
+        return others or found
+
     def reload(self, agreement: Agreement) -> None:
         """List the directory again. Called on every rank. All ranks use the leader's listing."""
         since = self.changes()
-        found = agreement.lead("list", lambda: {str(step): name for step, name in self.list_visible().items()})
+        found = agreement.lead("list", lambda: {str(step): name for step, name in self.list_steps().items()})
         self.replace({int(step): name for step, name in found.items()}, since)
+
+    def _holds_checkpoint(self, name: str) -> bool | None:
+        """Return True if an entry is a checkpoint, also a damaged one; None if it is unfinished or cannot be read."""
+        try:
+            ConsistentRead(SubPath(self.directory, name), self._context, open_either).open()
+        except UncommittedCheckpointError:
+            return None
+        except (CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
+            return False
+        except StorageError as error:
+            logger.warning("%s in %s is passed over: %s", name, self.display, error)
+            return None
+        except CheckpointError:
+            return True  # of several checkpointables, damaged, or of a newer version
+        return True
 
     def expect_directory(self) -> None:
         """Check that this can be a directory of steps; it need not exist.
@@ -195,6 +255,7 @@ class StepDirectory:
             since: the result of `changes` before the listing; 0 if there were no changes yet.
         """
         with self._lock:
+            self._adopt(found)
             known = {step: name for step, name in self._found.items() if self._ours.get(name)}
             self._found = dict(found)
             for step, (number, name) in list(self._changes.items()):
@@ -212,6 +273,23 @@ class StepDirectory:
             self._ours = {name: ours for name, ours in self._ours.items() if name in there}
             # A step may have been deleted and saved again with another root.
             self._summaries = {}
+
+    def _adopt(self, found: Mapping[int, str]) -> None:
+        """Read the names that `list_steps` found from now on. The run continues under them, if it may choose its names.
+
+        Otherwise the next process, which finds the new steps first, would not see the old ones.
+        """
+        others = [name for name in found.values() if self.names.parse(name) is None]
+        if not others:
+            return
+        other = StepNames.of(others[-1])
+        write = other.write if self.names == StepNames() else self.names.write
+        self.names = StepNames(write, [*self.names.read, other.read[-1]])
+        self._adopted = other.write.prefix
+
+    def is_adopted(self, step: int) -> bool:
+        """Return True if a step has a name of other software, or of a checkpoint that was not saved as a step."""
+        return self._adopted is not None and self.name(step).startswith(self._adopted)
 
     def add(self, step: int, name: str) -> None:
         """Add a committed step with its name."""

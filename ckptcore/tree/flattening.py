@@ -18,12 +18,16 @@ from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.tree import (
     LEAF,
     MAX_DEPTH,
+    MAX_KEY_DEPTH,
+    MAX_KEY_PARTS,
     Attribute,
     Key,
     Node,
+    PlainKey,
     Skeleton,
     StoredObject,
     TreePath,
+    are_indices,
     format_path,
     leaf_count,
     leaf_paths,
@@ -64,7 +68,7 @@ STATE_OF: Final = "state of "
 
 T = TypeVar("T")
 
-_KEY_TYPES: Final = frozenset({str, int, Attribute})
+_KEY_TYPES: Final = frozenset({str, int, bool, Attribute})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,8 @@ def flatten(
     Raises:
         UnsupportedLeafError: no plugin handles some leaves, of which the error names at most 20; or the tree is too
             deep.
-        UnsupportedKeyError: a key has another type than int, str or `Attribute`. Of subclasses, only members of enums
-            and scalars of NumPy are accepted.
+        UnsupportedKeyError: a key has another type than int, bool, str, a tuple of such keys, or `Attribute`. Of
+            subclasses, only members of enums, scalars of NumPy and named tuples are accepted.
     """
     walk = _Flattening(plugins, rank, placeholders, stored_at, refusals, columns)
     skeleton, shape = walk.node(value)
@@ -163,6 +167,7 @@ class _Flattening:
         self.handlers: list[LeafHandler | None] = []
         self.unsupported: list[str] = []
         self.path: list[Key] = []
+        self.containers: list[ContainerHandler] = []  # around the current value
         self.depth = self.objects = 0
 
     def node(self, value: object) -> tuple[Skeleton, Shape]:
@@ -177,6 +182,8 @@ class _Flattening:
             return LEAF, None
         if found.container is None and found.checkpointable is None:
             reason = self.unsupported_reason(value)
+            if remedy := next((one.remedy for one in reversed(self.containers) if one.remedy), None):
+                reason = f"{reason}, or {remedy}"
             self.unsupported.append(
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
@@ -192,7 +199,7 @@ class _Flattening:
                 f"the tree is deeper than {MAX_DEPTH} containers at {format_path(tuple(self.path[:6]))}...; "
                 "a container may contain itself. Nothing was written"
             )
-        leaves, handlers, columns = self.leaves, self.handlers, self.columns
+        leaves, handlers, columns, containers = self.leaves, self.handlers, self.columns, len(self.containers)
         count, length, depth = len(leaves), len(self.path), self.depth
         try:
             result = (
@@ -215,6 +222,7 @@ class _Flattening:
             del leaves[count:], handlers[count:], self.path[length:]
             self.depth = depth
             result = self._placeholder()
+        del self.containers[containers:]
         self.depth -= 1
         return result
 
@@ -265,6 +273,7 @@ class _Flattening:
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
+        self.containers.append(handler)
         columns = self.columns
         if isinstance(value, PerProcess):
             flattened = Flattened("dict", (self.rank,), flattened.children, PER_PROCESS)
@@ -272,7 +281,7 @@ class _Flattening:
                 self.columns = columns._replace(mappings=True)  # other ranks merge nothing into it
         keys, children = tuple(flattened.keys), flattened.children
         if not _KEY_TYPES.issuperset(map(type, keys)):
-            keys = tuple([self._plain_key(key) for key in keys])
+            keys = tuple([self._key(key) for key in keys])
         dispatch = self.dispatch
         found = [dispatch(child).leaf for child in children]
         inner = [position for position, leaf in enumerate(found) if leaf is None]
@@ -306,17 +315,14 @@ class _Flattening:
         node = Node(flattened.kind, keys, tuple(skeletons), flattened.type, flattened.attributes)
         return node, Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
 
-    def _plain_key(self, key: Any) -> Key:
-        """Return the int or text that a key equals, for numbers of NumPy and members of enums."""
-        if type(key) in _KEY_TYPES:
-            return cast(Key, key)
-        if isinstance(key, np.integer) or (isinstance(key, int) and isinstance(key, enum.Enum)):
-            return int(key)
-        if isinstance(key, np.str_) or (isinstance(key, str) and isinstance(key, enum.Enum)):
-            return str.__str__(key)
+    def _key(self, key: Any) -> Key:
+        """Return the key of Python that a key equals."""
+        made: Key | None = key if type(key) is Attribute else _plain_key(key, 0)
+        if made is not None:
+            return made
         raise UnsupportedKeyError(
-            f"{format_path(tuple(self.path))} has the key {key!r} of type {type(key).__qualname__}; keys are int or "
-            "str: convert it, or save list(value.items()). Nothing was written"
+            f"{format_path(tuple(self.path))} has the key {key!r} of type {type(key).__qualname__}; keys are int, "
+            "bool, str or tuples of them: convert it, or save list(value.items()). Nothing was written"
         )
 
     def _child(self, key: Key, child: object) -> tuple[Skeleton, Shape]:
@@ -326,11 +332,27 @@ class _Flattening:
         return result
 
 
+def _plain_key(key: Any, depth: int) -> PlainKey | None:
+    """Return the key of Python that a scalar of NumPy, a member of an enum or a named tuple equals; None for others."""
+    if type(key) in (int, str, bool):
+        return cast(PlainKey, key)
+    if isinstance(key, np.bool_):
+        return bool(key)
+    if isinstance(key, np.integer) or (isinstance(key, int) and isinstance(key, enum.Enum)):
+        return int(key)
+    if isinstance(key, np.str_) or (isinstance(key, str) and isinstance(key, enum.Enum)):
+        return str.__str__(key)
+    if not isinstance(key, tuple) or depth == MAX_KEY_DEPTH or len(key) > MAX_KEY_PARTS:
+        return None
+    parts = [_plain_key(part, depth + 1) for part in key]
+    return None if None in parts else cast(PlainKey, tuple(parts))
+
+
 def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...] | None:
     """Return the order of visits of children that are not leaves; None if it is the order of the keys.
 
-    Keys are sorted, ints before names, so that every process of a job uses one order, even if dicts are ordered
-    differently. Methods of objects may be collective: `state_dict` of a module under FSDP gathers its shards.
+    Keys are sorted, ints before names and tuples, so that every process of a job uses one order, even if dicts are
+    ordered differently. Methods of objects may be collective: `state_dict` of a module under FSDP gathers its shards.
     """
     if len(inner) < 2:
         return None
@@ -454,7 +476,7 @@ def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) 
         return children
     if skeleton.kind == "tuple":
         return tuple(children)
-    if skeleton.kind == "object" and skeleton.keys == tuple(range(len(children))):
+    if skeleton.kind == "object" and are_indices(skeleton.keys):
         return children
     keys: list[Any] = [key.name if isinstance(key, Attribute) else key for key in skeleton.keys]
     if len(set(keys)) != len(keys):

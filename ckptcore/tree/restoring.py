@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ckptcore.errors import CheckpointError
 from ckptcore.model.tree import TreePath, format_path
-from ckptcore.tree.shapes import Container, NewContainer, ObjectNode, Shape, objects_in
+from ckptcore.tree.shapes import Container, NewContainer, ObjectNode, Shape, objects_in, unflatten
 
 __all__ = ["first_fixed", "restore", "shared_containers"]
 
@@ -34,7 +34,7 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
         )
     _restore(shape, leaves, filled, iter(range(len(leaves))))
     for found in objects_in(shape):
-        if not found.node.may_refuse:
+        if not found.node.may_refuse and not _is_replaced(found.node):
             found.restore(leaves)
 
 
@@ -53,8 +53,11 @@ def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int],
         number = next(position)
         return number if changed[number] else None
     if isinstance(shape, ObjectNode):
-        _skip(shape, position)
-        return None
+        if not _is_replaced(shape):
+            _skip(shape, position)
+            return None
+        numbers = list(itertools.islice(position, shape.leaves))
+        return next((number for number in numbers if changed[number]), None)
     if isinstance(shape, NewContainer):
         numbers = list(itertools.islice(position, shape.leaves))
         return numbers[0] if numbers and shape.own is None else None
@@ -71,6 +74,11 @@ def _first_fixed(shape: Shape, changed: Sequence[bool], position: Iterator[int],
         if fixed is not None:
             return fixed
     return None
+
+
+def _is_replaced(node: ObjectNode) -> bool:
+    """Return True for a value that cannot be restored in place, such as a sparse tensor on a meta device."""
+    return not node.handler.is_object and not node.handler.has_memory(node.like)
 
 
 def _children_are_live(shape: Container) -> bool:
@@ -91,29 +99,36 @@ def _replaceable(shape: Container) -> Collection[int]:
     return shape.handler.replaceable(shape.like)
 
 
-def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
-    """Find mutable containers that are at several paths of a value. Return pairs of leaf ranges.
+def shared_containers(shape: Shape, *, is_target: bool) -> Sequence[tuple[range, range]]:
+    """Find containers that are at several paths of a value, and are one container after a load. Return leaf ranges.
 
     A pair has the leaves below the first path of a container, and the leaves below a further path.
+
+    Args:
+        shape: the shape of the value.
+        is_target: True to find all containers that a load into the value changes, and not only those that keep their
+            identity in a new value.
     """
     pairs: list[tuple[range, range]] = []
-    _find_shared(shape, 0, {}, pairs)
+    _find_shared(shape, 0, {}, pairs, is_target)
     return pairs
 
 
-def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]]) -> int:
+def _find_shared(
+    shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]], is_target: bool
+) -> int:
     """Add the shared containers of a node whose leaves start at `start`. Return the end of its leaves."""
     if shape is None:
         return start + 1
     if isinstance(shape, ObjectNode):
-        return _find_shared(shape.state, start, {}, [])  # the object builds a new state each time
+        return _find_shared(shape.state, start, {}, [], is_target)  # the object builds a new state each time
     if isinstance(shape, NewContainer):
         return start + shape.leaves
     stop = start
     for child in shape.children:
-        stop = _find_shared(child, stop, found, pairs)
+        stop = _find_shared(child, stop, found, pairs, is_target)
     first = found.setdefault(id(shape.like), range(start, stop))
-    if first.start != start and _replaceable(shape):
+    if first.start != start and (_replaceable(shape) if is_target else shape.handler.keeps_identity(shape.like)):
         pairs.append((first, range(start, stop)))
     return stop
 
@@ -142,8 +157,13 @@ def _restore(
         number = next(position)
         return _KEPT if filled[number] else leaves[number]
     if isinstance(shape, ObjectNode):
-        _skip(shape, position)
-        return _KEPT
+        if not _is_replaced(shape):
+            _skip(shape, position)
+            return _KEPT
+        numbers = list(itertools.islice(position, shape.leaves))
+        if all(filled[number] for number in numbers):  # nothing of it is stored
+            return _KEPT
+        return unflatten(shape, [leaves[number] for number in numbers])
     if isinstance(shape, NewContainer):
         children: list[object] = []
         for child in shape.content.children:

@@ -68,37 +68,48 @@ order of visits; None if that is the order of the keys. See `_visiting_order`.
 """
 
 
-def rank_of_key(key: Key) -> tuple[bool, int, str]:
-    """Return a value that sorts keys of all types."""
+def rank_of_key(key: Key) -> tuple[int, int, str, tuple[Any, ...]]:
+    """Return a value that sorts keys of all types: first numbers, then text, then tuples."""
     if isinstance(key, int):
-        return False, key, ""
-    return True, 0, key.name if isinstance(key, Attribute) else key
+        return 0, key, "", ()
+    if isinstance(key, tuple):
+        return 2, 0, "", tuple(map(rank_of_key, key))
+    return 1, 0, key.name if isinstance(key, Attribute) else key, ()
 
 
 def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
     """Build a value with exactly the types and static content of the flattened one, and other leaves."""
-    return _unflatten(shape, iter(leaves), lambda node, state: node.handler.unflatten(node.like, state))
+    return _unflatten(shape, iter(leaves), lambda node, state: node.handler.unflatten(node.like, state), {})
 
 
 def unflatten_states(shape: Shape, leaves: Sequence[object]) -> object:
     """Build a value like `unflatten`, but with the states of objects in place of the objects."""
-    return _unflatten(shape, iter(leaves), _state_of_object)
+    return _unflatten(shape, iter(leaves), _state_of_object, {})
 
 
 def _state_of_object(node: ObjectNode, state: object) -> object:
     return state if node.handler.is_object else node.handler.unflatten(node.like, state)
 
 
-def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[ObjectNode, object], object]) -> object:
+def _unflatten(
+    shape: Shape,
+    leaves: Iterator[object],
+    of_state: Callable[[ObjectNode, object], object],
+    made: dict[int, object],
+) -> object:
+    """Build a node. `made` has the containers that keep their identity, by the identity of the flattened ones."""
     if shape is None:
         return next(leaves)
     if isinstance(shape, ObjectNode):
-        return of_state(shape, _unflatten(shape.state, leaves, of_state))
+        return of_state(shape, _unflatten(shape.state, leaves, of_state, made))
     if isinstance(shape, NewContainer):
         shape = shape.content
-    return shape.handler.unflatten(
-        shape.like, _in_order(shape, leaves, lambda child, below: _unflatten(child, below, of_state))
-    )
+    children = _in_order(shape, leaves, lambda child, below: _unflatten(child, below, of_state, made))
+    if not shape.handler.keeps_identity(shape.like):
+        return shape.handler.unflatten(shape.like, children)
+    if id(shape.like) not in made:
+        made[id(shape.like)] = shape.handler.unflatten(shape.like, children)
+    return made[id(shape.like)]
 
 
 def _in_order(
@@ -153,7 +164,7 @@ class LiveObject(NamedTuple):
 
     def restore(self, leaves: Sequence[object]) -> None:
         """Restore the object, and first the objects in its state. `leaves` are those of the whole value."""
-        state = _unflatten(self.node.state, iter([leaves[position] for position in self.leaves]), _restored)
+        state = _unflatten(self.node.state, iter([leaves[position] for position in self.leaves]), _restored, {})
         self.node.handler.restore(self.node.like, state)
 
 

@@ -230,7 +230,10 @@ def goldens() -> dict[str, Path]:
     found = {}
     for plugin in ("layout_orbax", "layout_dcp"):
         for told in sorted((ROOT / "plugins" / plugin / "tests" / "golden").glob("*.json")):
-            found[f"{plugin} {told.stem}"] = told.with_suffix("") / json.loads(told.read_text()).get("directory", "")
+            described = json.loads(told.read_text())
+            found[f"{plugin} {told.stem}"] = told.with_suffix("") / described.get(
+                "directory", described.get("file", "")
+            )
     files = found.pop("layout_dcp torch_files")
     return {**found, **{path.name: path for path in sorted(files.iterdir())}}
 

@@ -176,7 +176,7 @@ def test_a_mismatch_is_raised_without_a_fallback(directory: str) -> None:
             run.load(abstract={"other": ckptcore.AbstractArray((3, 5), "float32")})
         with pytest.raises(CompositeCheckpointError):
             run.load_checkpointables(abstract=["model"])
-        run.save_checkpointables(3, {"model": tree(3)})
+        run.save_checkpointables(3, {"model": tree(3), "other": tree(4)})
         run.wait()
         with pytest.raises(UnknownCheckpointableError):
             run.load_checkpointables(abstract=["modle"])

@@ -146,7 +146,7 @@ class Color(enum.Enum):
     ("value", "advice"),
     [
         (iter([1]), "its position is not known"),
-        (..., "PLACEHOLDER represents a leaf that is not loaded or updated"),
+        (..., "PLACEHOLDER represents a leaf that was not loaded"),
         (print, "code is not saved"),
         (Color, "code is not saved"),
         (object(), "convert it to arrays, numbers, text or containers"),

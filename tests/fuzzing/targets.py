@@ -23,6 +23,7 @@ import ckptcore
 from ckptcore.errors import CheckpointError
 from ckptcore.protocols import Layout
 from tests.fuzzing import reads
+from tests.fuzzing.mutations import MutatorName
 from tests.fuzzing.places import (
     Files,
     Place,
@@ -285,11 +286,14 @@ def _orbax() -> Sequence[Place]:
 
 
 def _aggregates() -> Sequence[Place]:
-    return [
-        place(files_below(_ORBAX / name), "checkpoint", mutator)
-        for name in ("legacy_msgpack", "flax_msgpack")
-        for mutator in ("msgpack", "bytes")
+    files = [
+        ("legacy_msgpack", "checkpoint", "."),
+        ("flax_msgpack", "checkpoint", "."),
+        ("flax_processes", "checkpoint_10", "checkpoint_10"),
+        ("flax_file", "checkpoint_10", "checkpoint_10"),
     ]
+    mutators: Sequence[MutatorName] = ("msgpack", "bytes")
+    return [place(files_below(_ORBAX / name), key, mutator, at) for name, key, at in files for mutator in mutators]
 
 
 def _axlearn() -> Sequence[Place]:

@@ -148,8 +148,8 @@ def test_weights_that_a_file_lacks_are_not_made_up(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load_into(file, dict(model.state_dict()))
     assert caught.value.differences == ("missing: ['pooler.dense.weight'] is not stored",)
-    remedy = 'matching=Matching(missing="keep"): missing leaves keep their present values\nWith it, {} would start again'
-    assert str(caught.value).endswith(remedy.format("['pooler.dense.weight']"))
+    remedy = 'matching=Matching(missing="keep"): missing leaves keep their present values'
+    assert str(caught.value).endswith(f"{remedy}\nWith it, ['pooler.dense.weight'] would start again")
 
 
 def test_a_chunk_that_is_not_there_is_not_zeros(tmp_path: Path) -> None:

@@ -125,5 +125,48 @@ def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -
     assert refused > 50
 
 
+def _table_problems(place: str) -> dict[str, bytes | None]:
+    """Return contents of the first table by the text of the error; None for a missing one."""
+    store = store_at(place)
+    data = store.get(json.loads(store.get("checkpoint.json"))["sessions"][0][5])
+    head, receipts, rest = data.split(b"\n", 2)
+    decoded = json.loads(receipts)
+    found: dict[str, bytes | None] = {"is missing, which lists the data": None, "is not a valid table of a": b"{}\n"}
+    key = json.dumps(decoded).partition('.safetensors"')[0].rpartition('"')[2]
+    assert key
+    changed = receipts.replace(key.encode(), b"../" + key.encode())
+    return {**found, "has an invalid object name": head + b"\n" + changed + b"\n" + rest}
+
+
+@pytest.mark.parametrize("remedy", ["restore it from a copy", "remove this partial save, with all its sessions, by"])
+def test_what_to_do_about_a_table_that_cannot_be_read(tmp_path: Path, remedy: str) -> None:
+    rest_of_array = {"a": {"v": ckptcore.ShardedArray.part(np.ones(2), (2,), (4,), cuts=((2,),))}}
+    for text, changed in _table_problems(_place(tmp_path)).items():
+        place = _place(tmp_path)
+        store = store_at(place)
+        document = json.loads(store.get("checkpoint.json"))
+        key = document["sessions"][0][5]
+        copies = {name: store.get(name) for name in (key, "checkpoint.json")}
+        if changed is None:
+            store.delete([key])
+        else:
+            store.put(key, changed)
+            document["sessions"][0][6:8] = len(changed), f"xxh3_64:{xxhash.xxh3_64_hexdigest(changed)}"
+            store.put("checkpoint.json", _sealed(document))
+        with pytest.raises(CorruptCheckpointError, match=rf"session-0 {text}.*{remedy}"):
+            _finalize(place)
+        if remedy.startswith("restore"):
+            for name, data in copies.items():
+                store.put(name, data)
+            ckptcore.partial(place).save(rest_of_array)
+        else:
+            ckptcore.delete(place)
+            ckptcore.partial(place).save({"a": {"w": np.arange(6.0).reshape(2, 3), "v": np.ones(4)}, "n": 1})
+        _finalize(place)
+        loaded = ckptcore.load(place)
+        assert loaded["n"] == 1 and loaded["a"]["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert loaded["a"]["v"].tolist() == [1] * 4
+
+
 def _line(document: JSON) -> bytes:
     return json.dumps(document).encode()

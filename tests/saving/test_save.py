@@ -184,8 +184,8 @@ class Strange:
         ({"a": ckptcore.AbstractArray((2,), "int8")}, UnsupportedLeafError, "a: an AbstractArray has no elements"),
         ({"a": ...}, UnsupportedLeafError, "a is a builtins.ellipsis"),
         ({"a": slice(1)}, UnsupportedLeafError, "a is a builtins.slice"),
-        ({(1, 2): 1}, UnsupportedKeyError, "tuple"),
-        ({True: 1}, UnsupportedKeyError, "bool"),
+        ({(1, 2.5): 1}, UnsupportedKeyError, "tuple"),
+        ({None: 1}, UnsupportedKeyError, "NoneType"),
         ({"a": {1.5: 1}}, UnsupportedKeyError, "a has the key 1.5"),
     ],
 )

@@ -142,7 +142,7 @@ def test_the_error_names_both_kinds() -> None:
     with pytest.raises(
         TreeMismatchError, match=r"one of PCG64, the generator has PCG64DXSM\. Create the generator with PCG64"
     ):
-        handler.restore(generator("PCG64DXSM", 1), handler.flatten(generator("PCG64", 1)))
+        handler.flatten_to_load(generator("PCG64DXSM", 1), handler.flatten(generator("PCG64", 1)))
 
 
 def test_what_has_no_state_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.step_names import StepNameFormat, StepNames
+from ckptcore.step_names import StepNameFormat, StepNames, numbered
 
 STEPS = st.integers(0, 2**63 - 1) | st.integers(0, 200)
 
 PREFIXES = st.text(
-    st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="/\\."), max_size=6
+    st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="/\\.*"), max_size=6
 ).filter(lambda prefix: not re.search("[0-9]$", prefix))
 
 FORMATS = st.builds(StepNameFormat, PREFIXES, st.none() | st.integers(0, 20))
@@ -138,6 +139,12 @@ def test_formats_of_examples() -> None:
         ("checkpoint-10.bak", None),
         ("my_step_10", None),
         ("latest", None),
+        ("epoch=0-step=10.ckpt", 10),
+        ("model-step=000010.ckpt", 10),
+        ("step=10.ckpt", 10),
+        ("epoch=3.ckpt", None),
+        ("last.ckpt", None),
+        ("10.ckpt", None),
     ],
 )
 def test_names_of_others_are_read(name: str, step: int | None) -> None:
@@ -199,3 +206,52 @@ def test_orbax_names_alike() -> None:
         for step in (0, 7, 1234, 12345):
             assert theirs.build_name(step) == ours.name(step)
             assert StepNames().parse(theirs.build_name(step)) == step
+
+
+@pytest.mark.parametrize(
+    ("example", "found", "others"),
+    [
+        ("ckpt_1000.pt", StepNameFormat("ckpt_", 0, ".pt"), {"ckpt_5.pt": 5, "ckpt_5.pth": None, "ckpt_5": None}),
+        ("model.05.weights.h5", StepNameFormat("model.", 2, ".weights.h5"), {"model.12.weights.h5": 12}),
+        ("10.keras", StepNameFormat("", 0, ".keras"), {"7.keras": 7, "x7": None}),
+        (
+            "epoch=1-step=10.ckpt",
+            StepNameFormat("epoch=*-step=", 0, ".ckpt"),
+            {"epoch=12-step=7.ckpt": 7, "epoch=12-step=7.ckpt.bak": None, "epoch=1-step=.ckpt": None},
+        ),
+        (
+            "epoch=01-val_loss=0.32.ckpt",
+            StepNameFormat("epoch=", 2, "-val_loss=*.ckpt"),
+            {"epoch=14-val_loss=1.05.ckpt": 14, "epoch=14.ckpt": None},
+        ),
+        ("epoch=3-step=7-v1.ckpt", StepNameFormat("epoch=*-step=", 0, "-v1.ckpt"), {"epoch=4-step=8-v1.ckpt": 8}),
+    ],
+)
+def test_formats_of_files(example: str, found: StepNameFormat, others: Mapping[str, int | None]) -> None:
+    assert StepNameFormat.of(example) == found
+    names = StepNames(read=[found])
+    for name, step in {example: found.parse(example), **others}.items():
+        assert (found.parse(name), names.parse(name)) == (step, step)
+    assert found.parse(example) is not None
+    with pytest.raises(ValueError, match="does not end in the number of a step"):
+        StepNames(found)
+
+
+def test_names_of_files_are_not_made() -> None:
+    assert StepNameFormat("ckpt_", 4, ".pt").name(7) == "ckpt_0007.pt"
+    with pytest.raises(ValueError, match="stands for any text"):
+        StepNameFormat("epoch=*-step=").name(7)
+    for example in ("02-2.36.keras", "model.safetensors", "last.ckpt"):
+        with pytest.raises(ValueError, match="does not end in the number of a step"):
+            StepNameFormat.of(example)
+    for arguments in ({"prefix": "a*"}, {"suffix": "*.ckpt"}, {"suffix": "1.ckpt"}, {"suffix": "a/b"}, {"suffix": 1}):
+        with pytest.raises(ValueError, match="give printable text"):
+            StepNameFormat(**arguments)
+
+
+def test_names_by_their_text_and_number() -> None:
+    assert numbered(["a_2", "a_10", "a_002", "b3", "4", "none", "5.txt", "a_" + "9" * 30]) == {
+        "": {4: "4"},
+        "a_": {2: "a_2", 10: "a_10"},
+        "b": {3: "b3"},
+    }

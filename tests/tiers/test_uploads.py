@@ -180,7 +180,7 @@ def test_closing_tells_what_is_not_uploaded_and_the_next_run_uploads_it(near: st
     away = Outage(watch)
     away.begin()
     save_steps(run, [1, 2])
-    with pytest.raises(UploadError, match="the far tier is away") as raised:
+    with pytest.raises(UploadError, match="the far tier is away.* same tiers uploads waiting steps") as raised:
         run.close()
     assert raised.value.steps == (1, 2)
     away.end()
@@ -312,12 +312,14 @@ def test_tiers_do_not_lie_in_each_other(near: str) -> None:
         ({"max_waiting": True}, "at least 1"),
         ({"close_seconds": -1.0}, "at least 0"),
         ({"close_seconds": float("nan")}, "at least 0"),
-        ({"seen_by": "rack"}, "expected one of"),
+        ({"seen_by": "rack"}, r"NearTier\(seen_by='rack'\): expected one of 'job', 'host'$"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         NearTier("/near", **arguments)
+    for seen_by in ("job", "host"):
+        assert NearTier("/near", seen_by=seen_by).seen_by == seen_by
 
 
 def test_the_directories_are_checked(far: str) -> None:

@@ -9,12 +9,14 @@ import time
 import traceback
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ckptcore_integrations import orbax_v1 as ours
 from etils import epath
+from jax.example_libraries import optimizers
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as theirs
 
@@ -57,6 +59,45 @@ def assert_same(one, other):
         assert getattr(left, "dtype", type(left)) == getattr(right, "dtype", type(right))
         assert getattr(left, "sharding", None) == getattr(right, "sharding", None)
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+def registered_state():
+    optimizer = optimizers.adam(0.1)
+    params = {("dense", "kernel", True): jnp.ones(3), ("a/b.c", ("d", 1), False): jnp.zeros(2)}
+    return {"opt": optimizer.init_fn({"w": jnp.arange(3.0)}), "params": params, "masks": {True: jnp.ones(1), False: 2}}
+
+
+@pytest.mark.parametrize("saver", [theirs, ours])
+@pytest.mark.parametrize("loader", [theirs, ours])
+def test_registered_named_tuples_and_keys_that_are_no_text(tmp_path, saver, loader):
+    saver.save(tmp_path / "c", registered_state())
+    abstract = abstract_of(registered_state())
+    assert_same(loader.load(tmp_path / "c", abstract), registered_state())
+    assert_same(loader.load(tmp_path / "c"), theirs.load(tmp_path / "c"))
+
+
+class Model(eqx.Module):
+    weight: object
+    layers: object
+
+
+def test_the_error_for_functions_in_a_module_of_equinox_has_a_remedy_that_works(tmp_path):
+    model, new = (Model(jnp.full(2, fill), [jax.nn.relu, {"w": jnp.full(3, fill)}]) for fill in (1.0, 0.0))
+    with pytest.raises(ValueError, match=r"Unsupported leaf type .*eqx\.filter\(model, eqx\.is_array\)"):
+        ours.save(tmp_path / "c", {"model": model})
+    with pytest.raises(KeyError, match=r"valid handler .*eqx\.filter\(model, eqx\.is_array\)"):
+        ours.save_checkpointables(tmp_path / "c", {"model": model})
+    ours.save(tmp_path / "c", {"model": eqx.filter(model, eqx.is_array)})
+    with pytest.raises(ValueError, match=r"not registered .*eqx\.filter\(model, eqx\.is_array\)"):
+        ours.load_checkpointables(tmp_path / "c", {"state": {"model": new}})
+    with pytest.raises(TypeError, match=r"Unsupported abstract leaf type .*eqx\.filter\(model, eqx\.is_array\)"):
+        ours.load(tmp_path / "c", {"model": new})
+    for loader in (ours, theirs):
+        arrays = loader.load(tmp_path / "c", {"model": eqx.filter(new, eqx.is_array)})["model"]
+        assert eqx.tree_equal(eqx.combine(arrays, new), model)
+    with pytest.raises(ValueError, match="Unsupported leaf type") as plain:
+        ours.save(tmp_path / "d", {"function": jax.nn.relu})
+    assert "eqx" not in str(plain.value)
 
 
 @pytest.mark.parametrize("saver", [theirs, ours])

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import ckptcore
+from ckptcore.errors import TreeMismatchError
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -214,3 +215,46 @@ def test_a_part_that_refers_to_its_parent(tmp_path: Path) -> None:
     other = Parent(nnx.Rngs(1))
     ckptcore.load_into(tmp_path / "c", {"part": other.one})
     assert_equal(leaves(other), leaves(model))
+
+
+class Pair(nnx.Module):
+    """One of two modules with a common part."""
+
+    def __init__(self, torso: Any, rngs: Any) -> None:
+        self.torso = torso
+        self.head = nnx.Linear(3, 2, rngs=rngs)
+
+
+def pair(seed: int) -> dict[str, Any]:
+    rngs = nnx.Rngs(seed)
+    torso = nnx.Linear(3, 3, rngs=rngs)
+    actor = Pair(torso, rngs)
+    return {"actor": actor, "critic": Pair(torso, rngs), "again": actor}
+
+
+@pytest.mark.brings("NNX modules that share a part, such as an actor and a critic", "flax", "same")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_modules_that_share_a_part(tmp_path: Path, layout: str) -> None:
+    saved = pair(0)
+    ckptcore.save(tmp_path / "c", saved, layout=layout)
+    target = pair(1)
+    ckptcore.load_into(tmp_path / "c", target)
+    for loaded in (
+        target,
+        ckptcore.load(tmp_path / "c", pair(1)),
+        ckptcore.load(tmp_path / "c", ckptcore.abstract(pair(1))),
+        ckptcore.load(tmp_path / "c", nnx.eval_shape(lambda: pair(1))),
+    ):
+        assert loaded["actor"] is loaded["again"]
+        assert loaded["actor"].torso.kernel is loaded["critic"].torso.kernel
+        assert_equal(leaves(*[loaded[name] for name in saved]), leaves(*saved.values()))
+
+
+def test_one_object_cannot_have_two_values(tmp_path: Path) -> None:
+    one, other = pair(0), pair(1)
+    ckptcore.save(tmp_path / "c", {"actor": one["actor"], "critic": other["critic"], "again": one["actor"]})
+    with pytest.raises(TreeMismatchError, match="one object in the request, but separate in .*Request two objects"):
+        ckptcore.load(tmp_path / "c", pair(2))
+    two = {"actor": pair(2)["actor"], "critic": pair(3)["critic"], "again": ...}
+    loaded = ckptcore.load(tmp_path / "c", two)
+    assert_equal(leaves(loaded["critic"]), leaves(other["critic"]))

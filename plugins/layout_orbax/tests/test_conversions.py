@@ -150,7 +150,8 @@ def test_several_checkpointables_convert_to_every_layout(source: str, target: st
 
 
 def _golden(name: str) -> Path:
-    location: Path = _GOLDEN / name / _EXPECTED[name].get("directory", "")
+    expected = _EXPECTED[name]
+    location: Path = _GOLDEN / name / expected.get("directory", expected.get("file", ""))
     return location
 
 

@@ -44,12 +44,12 @@ def _location(name: str, directory: Path) -> Path:
     """Return a copy of a golden, to be damaged."""
     expected = json.loads((_GOLDEN / f"{name}.json").read_text())
     shutil.copytree(_GOLDEN / name, directory / name)
-    location: Path = directory / name / expected.get("directory", "")
+    location: Path = directory / name / expected.get("directory", expected.get("file", ""))
     return location
 
 
 def _files(location: Path) -> list[Path]:
-    return [path for path in sorted(location.rglob("*")) if path.is_file()]
+    return [path for path in sorted(location.rglob("*")) if path.is_file()] or [location]
 
 
 @pytest.fixture(autouse=True)

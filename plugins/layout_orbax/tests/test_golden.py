@@ -1,4 +1,4 @@
-"""Every golden checkpoint of Orbax and AXLearn loads as it was saved."""
+"""Every golden checkpoint of Orbax, Flax and AXLearn loads as it was saved."""
 
 import json
 import math
@@ -15,7 +15,7 @@ EXPECTED = {path.stem: json.loads(path.read_text()) for path in sorted(GOLDEN.gl
 
 
 def location_of(name):
-    return GOLDEN / name / EXPECTED[name].get("directory", "")
+    return GOLDEN / name / EXPECTED[name].get("directory", EXPECTED[name].get("file", ""))
 
 
 def built(expected):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ckptcore_orbax.orbax.aggregate import is_aggregate
 from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import find_composite
 from ckptcore_orbax.orbax.items import find_item
@@ -17,7 +18,7 @@ from ckptcore.model import Attribute, Node
 from ckptcore.protocols import StorageAddress
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
+NAMES = sorted(path.stem for path in GOLDEN.glob("*.json") if "file" not in json.loads(path.read_text()))
 
 
 def expected_of(name):
@@ -130,7 +131,7 @@ def test_the_kinds_of_members_and_how_their_arrays_are_stored():
     composite = find_composite(store_of("v0_items"))
     assert composite.members == {
         "config": "json",
-        "mask": "tree",
+        "mask": "array",
         "message": "proto",
         "params": "tree",
         "rng": "random key",
@@ -172,6 +173,30 @@ def test_a_composite_without_any_marker_is_found_by_its_members(tmp_path):
     (tmp_path / "step" / "_CHECKPOINT_METADATA").unlink()
     composite = find_composite(DirectoryReadStore(tmp_path / "step"))
     assert (composite.members, composite.default_tree) == ({"extra": "json", "state": "tree"}, "state")
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "found"),
+    [
+        (b"\x82\xa6params\x80\xa4step\x01", "checkpoint_1", True),
+        (b"\xde\x00\x10\xa1a", "x", True),
+        (b"\x81\xd9\x20" + b"n" * 32 + b"\xc0", "x", True),
+        (b"\xc7\x12\x01\x93\x91\x03", "x", True),
+        (b"\x03", "model.msgpack", True),
+        (b"", "x", False),
+        (b"\x80\x02}q\x00.", "pickle", False),
+        (b"\x80\x04\x95", "pickle", False),
+        (b"\x89PNG\r\n\x1a\n", "x.png", False),
+        (b"\x89HDF\r\n\x1a\n", "x.h5", False),
+        (b"PK\x03\x04", "x.zip", False),
+        (b'{"a": 1}', "x.json", False),
+        ("größe".encode(), "notes", False),
+        (b"\xff\xfea\x00", "utf-16", False),
+        (b"\x81\xa4\x00\x01\x02\x03\xc0", "x", False),
+    ],
+)
+def test_a_tree_in_msgpack_is_known_by_its_first_bytes(data, name, found):
+    assert is_aggregate(data, name) is found
 
 
 def test_optional_files_may_be_missing(tmp_path):
@@ -286,6 +311,7 @@ FILES = [
     ("v0_rich_types", "_METADATA"),
     ("v0_items", "config/metadata"),
     ("v0_items", "rng/jax_random_key_metadata/metadata"),
+    ("v0_array", "_CHECKPOINT_METADATA"),
     ("manager", "7/metrics/metrics"),
     ("axlearn", "step_00000004/index"),
 ]

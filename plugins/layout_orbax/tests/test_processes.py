@@ -146,7 +146,7 @@ def work():
             ckptcore.load(sys.argv[1])
             begun.set()
     except ckptcore.CheckpointError as error:
-        assert "is ending" in str(error), error
+        assert "is ending, but" in str(error) and "join the thread first" in str(error), error
 
 
 def stop():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ckptcore_ray import coordinator as coordinators
+from ckptcore_ray import jobs
 from ckptcore_ray.coordinator import RayCoordinator
 from ckptcore_ray.jobs import RayJob, find_job, make_job
 
@@ -115,13 +119,37 @@ def test_late_rank_gets_an_error_and_the_next_exchange_is_complete(ranks: Ranks,
     first, second = ranks.first(2)
     ray.get([first.join.remote(job.name, 0, 2, 0.3), second.join.remote(job.name, 1, 2, 30.0)])
     with pytest.raises(
-        CoordinationTimeoutError, match=r"1 of 2 ranks of the job .* did not reach the exchange .*: \[1\]"
-    ):
+        CoordinationTimeoutError, match=r"1 of 2 ranks of the job .* did not reach the exchange .*: \[1\]; check"
+    ) as caught:
         ray.get(first.gather.remote("key", b"0"))
+    assert f"and find_job({job.name!r}).progress(). If they were only late, set a longer timeout_seconds" in str(
+        caught.value
+    )
+    assert [rank.exchanges for rank in find_job(job.name).progress().ranks] == [1, 0], "rank 1 has not come yet"
     with pytest.raises(CoordinationTimeoutError, match=r"after the leader's timeout"):
         ray.get(second.gather.remote("key", b"late"))
     ray.get(second.gather.remote("key", b"next"))
     assert ray.get(first.gather.remote("key", b"0")) == [b"0", b"next"]
+
+
+def test_job_whose_actor_does_not_answer(ranks: Ranks, job: RayJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped, as if its node could not be reached."""
+    (second,) = ranks.first(1)
+    coordinator = RayCoordinator(job.name, 0, 2, timeout_seconds=0.1)
+    ray.get(second.join.remote(job.name, 1, 2))
+    process = ray.get(job.actor.__ray_call__.remote(lambda actor: os.getpid()))
+    os.kill(process, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(coordinators, "_ANSWER_SECONDS", 0.1)
+        with pytest.raises(
+            CoordinationTimeoutError, match=r"did not answer .* within 0.2 s; check that its node can be"
+        ):
+            coordinator.gather("key", b"")
+    finally:
+        os.kill(process, signal.SIGCONT)
+    monkeypatch.undo()
+    ray.get(second.gather.remote("next", b"1"))
+    assert coordinator.gather("next", b"0") == [b"0", b"1"]
 
 
 def test_busy_actor_is_not_reported_as_failed(ranks: Ranks, job: RayJob) -> None:
@@ -186,12 +214,39 @@ def test_ranks_that_a_job_does_not_have_are_refused(job: RayJob) -> None:
     for rank, size in ((2, 2), (-1, 2), (0, 3)):
         with pytest.raises(PluginError, match=r"size 2 and ranks 0 to 1"):
             RayCoordinator(job.name, rank, size)
-    with pytest.raises(PluginError, match=r"no job 'unmade' in .* in the driver first"):
-        RayCoordinator("unmade", 0, 2)
+    name = new_name()
+    with pytest.raises(
+        PluginError, match=rf"no job '{name}' in .*: call job = make_job\('{name}', size\) in the driver"
+    ):
+        RayCoordinator(name, 0, 2)
+    with make_job(name, 2):
+        assert RayCoordinator(name, 0, 2).incarnation == 1
     with pytest.raises(PluginError, match=r"stop it with find_job"):
         make_job(job.name, 3)
     with pytest.raises(ValueError, match="at least 1 rank"):
         make_job(new_name(), 0)
+
+
+def test_nodes_without_the_plugin(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unknown:
+        """The actor on a node that lacks its module."""
+
+        def __init__(self, name: str, size: int) -> None:
+            raise ModuleNotFoundError("No module named 'ckptcore_ray'")
+
+        def size(self) -> int:
+            """Return nothing: there is no such actor."""
+            raise NotImplementedError
+
+    name = new_name()
+    with monkeypatch.context() as lacking:
+        lacking.setattr(jobs, "JobActor", Unknown)
+        with pytest.raises(
+            PluginError, match=r"(?s)its actor did not start: .*No module named .*; install ckptcore-ray on"
+        ):
+            make_job(name, 2)
+    with make_job(name, 2):
+        assert RayCoordinator(name, 0, 2).incarnation == 1
 
 
 def test_end_of_a_job_is_an_error(ranks: Ranks) -> None:

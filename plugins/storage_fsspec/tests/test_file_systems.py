@@ -18,10 +18,10 @@ from plugins.storage_fsspec.tests.web_servers import RangesHandler, serve_direct
 
 def test_an_asynchronous_one_is_shared_by_threads_and_others_are_not() -> None:
     for protocol, shared in (("http", True), ("memory", False)):
-        connection = Connection(protocol, f"{protocol}://host/directory", {})
+        connection = Connection(f"{protocol}://host/directory", {})
         mine = connection.get()
         assert connection.get() is mine
-        assert Connection(protocol, f"{protocol}://host/other", {}).get() is mine
+        assert Connection(f"{protocol}://host/other", {}).get() is mine
         others: list[object] = []
         thread = threading.Thread(target=lambda of=connection, to=others: to.append(of.get()))
         thread.start()
@@ -30,13 +30,13 @@ def test_an_asynchronous_one_is_shared_by_threads_and_others_are_not() -> None:
 
 
 def test_other_options_are_another_one() -> None:
-    plain = Connection("http", "http://host/a", {}).get()
-    assert Connection("http", "http://host/a", {"headers": {"A": "1"}}).get() is not plain
+    plain = Connection("http://host/a", {}).get()
+    assert Connection("http://host/a", {"headers": {"A": "1"}}).get() is not plain
 
 
 def test_listings_of_others_are_left_alone() -> None:
     theirs = fsspec.filesystem("http")
-    ours = Connection("http", "http://host/a", {}).get()
+    ours = Connection("http://host/a", {}).get()
     assert ours is not theirs
     assert theirs.dircache.use_listings_cache
     assert not ours.dircache.use_listings_cache  # type: ignore[attr-defined]  # it is a DirCache

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
+from typing import ClassVar
+
 import pytest
 from ckptcore_fsspec.plugin import ckpt_storage_for
 from ckptcore_testing import PluginTests
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.errors import InvalidLocationError, PluginError, UnknownPluginError
+from ckptcore.errors import InvalidLocationError, PluginError, StorageError, UnknownPluginError
 from ckptcore.plugins import installed_plugins
 
 
@@ -48,8 +52,43 @@ def test_options_reach_the_file_system() -> None:
 
 def test_options_that_a_file_system_does_not_take_are_told() -> None:
     context = Context(storage={"fsspec+github": {"unheard": 1}})
-    with pytest.raises(PluginError, match=r"does not accept the options .*unheard"):
+    with pytest.raises(PluginError, match=r"does not accept the options .*unheard") as caught:
         ckptcore.load("fsspec+github://team/checkpoint", context=context)
+    assert "set Context(storage={'fsspec+github': {...}}) to options in its documentation" in str(caught.value)
+
+
+class Login(socketserver.StreamRequestHandler):
+    """Records the password of an FTP client, and refuses it."""
+
+    passwords: ClassVar[list[str]] = []
+
+    def handle(self) -> None:
+        """Answer until the password was sent."""
+        self.wfile.write(b"220 ready\r\n")
+        for line in self.rfile:
+            verb, _, argument = line.decode().strip().partition(" ")
+            if verb == "PASS":
+                self.passwords.append(argument)
+            self.wfile.write(b"331 password\r\n" if verb == "USER" else b"530 no\r\n")
+
+
+def test_passwords_with_characters_of_urls() -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Login) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            place = f"127.0.0.1:{server.server_address[1]}/directory"
+            with pytest.raises(
+                InvalidLocationError, match="pass a password with characters such as / as an option"
+            ) as caught:
+                ckptcore.load(f"ftp://user:a/b@c@{place}")
+            assert "Context(storage={'ftp': {'password': ...}})" in str(caught.value)
+            for scheme in ("ftp", "fsspec+ftp"):
+                context = Context(storage={scheme: {"password": "a/b@c"}})
+                with pytest.raises(StorageError, match="530 no"):
+                    ckptcore.load(f"{scheme}://user@{place}", context=context)
+        finally:
+            server.shutdown()
+    assert set(Login.passwords) == {"a/b@c"}, "fsspec takes %2F in a URL as it is"
 
 
 @pytest.mark.parametrize("url", ["fsspec+simplecache::memory://a/b", "fsspec+zip://a/b::memory://c"])

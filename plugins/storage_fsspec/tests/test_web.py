@@ -239,6 +239,26 @@ def test_answers_are_told_apart(tmp_path: Path, status: int, error: type[Checkpo
             assert len(str(caught.value).splitlines()) == 1
 
 
+def test_a_server_with_too_many_requests(tmp_path: Path) -> None:
+    """Another try loads the checkpoint."""
+    ckptcore.save(tmp_path / "c", STATE)
+    refusing = [True]
+
+    class Throttling(RangesHandler):
+        def do_GET(self) -> None:
+            if refusing:
+                self.send_error(429)
+            else:
+                super().do_GET()
+
+    with serve_directory(tmp_path, Throttling) as (url, _):
+        with pytest.raises(StorageThrottledError, match="; use fewer processes at once, and try again"):
+            ckptcore.load(f"{url}/c")
+        refusing.clear()
+        loaded = ckptcore.load(f"{url}/c")
+    assert np.array_equal(loaded["w"], STATE["w"]) and loaded["step"] == 3
+
+
 def test_broken_answers_are_no_data(tmp_path: Path) -> None:
     with serve_directory(tmp_path, _Failing) as (url, _):
         storage = storage_at(url)
@@ -262,3 +282,27 @@ def test_a_server_that_is_not_there_is_no_missing_object() -> None:
 def test_a_query_is_no_directory() -> None:
     with pytest.raises(InvalidLocationError, match="query"):
         ckptcore.load("https://host/run?token=1/checkpoint")
+
+
+def test_what_to_do_about_a_query(tmp_path: Path) -> None:
+    """Directories with the characters of queries, and credentials, have another form."""
+    ckptcore.save(tmp_path / "a?b#c" / "run", STATE)
+
+    class Guarded(RangesHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Authorization") == "Bearer token":
+                super().do_GET()
+            else:
+                self.send_error(401)
+
+    with serve_directory(tmp_path, Guarded) as (url, _):
+        with pytest.raises(
+            InvalidLocationError, match="it has a query or a fragment; write %3F and %23 for . and #"
+        ) as caught:
+            ckptcore.load(f"{url}/a?b#c/run")
+        assert "pass credentials as Context(storage={'http': {'headers': {...}}})" in str(caught.value)
+        with pytest.raises(StorageCredentialsError, match="; provide valid credentials for this storage"):
+            ckptcore.load(f"{url}/a%3Fb%23c/run")
+        context = ckptcore.Context(storage={"http": {"headers": {"Authorization": "Bearer token"}}})
+        loaded = ckptcore.load(f"{url}/a%3Fb%23c/run", context=context)
+    assert np.array_equal(loaded["w"], STATE["w"]) and loaded["step"] == 3

@@ -6,11 +6,14 @@ import json
 import socket
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import urllib3
 from ckptcore_gcs.plugin import GcsPlugin
 from ckptcore_gcs_server import Request, Response, StrictGcs
 from ckptcore_gcs_server.conditions import Conditions
 
+import ckptcore
 from ckptcore.errors import (
     BucketNotFoundError,
     InvalidLocationError,
@@ -98,6 +101,31 @@ def test_a_bucket_that_is_not_there(gcs: StrictGcs) -> None:
             work()
 
 
+def test_what_to_do_about_a_missing_bucket(gcs: StrictGcs) -> None:
+    context = ckptcore.Context(storage={"gs": {"endpoint": gcs.url, "anonymous": True, "retries": 0}})
+
+    def save(bucket: str) -> None:
+        ckptcore.save(f"gs://{bucket}/run", {"w": np.ones(3)}, context=context)
+
+    with pytest.raises(BucketNotFoundError, match="gs://other/run/.*Check the name of the bucket, or create it"):
+        save("other")
+    save("bucket")
+    assert urllib3.request("POST", f"{gcs.url}/storage/v1/b?project=testing", json={"name": "other"}).status == 200
+    save("other")
+    for bucket in ("bucket", "other"):
+        assert ckptcore.load(f"gs://{bucket}/run", context=context)["w"].tolist() == [1] * 3
+
+
+def test_locations_that_are_no_text(gcs: StrictGcs) -> None:
+    context = ckptcore.Context(storage={"gs": {"endpoint": gcs.url, "anonymous": True}})
+    with pytest.raises(
+        InvalidLocationError, match="invalid key 'run.*keys in UTF-8; use another name for the location"
+    ):
+        ckptcore.save("gs://bucket/run\udc80", {"w": np.ones(3)}, context=context)
+    ckptcore.save("gs://bucket/run\u0080", {"w\udc80": np.ones(3)}, context=context)
+    assert ckptcore.load("gs://bucket/run\u0080", context=context)["w\udc80"].tolist() == [1] * 3
+
+
 def test_a_service_that_is_not_there() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -176,5 +204,9 @@ def test_options_that_are_wrong(gcs: StrictGcs) -> None:
         _open(gcs, credential_file="x")
     with pytest.raises(ValueError, match="expected one of 'parts', 'composite', found 'resumable'"):
         _open(gcs, uploads="resumable")
+    for uploads in ("parts", "composite"):
+        storage = _open(gcs, uploads=uploads)
+        storage.put(uploads, b"123")
+        assert storage.get(uploads) == b"123"
     with pytest.raises(InvalidLocationError, match="not a service URL"):
         _open(gcs, endpoint="storage.googleapis.com")

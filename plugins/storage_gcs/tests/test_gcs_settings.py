@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from ckptcore_gcs.settings import settings_of
 
+from ckptcore.errors import InvalidLocationError
+
 
 def test_uploads_are_composed_where_the_environment_says_so() -> None:
     environment = {"CKPTCORE_GCS_UPLOADS": "composite"}
@@ -13,3 +15,16 @@ def test_uploads_are_composed_where_the_environment_says_so() -> None:
     assert settings_of("bucket", {"uploads": "parts"}, environment).uploads == "parts"
     with pytest.raises(ValueError, match="CKPTCORE_GCS_UPLOADS .* found 'party'"):
         settings_of("bucket", {}, {"CKPTCORE_GCS_UPLOADS": "party"})
+
+
+def test_credentials_of_one_kind() -> None:
+    with pytest.raises(ValueError, match="set only one of access_token, anonymous"):
+        settings_of("bucket", {"access_token": "hidden", "anonymous": True}, {})
+    assert settings_of("bucket", {"access_token": "hidden"}, {}).access_token == "hidden"
+    assert settings_of("bucket", {"anonymous": True}, {}).anonymous
+
+
+def test_credentials_in_the_endpoint() -> None:
+    with pytest.raises(InvalidLocationError, match="a user or a password; set credentials with their own options"):
+        settings_of("bucket", {"endpoint": "https://me:hidden@host"}, {})
+    assert settings_of("bucket", {"endpoint": "https://host", "access_token": "hidden"}, {}).access_token == "hidden"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ckptcore_s3.testing import S3Server
+from ckptcore_s3.testing.servers import server_kind
 
 import ckptcore
 from ckptcore import policies
@@ -47,3 +48,30 @@ def test_steps_of_a_run(bucket: str, context: ckptcore.Context) -> None:
         np.testing.assert_array_equal(steps.load()["w"], np.full(10, 3))
     with ckptcore.CheckpointReader(f"s3://{bucket}/run", context=context) as reader:
         assert list(reader.steps) == [2, 3]
+
+
+def test_what_to_do_about_a_missing_bucket(ministack: S3Server, bucket: str, context: ckptcore.Context) -> None:
+    other = f"{bucket}-other"
+
+    def save(name: str) -> None:
+        ckptcore.save(f"s3://{name}/run", {"w": np.ones(3)}, context=context)
+
+    with pytest.raises(
+        ckptcore.errors.BucketNotFoundError,
+        match="other/run/.*Check the name of the bucket and the endpoint, or create",
+    ):
+        save(other)
+    save(bucket)
+    ministack.create_bucket(other)
+    save(other)
+    for name in (bucket, other):
+        assert ckptcore.load(f"s3://{name}/run", context=context)["w"].tolist() == [1] * 3
+
+
+def test_kinds_of_servers_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTCORE_S3_SERVER", "minio")
+    with pytest.raises(ValueError, match="CKPTCORE_S3_SERVER='minio': expected one of ") as caught:
+        server_kind()
+    for kind in str(caught.value).partition("expected one of ")[2].split(", "):
+        monkeypatch.setenv("CKPTCORE_S3_SERVER", kind)
+        assert server_kind() == kind

@@ -207,3 +207,10 @@ def test_an_endpoint_has_no_password() -> None:
         with pytest.raises(InvalidLocationError, match="contains a user or a password") as caught:
             settings_of("bucket", given, {**NO_FILES, "AWS_ENDPOINT_URL": "https://me:hidden@host"})
         assert "hidden" not in str(caught.value)
+        assert "; set credentials with their own options" in str(caught.value)
+    options = {"endpoint": "https://host", "access_key_id": "me", "secret_access_key": "hidden"}
+    found = settings_of("bucket", options, NO_FILES)
+    assert found.credentials == Credentials("me", "hidden")
+    with pytest.raises(ValueError, match="set both access_key_id and secret_access_key, or neither"):
+        settings_of("bucket", {"endpoint": "https://host", "access_key_id": "me"}, NO_FILES)
+    assert settings_of("bucket", {"endpoint": "https://host"}, NO_FILES).credentials is None

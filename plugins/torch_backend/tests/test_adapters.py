@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import json
+import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from ckptcore_torch.adapters import AdapterLayout, adapter_state, load_adapter, 
 
 import ckptcore
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ChecksumError,
@@ -165,8 +167,15 @@ def test_matrices_without_modules_and_adapter_names() -> None:
 def test_model_without_the_adapter_is_an_error() -> None:
     with pytest.raises(TreeMismatchError, match=r"no parameters of the adapter 'default'.*set adapter_name="):
         adapter_state(torch.nn.Linear(2, 2))
-    with pytest.raises(TreeMismatchError, match="the model has the adapters mine"):
-        adapter_state(lora(2, 2, "mine"))
+    model = lora(2, 2, "mine")
+    with pytest.raises(
+        TreeMismatchError, match="the model has the adapters mine; set adapter_name=, or pass the model"
+    ):
+        adapter_state(model)
+    (by_name, of_another) = adapter_state(model, "mine"), adapter_state(lora(2, 2, "default"))
+    assert by_name.keys() == of_another.keys()
+    held = [bits(parameter) for parameter in model.parameters()]
+    assert all(bits(array) in held for array in by_name.values())
 
 
 def test_two_parameters_of_one_name_are_refused() -> None:
@@ -253,6 +262,24 @@ def test_arrays_and_config_are_of_one_save(tmp_path: Path, monkeypatch: pytest.M
         return
     adapter = load_adapter(tmp_path / "a")
     assert adapter.arrays[f"{PREFIX}q.lora_B.weight"].flat[0] == adapter.config["lora_alpha"] == 8
+
+
+def test_an_adapter_that_is_replaced_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"{PREFIX}q.lora_A.weight": torch.zeros(2, 4), f"{PREFIX}q.lora_B.weight": torch.ones(4, 2)}
+    save_adapter(tmp_path / "a", state, CONFIG)
+    load = ckptcore.load
+
+    def replaced_after(*arguments: Any, **options: Any) -> Any:
+        loaded = load(*arguments, **options)
+        save_adapter(tmp_path / "a", state, CONFIG, overwrite=True)
+        return loaded
+
+    with monkeypatch.context() as saving:
+        saving.setattr(ckptcore, "load", replaced_after)
+        with pytest.raises(CorruptCheckpointError, match="a was replaced .*; load it while no job saves to it"):
+            load_adapter(tmp_path / "a")
+    loaded = load_adapter(tmp_path / "a")
+    assert all(np.array_equal(loaded.arrays[name], array) for name, array in state.items())
 
 
 def test_mismatch_changes_nothing(tmp_path: Path) -> None:
@@ -443,3 +470,35 @@ def test_peft_itself(tmp_path: Path, name: str) -> None:
     assert {key: bits(tensor) for key, tensor in adapter_state(fresh).items()} == {
         key: bits(tensor) for key, tensor in ours.items()
     }
+
+
+def test_arrays_whose_config_is_not_known(tmp_path: Path) -> None:
+    """Each way that the errors name: the content of the file, a directory that has it, and the arrays alone."""
+    save_adapter(tmp_path / "sound", Model(), CONFIG)
+    arrays = dict(load_adapter(tmp_path / "sound").arrays)
+    with pytest.raises(
+        TypeError, match=r"config=None: arrays have no config; pass the content of adapter_config\.json"
+    ):
+        save_adapter(tmp_path / "again", arrays)
+    save_adapter(tmp_path / "again", arrays, json.loads((tmp_path / "sound" / "adapter_config.json").read_text()))
+    assert load_adapter(tmp_path / "again").config == load_adapter(tmp_path / "sound").config
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "sound" / "adapter_model.safetensors", tmp_path / "bare")
+    for content in (None, json.dumps({"r": 2})):
+        if content is not None:
+            (tmp_path / "bare" / "adapter_config.json").write_text(content)
+        with pytest.raises(
+            CheckpointError, match=r"repair it, or load only the arrays|wrote, or load only the arrays with"
+        ):
+            load_adapter(tmp_path / "bare")
+        found = ckptcore.load(tmp_path / "bare")
+        assert found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    shutil.copy(tmp_path / "sound" / "adapter_config.json", tmp_path / "bare")
+    assert load_adapter(tmp_path / "bare").config["r"] == CONFIG["r"]
+
+
+def test_the_reserved_key_of_the_metadata(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has the reserved key 'adapter_config'; choose another name"):
+        save_adapter(tmp_path / "a", Model(), CONFIG, metadata={"adapter_config": 1})
+    save_adapter(tmp_path / "a", Model(), CONFIG, metadata={"adapter": 1})
+    assert ckptcore.metadata(tmp_path / "a").custom["adapter"] == 1

@@ -37,7 +37,7 @@ def refused() -> dict[str, Any]:
         "model": model,
         "lock": threading.Lock(),
         "deep": [{"function": print}, (1, threading.Lock())],
-        "keys": {("a", "b"): 1},
+        "keys": {("a", 1.5): 1},
         "meta": torch.empty(3, device="meta"),
         "masked": np.ma.masked_array([1, 2], [0, 1]),
         "loader": Unready(),
@@ -48,7 +48,7 @@ def refused() -> dict[str, Any]:
 PATHS = ("lock", "deep[0]/function", "deep[1][1]", "keys", "meta", "masked", "loader")
 
 
-@pytest.mark.brings("lock, function, or tuple as a key, in `ckptcore.check`", "Python", "refused")
+@pytest.mark.brings("lock, function, or float as a key, in `ckptcore.check`", "Python", "refused")
 @pytest.mark.brings("masked array, in `ckptcore.check`", "numpy", "refused")
 @pytest.mark.brings("tensor on the meta device, in `ckptcore.check`", "torch", "refused")
 def test_every_path_is_listed(tmp_path: Path) -> None:

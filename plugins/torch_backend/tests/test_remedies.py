@@ -250,6 +250,7 @@ def test_groups_with_other_options(tmp_path: Path) -> None:
     one = torch.optim.AdamW(model.parameters())
     refused(
         lambda: ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(model, one)}),
+        "0.weight and 1.weight were saved with different options (lr 0.1 and 0.001)",
         "use the same groups as when the optimizer was saved",
     )
     assert not one.state
@@ -319,3 +320,63 @@ def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
         text = refused(lambda location=location: ckptcore.load(location), "Load each of them by its own location")  # type: ignore[misc]  # of a default
         named = Path(text.rpartition("such as ")[2])
         assert equal(ckptcore.load(named, framework="torch"), files[named.name])
+
+
+class Counting(torch.optim.SGD):
+    """Has an entry of its own in its state dict."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # without hooks
+        """Return the state with the count."""
+        return {**super().state_dict(), "seen": self.seen}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take the count."""
+        state = dict(state_dict)
+        self.seen = state.pop("seen")
+        super().load_state_dict(state)
+
+
+def with_momentum(kind: type[torch.optim.SGD]) -> tuple[nn.Module, Any]:
+    """Return a model after one step, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    stepped(model, optimizer)
+    return model, optimizer
+
+
+def test_optimizers_with_entries_without_names(tmp_path: Path) -> None:
+    model, optimizer = with_momentum(Counting)
+    optimizer.seen = 7
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"o": NamedOptimizer(model, optimizer)}),
+        "the state dict of the Counting also has seen, which cannot be saved by names; save the optimizer itself",
+    )
+    ckptcore.save(tmp_path / "c", {"o": optimizer})
+    _, again = with_momentum(Counting)
+    ckptcore.load_into(tmp_path / "c", {"o": again})
+    assert again.seen == 7 and equal(again.state_dict(), optimizer.state_dict())
+
+
+def test_optimizers_with_a_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
+    model, optimizer = with_momentum(torch.optim.SGD)
+    optimizer.state["weight"] = {"x": 1}
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"o": NamedOptimizer(model, optimizer)}),
+        "a state with the key 'weight', which is also the name of a parameter; rename one of them",
+    )
+    optimizer.state["other"] = optimizer.state.pop("weight")
+    others = with_momentum(torch.optim.SGD)
+    both = nn.ModuleList([model, others[0]])
+    refused(
+        lambda: ckptcore.save(tmp_path / "c", {"o": NamedOptimizer(both, optimizer, others[1])}),
+        "which is not the name of a parameter; save that optimizer in a separate NamedOptimizer",
+    )
+    ckptcore.save(tmp_path / "c", {"a": NamedOptimizer(model, optimizer), "b": NamedOptimizer(*others)})
+    new, more = with_momentum(torch.optim.SGD), with_momentum(torch.optim.SGD)
+    new[1].state["other"] = {"x": 0}
+    ckptcore.load_into(tmp_path / "c", {"a": NamedOptimizer(*new), "b": NamedOptimizer(*more)})
+    assert new[1].state["other"] == {"x": 1}
+    assert equal(more[1].state_dict(), others[1].state_dict())

@@ -375,14 +375,23 @@ def test_tensors_that_are_refused_can_be_saved_as_their_advice_says(tmp_path: Pa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that it is a prototype
         padded = torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * 2])
-    for one in (jagged, padded):
-        with pytest.raises(UnsupportedLeafError, match=r"\.values\(\) and \.offsets\(\), or \.unbind\(\)"):
+    parts, all_parts = (
+        r"save its \.values\(\) and \.offsets\(\), or list\(tensor\.unbind\(\)\)",
+        r"save list\(tensor\.unbind",
+    )
+    for one, text in ((jagged, parts), (padded, all_parts)):
+        with pytest.raises(UnsupportedLeafError, match=text):
             ckptcore.save(tmp_path / "c", {"w": one})
-    state = {"values": jagged.values(), "offsets": jagged.offsets(), "unbound": list(padded.unbind())}
+    state = {
+        "values": jagged.values(),
+        "offsets": jagged.offsets(),
+        "unbound": list(padded.unbind()),
+        "jagged": list(jagged.unbind()),
+    }
     ckptcore.save(tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(state))
     again = torch.nested.nested_tensor_from_jagged(loaded["values"], loaded["offsets"])
-    for made in (again, torch.nested.nested_tensor(loaded["unbound"])):
+    for made in (again, *(torch.nested.nested_tensor(loaded[name]) for name in ("unbound", "jagged"))):
         assert [part.tolist() for part in made.unbind()] == [[1, 1], [2, 2, 2]]
 
 
@@ -400,3 +409,57 @@ def test_tensors_that_are_refused_can_be_saved_as_their_advice_says(tmp_path: Pa
 )
 def test_flat_parts_have_a_shape_that_shards_divide(shape: Any, block: int, expected: Any) -> None:
     assert flat_shape(shape, block) == expected
+
+
+def on_meta(value: Any) -> Any:
+    """Return a tensor like this one without elements."""
+    if isinstance(value, Scaled):
+        return Scaled(value.codes.to("meta"), value.scale.to("meta"), value.options, value.dtype)
+    if isinstance(value, TwoTensor):
+        return two_of(on_meta(value.a), on_meta(value.b))
+    return value.to("meta")
+
+
+META = [
+    ("sparse", lambda: torch.eye(3).to_sparse()),
+    ("compressed", lambda: torch.eye(3).to_sparse_csr()),
+    ("composed", lambda: scaled(1)),
+    ("nested", lambda: nested(1)),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), META, ids=[name for name, _ in META])
+def test_a_tensor_on_meta_is_replaced_in_its_container(tmp_path: Path, name: str, make: Callable[[], Any]) -> None:
+    """It has no memory to fill. A load into it that changes nothing would be none."""
+    del name
+    saved, plain = make(), torch.arange(3.0)
+    ckptcore.save(tmp_path / "c", {"w": saved, "inner": [saved], "plain": plain})
+    meta, target = on_meta(saved), torch.zeros(3)
+    into: dict[str, Any] = {"w": meta, "inner": [on_meta(saved)], "plain": target}
+    ckptcore.load_into(tmp_path / "c", into)
+    assert bits(into["w"]) == bits(into["inner"][0]) == bits(saved) and type(into["w"]) is type(saved)
+    assert into["plain"] is target and bits(target) == bits(plain)
+    assert bits(ckptcore.load(tmp_path / "c", {**into, "w": on_meta(saved)})["w"]) == bits(saved)
+    alone = {"w": on_meta(saved), "inner": ckptcore.PLACEHOLDER, "plain": ckptcore.PLACEHOLDER}
+    ckptcore.load_into(tmp_path / "c", alone)
+    assert bits(alone["w"]) == bits(saved)
+
+
+@pytest.mark.parametrize(("name", "make"), META, ids=[name for name, _ in META])
+def test_a_tensor_on_meta_that_nothing_contains(tmp_path: Path, name: str, make: Callable[[], Any]) -> None:
+    del name
+    saved = make()
+    ckptcore.save(tmp_path / "c", saved)
+    with pytest.raises(
+        TreeMismatchError, match=r"cannot be filled in place, .*Use the result of load\(\), or put the leaf"
+    ):
+        ckptcore.load_into(tmp_path / "c", on_meta(saved))
+    assert bits(ckptcore.load(tmp_path / "c", on_meta(saved))) == bits(saved)
+
+
+def test_a_missing_tensor_on_meta_stays(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"plain": torch.arange(3.0)})
+    meta = on_meta(torch.eye(3).to_sparse())
+    into = {"w": meta, "plain": torch.zeros(3)}
+    ckptcore.load_into(tmp_path / "c", into, matching=ckptcore.Matching(missing="keep"))
+    assert into["w"] is meta and bits(into["plain"]) == bits(torch.arange(3.0))

@@ -30,7 +30,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
 from ckptcore.saving.writing import complete_tree, finish_part, recorder_of
-from ckptcore_incremental.session_tables import merge_sessions, read_sessions, session_key
+from ckptcore_incremental.session_tables import BEGIN_AGAIN, merge_sessions, read_sessions, session_key
 from ckptcore_incremental.sessions import expect_same_layout, expect_session_support
 
 __all__ = ["finalize_sessions"]
@@ -162,8 +162,8 @@ def _errors_as_corruption(location: Location) -> Iterator[None]:
         AssertionError,
     ) as error:
         raise CorruptCheckpointError(
-            f"{location.display}: the tables of its sessions are inconsistent: {error!r}; delete the partial save and "
-            "begin again"
+            f"{location.display}: the tables of its sessions are inconsistent: {error!r}; restore them from a copy, "
+            f"or {BEGIN_AGAIN}"
         ) from error
 
 

@@ -35,6 +35,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.tree.merge import merge_trees
 
 __all__ = [
+    "BEGIN_AGAIN",
     "SessionReceipts",
     "decode_session",
     "describe_session",
@@ -47,6 +48,9 @@ __all__ = [
 ]
 
 _VERSION: Final = 1
+BEGIN_AGAIN: Final = "remove this partial save, with all its sessions, by ckptcore.delete and begin again"
+"""The remedy for a partial save that cannot be read, and of which there is no copy."""
+
 _SHOWN: Final = 20
 """Maximum number of arrays in an error message."""
 
@@ -104,18 +108,21 @@ def _read_table(store: StorageBackend, session: Session) -> bytes:
     try:
         data = store.get(session.key, 0, session.key_bytes + 1)
     except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{session.key} is missing: it lists the data that a session of this partial save wrote; delete the "
-            "partial save and begin again",
-            key=session.key,
-        ) from error
+        what = "is missing, which lists the data that a session of this partial save wrote"
+        raise _unusable(session, what) from error
     if len(data) != session.key_bytes or _checksum(data) != session.checksum:
-        raise CorruptCheckpointError(
-            f"{session.key} is damaged: expected {session.key_bytes} bytes with the checksum {session.checksum}, "
-            f"found {len(data)} or more with {_checksum(data)}; delete the partial save and begin again",
-            key=session.key, start=0, stop=len(data),
-        )  # fmt: skip
+        raise _unusable(
+            session,
+            f"is damaged: expected {session.key_bytes} bytes with the checksum {session.checksum}, found {len(data)} "
+            f"or more with {_checksum(data)}",
+            stop=len(data),
+        )
     return data
+
+
+def _unusable(session: Session, what: str, *, stop: int | None = None) -> CorruptCheckpointError:
+    text = f"{session.key} {what}; restore it from a copy, or {BEGIN_AGAIN}"
+    return CorruptCheckpointError(text, key=session.key, start=None if stop is None else 0, stop=stop)
 
 
 def decode_session(data: bytes, session: Session) -> SessionReceipts:
@@ -146,15 +153,9 @@ def decode_session(data: bytes, session: Session) -> SessionReceipts:
     except (CorruptCheckpointError, UnsupportedVersionError):
         raise
     except InvalidLocationError as error:
-        raise CorruptCheckpointError(
-            f"{session.key} is corrupt: invalid object name: {error}; delete the partial save and begin again",
-            key=session.key,
-        ) from error
+        raise _unusable(session, f"has an invalid object name: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{session.key} is not a valid table of a session: {error!r}; delete the partial save and begin again",
-            key=session.key,
-        ) from error
+        raise _unusable(session, f"is not a valid table of a session: {error!r}") from error
     return SessionReceipts(session.first, tree, receipts)
 
 

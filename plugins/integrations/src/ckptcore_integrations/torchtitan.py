@@ -34,11 +34,11 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, Unsupporte
 from ckptcore.policies import LatestN
 from ckptcore.redaction import redacted_location
 from ckptcore.results import SaveHandle
-from ckptcore.step_names import StepNames
+from ckptcore.step_names import StepNameFormat, StepNames
 
 __all__ = ["CkptcoreManager"]
 
-_NAMES: Final = StepNames.of("step-1")
+_NAMES: Final = StepNames(StepNameFormat("step-"), [StepNameFormat("step-", None)])
 
 _PART: Final = Matching(unexpected="ignore")
 """Other ranks have other entries: the position of their data, and their stages of a pipeline."""

@@ -33,7 +33,8 @@ def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequ
     values, NumPy scalars, and arrays saved by NumPy or another framework, which have no sharding in
     their notes. The same applies to arrays that JAX does not support: text, dates, and 64-bit
     dtypes while jax_enable_x64 is off. If the checkpoint was not written by ckptcore, the result
-    has a `jax.ShapeDtypeStruct` for every array that JAX supports.
+    has a `jax.ShapeDtypeStruct` for every array that JAX supports, unless the files name another
+    framework, as Orbax does for NumPy arrays.
 
     Does no I/O. Thread-safe.
 
@@ -48,7 +49,10 @@ def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequ
     if metadata.abstract is None:
         return None
     is_foreign = metadata.save_id is None  # only ckptcore stores the sharding of every JAX array in the notes
-    records = [record if is_foreign or _was_saved_by_jax(record) else None for record in metadata.tree.leaves]
+    records = [
+        record if (is_foreign and _may_be_of_jax(record)) or _was_saved_by_jax(record) else None
+        for record in metadata.tree.leaves
+    ]
     return _replace_leaves(metadata.tree.skeleton, metadata.abstract, iter(records), _Shardings(devices))
 
 
@@ -84,6 +88,10 @@ class _Shardings:
 
 def _was_saved_by_jax(record: LeafRecord) -> bool:
     return isinstance(record, ArrayRecord) and (record.kind == random_keys.KIND or "sharding" in record.notes)
+
+
+def _may_be_of_jax(record: LeafRecord) -> bool:
+    return isinstance(record, ArrayRecord) and record.framework in ("jax", None)
 
 
 def _replace_leaves(

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, Final
 
 import jax
-import numpy as np
 from jax import tree_util
 
 from ckptcore.errors import UnsupportedKeyError
 from ckptcore.model import AbstractArray, Attribute, Key
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
-
-__all__ = ["RegisteredContainer", "container_handler"]
-
-_FUNCTION_TYPES: Final = frozenset(
-    {
-        types.BuiltinFunctionType,
-        types.FunctionType,
-        types.MethodType,
-        functools.partial,
-        np.ufunc,
-        type,
-        type(jax.jit(lambda: None)),
-        jax.custom_jvp,
-        jax.custom_vjp,
-    }
-    | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
+from ckptcore_jax.static_content import (
+    MIXED_HANDLER,
+    PYTHON_TYPES,
+    MixedContainer,
+    is_plain_named_tuple,
+    merged_with_static,
+    unwrapped,
+    without_static,
 )
-"""Types of children that are code. Without subclasses: a callable module is a container, a callable array a leaf."""
 
-_PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
-"""Types that `jax.tree_util` and ckptcore flatten without registration, like named tuples."""
+__all__ = ["JoinPointHandler", "RegisteredContainer", "container_handler"]
 
 
 class RegisteredContainer(ContainerHandler):
     """Handler of registered containers: flattens them as JAX does.
 
-    Only JAX's children are saved. The rest of a container, and functions among its children such as
-    the activation of an Equinox module, are not saved. A load takes them from the abstract tree.
+    Only JAX's children are saved. The rest of a container, and functions, classes and shardings
+    among its children and in their lists, tuples and dicts, such as the activations of an Equinox
+    module, are not saved. A load takes them from the abstract tree.
 
     A child can be replaced in place if the type was registered with names of attributes or keys,
     and the container has the child under that name or key. Other containers are rebuilt, for
@@ -56,11 +43,10 @@ class RegisteredContainer(ContainerHandler):
         """Flatten one level.
 
         Raises:
-            UnsupportedKeyError: if a registered key is not an int, a str or an attribute, or if two
-                children have the same key.
+            UnsupportedKeyError: if two children have the same key. The core refuses keys of other types.
         """
         children = _children(value)
-        keys = tuple([_key_of(entry, value) for entry, _ in children])
+        keys = tuple([_key_of(entry) for entry, _ in children])
         if len(set(keys)) != len(keys):
             raise UnsupportedKeyError(
                 f"{_name_of(value)} has two children with the same key, among {keys}: the flatten "
@@ -69,11 +55,9 @@ class RegisteredContainer(ContainerHandler):
         return Flattened("object", keys, [child for _, child in children], _name_of(value))
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        """Build a container with the static content and the functions of `like`."""
+        """Build a container with the static content of `like`."""
         keyed, structure = _flatten_one_level(like)
-        given = iter(children)
-        merged = [child if type(child) in _FUNCTION_TYPES else next(given) for _, child in keyed]
-        return tree_util.tree_unflatten(structure, merged)
+        return tree_util.tree_unflatten(structure, merged_with_static([child for _, child in keyed], children))
 
     def is_object(self, value: Any) -> bool:
         """Return False: JAX programs treat registered containers as values, and create new ones."""
@@ -85,7 +69,7 @@ class RegisteredContainer(ContainerHandler):
         attributes = vars(target) if setter is object.__setattr__ and hasattr(target, "__dict__") else {}
         found = set()
         for position, (entry, child) in enumerate(_children(target)):
-            key = _key_of(entry, target)
+            key, (child,) = _key_of(entry), unwrapped([child])
             if isinstance(key, Attribute):
                 held = attributes.get(key.name, _MISSING)
             elif isinstance(target, MutableMapping):
@@ -101,8 +85,8 @@ class RegisteredContainer(ContainerHandler):
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         """Set attributes and items."""
         current = _children(target)
-        for position, child in children.items():
-            key = _key_of(current[position][0], target)
+        for position, child in zip(children, unwrapped(children.values()), strict=True):
+            key = _key_of(current[position][0])
             if isinstance(key, Attribute):
                 setattr(target, key.name, child)
             else:
@@ -110,9 +94,40 @@ class RegisteredContainer(ContainerHandler):
 
 
 class _RegisteredSubclass(RegisteredContainer):
-    """Handler of registered subclasses of dict, list and tuple, which can have more state than their items."""
+    """Handler of registered subclasses of dict, list and tuple, whose children can differ from their items."""
 
     priority = Priority.EXACT + 1
+
+
+class _EquinoxModule(RegisteredContainer):
+    """Handler of modules of Equinox, whose children can be any objects."""
+
+    @property
+    def remedy(self) -> str:
+        """Advice to save only arrays."""
+        return "save eqx.filter(model, eqx.is_array), and give the result of a load the rest with eqx.combine"
+
+
+class JoinPointHandler(ContainerHandler):
+    """Handler of the leaves of `jax.example_libraries.optimizers.unpack_optimizer_state`: pytrees as leaves."""
+
+    priority = Priority.FRAMEWORK
+
+    def flatten(self, value: Any) -> Flattened:
+        """Return the inner pytree."""
+        return Flattened("object", (Attribute("subtree"),), [value.subtree], _name_of(value))
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        """Build a leaf with another pytree."""
+        return type(like)(*children)
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        """Return the position of the pytree."""
+        return (0,)
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        """Set the pytree."""
+        target.subtree = children[0]
 
 
 class _FlaxGraph(ContainerHandler):
@@ -135,6 +150,10 @@ class _FlaxGraph(ContainerHandler):
         graph, state = _nnx().split(like)
         return _nnx().merge(graph, type(state)(dict(zip(state, children, strict=True))))
 
+    def keeps_identity(self, value: Any) -> bool:
+        """Return True: programs refer to it as an object."""
+        return True
+
     def is_object(self, value: Any) -> bool:
         """Return True if any leaf in it is not an abstract array. False for a result of ``nnx.eval_shape``."""
         leaves = tree_util.tree_leaves(_nnx().state(value))
@@ -154,6 +173,10 @@ class _FlaxGraph(ContainerHandler):
 class _FlaxVariable(RegisteredContainer):
     """Handler of Flax NNX variables."""
 
+    def keeps_identity(self, value: Any) -> bool:
+        """Return True: several modules may share a variable."""
+        return True
+
     def replaceable(self, target: Any) -> Collection[int]:
         """Return the position of its value."""
         return range(len(_children(target)))
@@ -167,15 +190,24 @@ class _FlaxVariable(RegisteredContainer):
 _MISSING: Final = object()
 _HANDLER: Final = RegisteredContainer()
 _SUBCLASS_HANDLER: Final = _RegisteredSubclass()
+_EQUINOX_HANDLER: Final = _EquinoxModule()
+_JOIN_POINT_HANDLER: Final = JoinPointHandler()
 _FLAX_GRAPH_HANDLER: Final = _FlaxGraph()
 _FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
 
 
 def container_handler(value_type: type, example: object) -> ContainerHandler | None:
     """Return the handler of containers of a type. None if the type is a leaf for JAX, or if the core handles it."""
-    named_tuple = issubclass(value_type, tuple) and hasattr(value_type, "_fields")
-    if value_type in _PYTHON_TYPES or named_tuple or tree_util.all_leaves([example]):
+    optimizers = sys.modules.get("jax.example_libraries.optimizers")  # values of its types exist only then
+    if optimizers is not None and value_type is optimizers.JoinPoint:
+        return _JOIN_POINT_HANDLER
+    if value_type is MixedContainer:
+        return MIXED_HANDLER
+    if value_type in PYTHON_TYPES or tree_util.all_leaves([example]) or is_plain_named_tuple(example):
         return None
+    equinox = sys.modules.get("equinox")
+    if equinox is not None and issubclass(value_type, equinox.Module):
+        return _EQUINOX_HANDLER
     nnx = sys.modules.get("flax.nnx")  # values of its types exist only if it was imported
     if nnx is not None and issubclass(value_type, nnx.Variable):
         return _FLAX_VARIABLE_HANDLER
@@ -189,9 +221,9 @@ def _nnx() -> Any:
 
 
 def _children(value: object) -> list[tuple[Any, Any]]:
-    """Return the children that are not functions, each with its JAX key."""
+    """Return the children that are not static, each with its JAX key."""
     keyed, _ = _flatten_one_level(value)
-    return [(path[0], child) for path, child in keyed if type(child) not in _FUNCTION_TYPES]
+    return without_static([(path[0], child) for path, child in keyed])
 
 
 def _flatten_one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
@@ -200,18 +232,13 @@ def _flatten_one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]]
     return tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
 
 
-def _key_of(entry: object, value: object) -> Key:
+def _key_of(entry: Any) -> Key:
     if isinstance(entry, tree_util.GetAttrKey):
         return Attribute(entry.name)
     if isinstance(entry, tree_util.SequenceKey):
         return int(entry.idx)
-    key: object = entry.key if isinstance(entry, tree_util.DictKey | tree_util.FlattenedIndexKey) else entry
-    if isinstance(key, int | str) and type(key) in (int, str):
-        return key
-    raise UnsupportedKeyError(
-        f"{_name_of(value)} has the key {key!r} of type {type(key).__qualname__}; keys must be "
-        "int or str: convert it, or register the type with such keys. Nothing was written"
-    )
+    key: Key = entry.key if isinstance(entry, tree_util.DictKey | tree_util.FlattenedIndexKey) else entry
+    return key
 
 
 def _name_of(value: object) -> str:

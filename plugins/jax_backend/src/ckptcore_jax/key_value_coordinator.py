@@ -210,7 +210,8 @@ class KeyValueCoordinator:
     def _timed_out(self, key: str, missing: Sequence[int]) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
             f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} within "
-            f"{self._timeout_seconds:g} s: {list(missing)}; check their logs",
+            f"{self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, set "
+            "Context(job=JobOptions(coordinator=KeyValueCoordinator.of_job(timeout_seconds=...))) on every process",
             missing,
         )
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from ckptcore.errors import UnsupportedLeafError
+from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     PLAIN_ARRAY,
@@ -24,7 +24,6 @@ from ckptcore.model import (
     Pending,
     Ready,
     Shard,
-    ValueRecord,
     name_of_dtype,
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
@@ -218,11 +217,7 @@ class JaxLeafHandler(LeafHandler):
         Raises:
             UnsupportedLeafError: if the stored leaf cannot be converted.
         """
-        if isinstance(stored, ValueRecord):
-            raise UnsupportedLeafError(
-                f"stored as a Python {stored.kind}, but a jax.Array is requested; put a "
-                f"{stored.kind} in the abstract tree, and convert the result with jnp.asarray"
-            )
+        assert isinstance(stored, ArrayRecord)  # a load has refused values that cannot become arrays
         sharding = concrete_sharding(abstract.sharding) if is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.expect_same_impl(abstract.dtype, stored)
@@ -303,7 +298,7 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
     elif dtype.name in UNSUPPORTED_DTYPES:
         raise UnsupportedLeafError(
             f"an array of {dtype} cannot be stored or loaded with JAX, which names this dtype "
-            "but does not support it; use int8 or float8, or a NumPy array"
+            "but does not support it; use int8 or float8 with Matching(cast='safe'), or a NumPy array"
         )
     if weak_type:
         notes["weak_type"] = True
@@ -352,7 +347,10 @@ def with_elements(leaf: Any) -> Any:
         UnsupportedLeafError: if it is abstract, deleted or donated.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise UnsupportedLeafError(f"{leaf} has no elements to save; pass the array itself")
+        raise UnsupportedLeafError(
+            f"{leaf} has no elements to save; pass the array itself, or save eqx.filter(model, eqx.is_array) of an "
+            "Equinox model that has such descriptions"
+        )
     if leaf.is_deleted():
         raise UnsupportedLeafError(
             f"an array {leaf.dtype}{list(leaf.shape)} was deleted, or donated to a jitted function; "
@@ -381,7 +379,7 @@ def _find_box(positions: Mapping[Box, int], box: Box, leaf: Any) -> tuple[int, t
     for outer, position in positions.items():
         if outer.contains(box):
             return position, box.within(outer)
-    raise UnsupportedLeafError(
-        f"no single device of this process holds {box} of an array {leaf.dtype}{list(leaf.shape)} with "
-        f"{leaf.sharding}: the process has {len(positions)} boxes; request boxes within them"
+    raise PluginError(
+        f"internal error: no device of this process has {box} of an array {leaf.dtype}{list(leaf.shape)} with "
+        f"{leaf.sharding}; please report this"
     )

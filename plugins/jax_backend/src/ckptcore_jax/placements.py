@@ -67,8 +67,8 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
         ) from error
     except ValueError as error:
         raise UnsupportedLeafError(
-            f"an array of shape {shape} cannot have the sharding {sharding}: {error}; use a "
-            "sharding over concrete devices whose mesh axes divide the shape"
+            f"an array of shape {shape} cannot have the sharding {sharding}: {error}; use a sharding whose mesh axes "
+            "divide the shape"
         ) from error
     addressable = sharding.addressable_devices
     boxes: dict[Box, int] = {}

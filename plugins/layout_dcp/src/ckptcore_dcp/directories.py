@@ -19,7 +19,7 @@ import ckptcore
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
 from ckptcore.protocols import InspectedComposite, MemberKind, ReadStore
 
-__all__ = ["WRITER", "find_dcp_files", "find_rank_files", "inspect_step_directory", "is_torch_file"]
+__all__ = ["WRITER", "find_dcp_files", "find_rank_files", "inspect_step_directory", "is_torch_file", "unfinished"]
 
 WRITER: Final = "torch.distributed.checkpoint"
 
@@ -44,6 +44,15 @@ def find_dcp_files(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return [name for _, name in sorted(ranks)], files
 
 
+def unfinished(store: ReadStore, directory: str, file: str) -> UncommittedCheckpointError:
+    """Return the error for a directory, which ends in ``/`` or is empty, with data files and without metadata."""
+    within = f"{store.address.url.rstrip('/')}/{directory}" if store.address is not None else directory
+    return UncommittedCheckpointError(
+        f"{within}{file} is a data file of torch.distributed.checkpoint, but {within}{_METADATA}, which describes it, "
+        "is missing: the save failed or is still running. Load another step"
+    )
+
+
 def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     """Inspect a step directory that contains torch.distributed.checkpoint directories.
 
@@ -65,10 +74,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
         inside = store.list_names(f"{name}/")
         found, files = find_dcp_files(inside)
         if files and not found:
-            raise UncommittedCheckpointError(
-                f"{name}/{files[0]} is a data file of torch.distributed.checkpoint, but {name}/{_METADATA}, which "
-                "describes it, is missing: the save failed or is still running. Load another step"
-            )
+            raise unfinished(store, f"{name}/", files[0])
         if found:
             checkpoints.append(name)
         if found or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):

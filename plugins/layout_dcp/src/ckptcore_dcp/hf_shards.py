@@ -143,10 +143,8 @@ def _read_boxes(store: ReadStore, key: str) -> Sequence[_ShardBox] | None:
     file_bytes = store.size(key)
     header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
     if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
-        raise CorruptCheckpointError(
-            f"{key} is not a safetensors file, or is cut off: it has {file_bytes} bytes, and its header should have "
-            f"{header_bytes}",
-            key=key,
+        raise _damaged(
+            key, f"it is no safetensors file, or cut off: of {file_bytes} bytes, its header should have {header_bytes}"
         )
     header = _parse_json(store.get(key, 8, 8 + header_bytes), key)
     metadata = header.pop("__metadata__", None)
@@ -158,10 +156,7 @@ def _read_boxes(store: ReadStore, key: str) -> Sequence[_ShardBox] | None:
     position = 8 + header_bytes
     for part in sorted(parts, key=lambda part: (part.offset, part.nbytes)):
         if part.offset != position:
-            raise CorruptCheckpointError(
-                f"the tensor {part.name!r} of {key} begins at byte {part.offset}; expected byte {position}",
-                key=key,
-            )
+            raise _damaged(key, f"the tensor {part.name!r} begins at byte {part.offset}, expected byte {position}")
         position += part.nbytes
     return parts
 
@@ -178,25 +173,23 @@ def _shard_box(name: str, described: Any, info: Any, key: str, start: int, file_
             if type(number) is not int or not 0 <= number < _MAX_COUNT:
                 raise ValueError(f"{str(number)[:40]} is not a valid count")
     except (TypeError, KeyError, ValueError) as error:
-        raise CorruptCheckpointError(f"the header of {key} does not describe {name!r}: {error!r}", key=key) from error
+        raise _damaged(key, f"the header does not describe {name!r}: {error!r}") from error
     stop = tuple([offset + extent for offset, extent in zip(offsets, shape, strict=True)])
     if dtype not in _DTYPES:
         return _ShardBox(name, None, Box(tuple(offsets), stop), key, start + first, last - first, dtype)
     if dtype == _PAIRS:
         if not shape or shape[-1] % 2:
-            raise CorruptCheckpointError(
-                f"the tensor {name!r} of {key} has the shape {shape}; its last axis must be even", key=key
-            )
+            raise _damaged(key, f"the tensor {name!r} has the shape {shape}; its last axis must be even")
         # The writer states offsets in pairs (torch's unit) and shapes in elements (the format's
         # unit).
         shape = [*shape[:-1], shape[-1] // 2]
         stop = (*stop[:-1], offsets[-1] + shape[-1])
     spec, _ = spec_and_kind(_DTYPES[dtype], tuple(shape))
     if spec.nbytes != last - first or start + last > file_bytes:
-        raise CorruptCheckpointError(
-            f"the tensor {name!r} of {key} is {spec} and needs {spec.nbytes} bytes, but its header states bytes "
-            f"{first} to {last} of {file_bytes - start}",
-            key=key,
+        raise _damaged(
+            key,
+            f"the tensor {name!r} is {spec} and needs {spec.nbytes} bytes, but the header states bytes {first} to "
+            f"{last} of {file_bytes - start}",
         )
     return _ShardBox(name, _DTYPES[dtype], Box(tuple(offsets), stop), key, start + first, spec.nbytes, dtype)
 
@@ -211,7 +204,13 @@ def _parse_json(data: bytes, key: str) -> dict[str, Any]:
     try:
         parsed = json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
+        raise _damaged(key, f"its JSON cannot be read: {error}") from error
     if not isinstance(parsed, dict):
-        raise CorruptCheckpointError(f"the JSON in {key} is not an object", key=key)
+        raise _damaged(key, "its JSON is not an object")
     return parsed
+
+
+def _damaged(key: str, reason: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{key} cannot be read: {reason}; restore it from a copy, or load another checkpoint", key=key
+    )

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     LEAF,
@@ -37,7 +37,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
-from ckptcore_dcp.directories import WRITER, find_dcp_files
+from ckptcore_dcp.directories import WRITER, find_dcp_files, unfinished
 from ckptcore_dcp.dtypes import record_of_tensor
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, join_chunks, read_metadata
@@ -97,10 +97,7 @@ def _find_metadata(store: ReadStore, entry: str | None) -> DcpMetadata | Inspect
     found, files = find_dcp_files(names)
     if not found:
         if files:
-            raise UncommittedCheckpointError(
-                f"{files[0]} is a data file of torch.distributed.checkpoint, but {_METADATA}, which describes it, is "
-                "missing: the save failed or is still running. Load another step"
-            )
+            raise unfinished(store, "", files[0])
         return inspect_shards(store, names)
     parts: list[DcpMetadata] = []
     for key in found:

@@ -23,12 +23,13 @@ from ckptcore.errors import CorruptCheckpointError, NameCollisionError
 from ckptcore.model import (
     JSON,
     ArrayRecord,
-    Key,
+    Attribute,
     Node,
     Skeleton,
     TreeMetadata,
     TreePath,
     ValueRecord,
+    are_indices,
     column_value,
     float_from_json,
     format_path,
@@ -230,7 +231,7 @@ class _Flattener:
         children = [self._value(child, (*keys, key)) for key, child in zip(node.keys, node.children, strict=True)]
         if _is_sequence(node):
             return tuple(children) if node.kind == "tuple" else children
-        names = [key if isinstance(key, int | str) else key.name for key in node.keys]
+        names = [key.name if isinstance(key, Attribute) else key for key in node.keys]
         items: dict[Value, Value] = dict(zip(names, children, strict=True))
         if len(items) != len(names):
             raise NameCollisionError(
@@ -241,11 +242,7 @@ class _Flattener:
 
 
 def _is_sequence(node: Node) -> bool:
-    return node.kind in ("list", "tuple") or (node.kind == "object" and _are_indices(node.keys) and bool(node.keys))
-
-
-def _are_indices(keys: Sequence[Key]) -> bool:
-    return all(type(key) is int and key == number for number, key in enumerate(keys))
+    return node.kind in ("list", "tuple") or (node.kind == "object" and are_indices(node.keys) and bool(node.keys))
 
 
 def _decode_value(record: ValueRecord, keys: TreePath) -> Value:
@@ -359,5 +356,5 @@ class _OpenContainer:
             else:
                 order.append(child)
                 children.append(entries[child])
-        kind: Final = "list" if keys and keys[0] == 0 and _are_indices(keys) else "dict"
+        kind: Final = "list" if keys and keys[0] == 0 and are_indices(keys) else "dict"
         return Node(kind, tuple(keys), tuple(children))

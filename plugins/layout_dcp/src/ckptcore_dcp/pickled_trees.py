@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
@@ -17,15 +17,17 @@ from ckptcore.model import (
     Key,
     LeafRecord,
     Node,
+    PlainKey,
     Skeleton,
     TreePath,
     ValueRecord,
     float_to_json,
     format_path,
 )
-from ckptcore.model.tree import NodeKind
+from ckptcore.model.tree import MAX_KEY_DEPTH, NodeKind
 from ckptcore_dcp.dtypes import FRAMEWORK
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value, scalar_value
+from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
 from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 
 __all__ = ["Leaf", "Unreadable", "leaf_record", "tree_of"]
@@ -183,8 +185,10 @@ class _TreeBuilder:
     def _mapping(
         self, kind: NodeKind, pairs: Iterable[tuple[Value, Value]], type_name: str | None, path: TreePath, depth: int
     ) -> Node:
+        pairs = list(pairs)
+        KeyCheck(self._key).check(pairs, [key for key, _ in pairs], 0)  # those of calls were not hashed before
         latest: dict[Value, Value] = dict(pairs)
-        keys: list[Key] = [key for key in latest if isinstance(key, str | int) and not isinstance(key, bool)]
+        keys: list[Key] = [cast(PlainKey, key) for key in latest if _is_tree_key(key)]
         if len(keys) != len(latest):
             # Tree paths cannot contain such keys, so the pairs are stored as a sequence.
             return self._sequence(latest.items(), type_name or f"builtins.{kind}", path, depth)
@@ -256,7 +260,25 @@ def _pairs(call: Call) -> Sequence[tuple[Value, Value]] | None:
 
 
 def _is_key(value: Value) -> bool:
+    if type(value) is tuple:
+        return _is_tree_key(value)
     return value is None or type(value) in (str, int, bool, float, complex, bytes) or isinstance(value, Global)
+
+
+def _is_tree_key(value: Value) -> bool:
+    """Return True for an int, a bool, text, and a tuple of such keys, within the limits of pickles and of trees."""
+    level, count = [value], 0
+    for _ in range(MAX_KEY_DEPTH + 1):
+        count += len(level)
+        inner = [part for part in level if type(part) is tuple]
+        if count > MAX_KEY_PARTS or any(type(part) not in (str, int, bool, tuple) for part in level):
+            return False
+        if not inner:
+            return True
+        if sum(map(len, inner)) > MAX_KEY_PARTS:
+            return False
+        level = [part for parts in inner for part in parts]
+    return False
 
 
 def _plain_value(function: Global, call: Call) -> Value:

@@ -255,7 +255,7 @@ def _storage(value: Persistent, key: str, path: str) -> tuple[str, str, int, int
     dtype = "uint8" if kind.name == "UntypedStorage" else STORAGES.get(kind.name)
     if dtype is None:
         raise _unsupported(
-            path, f"in a {kind.name[:40]}, whose elements NumPy cannot represent: save it as a plain tensor"
+            path, f"a tensor in a {kind.name[:40]}, which NumPy cannot represent: save a view of it as integers"
         )
     offset = 0
     if len(parts) == 6 and parts[5] is not None:

@@ -40,6 +40,7 @@ _KNOWN_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model", "adapter_mode
 _VARIANT: Final = re.compile(rf"(?:{'|'.join(_KNOWN_STEMS)})\.(?!.*-\d+-of-\d+).+\.bin")
 _MAX_INDEX_BYTES: Final = 1 << 28
 _HEAD_BYTES: Final = 64
+_RESTORE: Final = "restore it from a copy, or load another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not file or "/" in file or "\\" in file or "\0" in file or file in (".", ".."):
-            raise CorruptCheckpointError(f"{key} lists the invalid file name {file[:80]!r}", key=key)
+            raise CorruptCheckpointError(f"{key} lists the invalid file name {file[:80]!r}: {_RESTORE}", key=key)
         by_file.setdefault(f"{directory}/{file}" if directory else file, []).append(name)
     for file, listed in sorted(by_file.items()):
         content, problem = None, "is not a file of torch.save"
@@ -251,12 +252,14 @@ def _outermost_tensors(content: _TorchFile) -> Mapping[str, StoredTensor | Unrea
 
 def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:
     if store.size(key) > _MAX_INDEX_BYTES:
-        raise CorruptCheckpointError(f"{key} is too long for an index of torch.save files", key=key)
+        raise CorruptCheckpointError(f"{key} is too long for an index of torch.save files: {_RESTORE}", key=key)
     try:
         index: Any = json.loads(store.get(key))
         weight_map = index["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise TypeError("weight_map must map names to files")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{key} is not a valid index of torch.save files: {error!r}", key=key) from error
+        raise CorruptCheckpointError(
+            f"{key} is not a valid index of torch.save files: {error!r}; {_RESTORE}", key=key
+        ) from error
     return weight_map

@@ -195,7 +195,9 @@ def _pickle_of_item(name: str, key: str, item: bytes, start: int, templates: _Te
     members = torch_members(read_zip(fetch, start, start + len(item), key=key))
     if "data.pkl" not in members:
         raise CorruptCheckpointError(
-            f"the value {name!r} in {key!r} was not written by torch.save: it has no data.pkl", key=key
+            f"the value {name!r} in {key!r} was not written by torch.save: it has no data.pkl; restore it "
+            "from a copy, or load another checkpoint",
+            key=key,
         )
     pickle = read_member(fetch, members["data.pkl"], key=key, limit=limit)
     templates.add(None, memoryview(item), start, members, "data.pkl", None)

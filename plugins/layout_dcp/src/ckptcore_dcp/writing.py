@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -118,7 +119,7 @@ def _segments(
     begin = 0
     for value in values:
         plain = value.value
-        data = plain if value.name in encoded and isinstance(plain, bytes) else value_item(plain)
+        data = plain if value.name in encoded and isinstance(plain, bytes) else _named_item(value)
         room = -len(data) % _ALIGNMENT
         written.value_offset.append(position)
         written.value_nbytes.append(len(data))
@@ -153,6 +154,13 @@ def _segments(
             position = stop + room
     if between:
         yield BytesSegment(b"".join(between))
+
+
+def _named_item(entry: ValueEntry) -> bytes:
+    try:
+        return value_item(entry.value)
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"{entry.name}: {error}") from error
 
 
 class _ItemBoxes:

@@ -170,7 +170,13 @@ def find_directory(window: ZipBytes) -> tuple[int, int, int]:
         disk, directory_disk, here, count, nbytes, offset = (*new[0], *new[1])
         limit = record_start
     if disk or directory_disk or here != count:
-        raise corrupt_zip(key, end, stop, "the zip is one of several parts; join them first")
+        raise corrupt_zip(
+            key,
+            end,
+            stop,
+            "it is one of several parts",
+            "Join them first, as `zip -s 0 PARTS.zip --out WHOLE.zip` does",
+        )
     directory = start + offset
     if directory + nbytes > limit or nbytes < count * DIRECTORY_ENTRY.size:
         raise corrupt_zip(
@@ -229,7 +235,8 @@ def read_entries(data: bytes, count: int, window: ZipBytes, directory: int) -> l
                 key,
                 header,
                 header,
-                f"{name!r} is encrypted, in another part, or of compression {compression}; unpack it first",
+                f"{name!r} is encrypted, in another part, or of compression {compression}",
+                "Unpack it and zip the directory again, as `zip -0 -r` does: unencrypted, in one part, uncompressed",
             )
         if compression == STORED and nbytes != size or size > nbytes * MAX_INFLATE_RATIO:
             raise corrupt_zip(key, header, header, f"{name!r} cannot have {size} bytes, stored in {nbytes}")
@@ -277,10 +284,16 @@ def _name(name_bytes: bytes, flags: int, key: str) -> str:
     return name
 
 
-def corrupt_zip(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
+def corrupt_zip(
+    key: str,
+    start: int,
+    stop: int,
+    reason: str,
+    remedy: str = "Restore it from a copy, or load another checkpoint",
+) -> CorruptCheckpointError:
     """Return an error about bytes `start` to `stop` of an object."""
     return CorruptCheckpointError(
-        f"{key!r} cannot be read as a zip: {reason}. Restore it from a copy, or load another checkpoint",
+        f"{key!r} cannot be read as a zip: {reason}. {remedy}",
         key=key,
         start=start,
         stop=max(start, stop),

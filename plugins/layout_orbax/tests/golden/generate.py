@@ -4,7 +4,7 @@
 
 Each golden is a directory and a JSON file of the same name that describes its contents:
 
-    {"directory": directory of the checkpoint in the golden,
+    {"directory": directory of the checkpoint in the golden, or "file": its file,
      "tree": result of `ckptcore.load`, if the checkpoint is one tree or has a default tree,
      "checkpointables": {name: result of `ckptcore.load_checkpointables`}, if there are several,
      "custom": the user's metadata, "metrics": metrics of the step}
@@ -33,13 +33,17 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import flax
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from flax.training import checkpoints
 from google.protobuf import struct_pb2, text_format
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import msgpack_utils
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
@@ -223,13 +227,17 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 sys.argv = sys.argv[:1]
 sys.path.insert(0, {here!r})
 import generate
-generate.save_from_processes(Path({path!r}))
+generate.{function}(Path({path!r}))
 """
 SHARED = {"columns": array("float32", (4, 8)), "same": array("int32", (3,), 4), "rows": array("float32", (8, 2), 11)}
 
 
 def save_from_processes(path: Path) -> None:
     """One process of two, with two devices each."""
+    v1.save(path, shared_state())
+
+
+def shared_state() -> Any:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"columns": (None, "x"), "same": (), "rows": ("x",)}
     state = {}
@@ -237,12 +245,20 @@ def save_from_processes(path: Path) -> None:
         whole = numbers(*leaf["$array"])
         sharding = NamedSharding(mesh, PartitionSpec(*specs[name]))
         state[name] = jax.make_array_from_callback(whole.shape, sharding, lambda index, whole=whole: whole[index])
-    v1.save(path, state)
+    return state
 
 
-@golden
-def v1_processes(path: Path) -> Any:
-    program = PROCESSES.format(here=str(HERE), path=str(path))
+def flax_from_processes(path: Path) -> None:
+    """One process of two: Flax without Orbax, which stores shared arrays next to its file."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    state = {**shared_state(), "epoch": 3, "own": np.arange(4)}
+    manager = GlobalAsyncCheckpointManager()
+    checkpoints.save_checkpoint_multiprocess(path, state, 10, gda_manager=manager)
+    manager.wait_until_finished()
+
+
+def _run_processes(path: Path, function: str) -> None:
+    program = PROCESSES.format(here=str(HERE), path=str(path), function=function)
     environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2")
     running = [
         subprocess.Popen([sys.executable, "-c", program, "localhost:23917", str(rank)], env=environment)
@@ -251,7 +267,48 @@ def v1_processes(path: Path) -> Any:
     for process in running:
         if process.wait(timeout=120) != 0:
             raise RuntimeError("a process failed")
+
+
+@golden
+def v1_processes(path: Path) -> Any:
+    _run_processes(path, "save_from_processes")
     return {"tree": SHARED}
+
+
+@golden
+def flax_processes(path: Path) -> Any:
+    path.mkdir()
+    _run_processes(path, "flax_from_processes")
+    return {"file": "checkpoint_10", "tree": {**SHARED, "epoch": 3, "own": array("int64", (4,), 0)}}
+
+
+@golden
+def flax_file(path: Path) -> Any:
+    """A run of `flax.training.checkpoints` without Orbax: each step is a file."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    for step in (5, 10):
+        optimizer = {"0": {"count": array("int32", (), step), "mu": {"w": array("float32", (40, 30), step)}}, "1": {}}
+        tree = {
+            "params": {"w": array("bfloat16", (5,)), "b": array("float32", (40, 30), 7)},
+            "opt_state": optimizer,
+            "step": step,
+            "name": "größe",
+            "none": None,
+            "scalar": {"$scalar": ["float32", 1.5]},
+        }
+        state = {**built({key: tree[key] for key in ("params", "step", "name", "none")}), "scalar": np.float32(1.5)}
+        inner = built(optimizer["0"])
+        state["opt_state"] = (inner, {})
+        checkpoints.save_checkpoint(path, state, step, keep=2)
+    return {"file": "checkpoint_10", "tree": tree}
+
+
+@golden
+def flax_bytes(path: Path) -> Any:
+    """One array of `flax.serialization.to_bytes`, in a file of any name."""
+    path.mkdir()
+    (path / "weights").write_bytes(flax.serialization.to_bytes(numbers("float32", [3, 400], 2)))
+    return {"file": "weights", "tree": array("float32", (3, 400), 2)}
 
 
 @golden
@@ -354,11 +411,130 @@ def v0_items(path: Path) -> Any:
     members = {
         "params": PARAMS,
         "config": config,
-        "mask": {"checkpoint": array("int32", (6,))},
+        "mask": array("int32", (6,)),
         "rng": {"$key": ["threefry2x32", [0, 42]]},
         "message": text_format.MessageToString(message),
     }
     return {"checkpointables": members, "tree": PARAMS}
+
+
+GENERATOR = {
+    "bit_generator": "MT19937",
+    "gauss": 0.25,
+    "has_gauss": 1,
+    "state": {"key": array("uint32", (624,)), "pos": 7},
+}
+GENERATOR_TUPLE = {"$tuple": ["MT19937", array("uint32", (624,)), 7, 1, 0.25]}
+MESSAGE = struct_pb2.Value(string_value="text of a message")
+
+
+def _alone(path: Path, handler: Any, args: Any) -> None:
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=args)
+
+
+@golden
+def v0_array(path: Path) -> Any:
+    """Orbax stores the array in a dict."""
+    _alone(path, ocp.ArrayCheckpointHandler(), ocp.args.ArraySave(jnp.arange(1, 7, dtype=jnp.int32)))
+    return {"tree": array("int32", (6,))}
+
+
+@golden
+def v0_array_named(path: Path) -> Any:
+    """A number, under a name that the program chose."""
+    _alone(path, ocp.ArrayCheckpointHandler("count"), ocp.args.ArraySave(41))
+    return {"tree": 41}
+
+
+@golden
+def v0_json(path: Path) -> Any:
+    _alone(path, ocp.JsonCheckpointHandler(), ocp.args.JsonSave({"name": "small", "sizes": [1, None]}))
+    return {"tree": {"name": "small", "sizes": [1, None]}}
+
+
+@golden
+def v0_json_named(path: Path) -> Any:
+    _alone(path, ocp.JsonCheckpointHandler("settings"), ocp.args.JsonSave({"name": "small"}))
+    return {"tree": {"name": "small"}}
+
+
+@golden
+def v0_proto(path: Path) -> Any:
+    _alone(path, ocp.ProtoCheckpointHandler(filename="message"), ocp.args.ProtoSave(MESSAGE))
+    return {"tree": text_format.MessageToString(MESSAGE)}
+
+
+@golden
+def v0_jax_key(path: Path) -> Any:
+    key = jax.random.wrap_key_data(jnp.asarray([0, 42], jnp.uint32))
+    _alone(path, ocp.handlers.JaxRandomKeyCheckpointHandler(), ocp.args.JaxRandomKeySave(key))
+    return {"tree": {"$key": ["threefry2x32", [0, 42]]}}
+
+
+@golden
+def v0_numpy_key(path: Path) -> Any:
+    """The state of NumPy's generator in its older form, under a name that the program chose."""
+    state = built(GENERATOR_TUPLE, np.asarray)
+    _alone(path, ocp.handlers.NumpyRandomKeyCheckpointHandler("numpy"), ocp.args.NumpyRandomKeySave(state))
+    return {"tree": GENERATOR_TUPLE}
+
+
+@golden
+def v0_handlers(path: Path) -> Any:
+    """Every handler of Orbax in one checkpoint."""
+    raw = jnp.asarray([0, 7], jnp.uint32)
+    config = {"name": "small"}
+    arguments = ocp.args.Composite(
+        array=ocp.args.ArraySave(np.arange(1, 7, dtype=np.int64)),
+        number=ocp.args.ArraySave(0.5),
+        json=ocp.args.JsonSave(config),
+        proto=ocp.args.ProtoSave(MESSAGE),
+        key=ocp.args.JaxRandomKeySave(jax.random.wrap_key_data(raw)),
+        named_key=ocp.args.JaxRandomKeySave(jax.random.wrap_key_data(raw)),
+        raw_key=ocp.args.JaxRandomKeySave(raw),
+        generator=ocp.args.NumpyRandomKeySave(built(GENERATOR, np.asarray)),
+        old_generator=ocp.args.NumpyRandomKeySave(built(GENERATOR_TUPLE, np.asarray)),
+        pytree=ocp.args.PyTreeSave(built({"checkpoint": array("int32", (2,))})),
+        state=ocp.args.StandardSave(built(PARAMS)),
+    )
+    handlers = {
+        "array": ocp.ArrayCheckpointHandler(),
+        "number": ocp.ArrayCheckpointHandler(),
+        "json": ocp.JsonCheckpointHandler(),
+        "proto": ocp.ProtoCheckpointHandler(),
+        "key": ocp.handlers.JaxRandomKeyCheckpointHandler(),
+        "named_key": ocp.handlers.JaxRandomKeyCheckpointHandler("jax"),
+        "raw_key": ocp.handlers.JaxRandomKeyCheckpointHandler(),
+        "generator": ocp.handlers.NumpyRandomKeyCheckpointHandler(),
+        "old_generator": ocp.handlers.NumpyRandomKeyCheckpointHandler("numpy"),
+        "pytree": ocp.PyTreeCheckpointHandler(),
+        "state": ocp.StandardCheckpointHandler(),
+    }
+    _alone(path, ocp.CompositeCheckpointHandler(**handlers), arguments)
+    members = {
+        "array": array("int64", (6,)),
+        "number": 0.5,
+        "json": config,
+        "proto": text_format.MessageToString(MESSAGE),
+        "key": {"$key": ["threefry2x32", [0, 7]]},
+        "named_key": {"$key": ["threefry2x32", [0, 7]]},
+        "raw_key": {"$key": [None, [0, 7]]},
+        "generator": GENERATOR,
+        "old_generator": GENERATOR_TUPLE,
+        "pytree": {"checkpoint": array("int32", (2,))},
+        "state": PARAMS,
+    }
+    return {"checkpointables": members, "tree": PARAMS}
+
+
+@golden
+def manager_array(path: Path) -> Any:
+    """A directory of steps of `CheckpointManager` without a tree: each step has one item, an array."""
+    with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(step_prefix="model")) as checkpoints:
+        checkpoints.save(100, args=ocp.args.ArraySave(jnp.arange(1, 5, dtype=jnp.float32)))
+        checkpoints.wait_until_finished()
+    return {"directory": "model_100", "tree": array("float32", (4,))}
 
 
 @golden

@@ -178,8 +178,8 @@ class RayCoordinator:
         return CoordinationTimeoutError(
             f"{len(outcome.ranks)} of {self._size} ranks of the job {self._job!r} did not "
             f"reach the exchange {key!r} within {self._timeout_seconds:g} s: "
-            f"{list(outcome.ranks)}; check their logs, and "
-            f"find_job({self._job!r}).progress()",
+            f"{list(outcome.ranks)}; check their logs, and find_job({self._job!r}).progress(). If they were only "
+            "late, set a longer timeout_seconds on every rank",
             outcome.ranks,
         )
 

@@ -8,7 +8,7 @@ import os
 import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, Final, Protocol, cast
 
 import fsspec  # type: ignore[import-untyped]  # it has no types
 from fsspec.dircache import DirCache  # type: ignore[import-untyped]  # it has no types
@@ -18,7 +18,10 @@ from ckptcore.model.tree import JSON
 from ckptcore.redaction import chainable, redacted_location
 from ckptcore_fsspec.failures import failure, first_line
 
-__all__ = ["Connection", "FileSystem"]
+__all__ = ["PREFIX", "Connection", "FileSystem"]
+
+PREFIX: Final = "fsspec+"
+"""Prefix of a scheme that selects fsspec even if another plugin opens the scheme."""
 
 
 class FileSystem(Protocol):
@@ -53,18 +56,20 @@ class Connection:
     not be thread-safe.
     """
 
-    def __init__(self, protocol: str, url: str, options: Mapping[str, JSON]) -> None:
+    def __init__(self, url: str, options: Mapping[str, JSON]) -> None:
         """Prepare a file system, without a request.
 
         Args:
-            protocol: protocol name of fsspec.
-            url: URL with this protocol.
+            url: ``SCHEME://...`` or ``fsspec+SCHEME://...``.
             options: arguments of the file system's class, by name.
 
         Raises:
             InvalidLocationError: if the URL is invalid for this protocol.
             UnknownPluginError: if a package for the protocol is not installed.
         """
+        scheme, _, rest = url.partition("://")
+        self._scheme = scheme.lower()
+        self.protocol = protocol = self._scheme.removeprefix(PREFIX)
         try:
             self._type = fsspec.get_filesystem_class(protocol)
         except ImportError as error:
@@ -72,16 +77,15 @@ class Connection:
                 f"cannot open {protocol}://: a package that fsspec needs is not installed: {first_line(error)}"
             ) from error
         try:
-            self.path = str(self._type._strip_protocol(url))
-            named = dict(self._type._get_kwargs_from_urls(url))
+            self.path = str(self._type._strip_protocol(f"{protocol}://{rest}"))
+            named = dict(self._type._get_kwargs_from_urls(f"{protocol}://{rest}"))
         except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
             # The message may contain a part of an unescaped password.
             raise InvalidLocationError(
-                f"cannot parse the path in {redacted_location(url)!r} ({type(error).__name__}); write characters "
-                "such as / and @ in a password as %2F and %40"
+                f"cannot parse the path in {redacted_location(url)!r} ({type(error).__name__}); pass a password with "
+                f"characters such as / as an option: Context(storage={{{self._scheme!r}: {{'password': ...}}}})"
             ) from None
         named.pop("path", None)
-        self.protocol = protocol
         self._options = json.dumps({**named, **options}, sort_keys=True)
 
     def get(self) -> FileSystem:
@@ -110,7 +114,7 @@ class Connection:
             raise PluginError(
                 f"fsspec's {self._type.__name__} does not accept the options "
                 f"{sorted(options)}: {first_line(error)}; set "
-                f"Context(storage={{{self.protocol!r}: {{...}}}}) to options in its "
+                f"Context(storage={{{self._scheme!r}: {{...}}}}) to options in its "
                 "documentation"
             ) from chainable(error)
         except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error

@@ -10,14 +10,11 @@ import fsspec  # type: ignore[import-untyped]  # it has no types
 from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageBackend, StorageOptions
 from ckptcore.redaction import redacted_location
-from ckptcore_fsspec.file_systems import Connection
+from ckptcore_fsspec.file_systems import PREFIX, Connection
 from ckptcore_fsspec.storage import FsspecStorage, ReadOnlyStorage
 from ckptcore_fsspec.web import WebStorage
 
-__all__ = ["PREFIX", "open_url", "opens"]
-
-PREFIX: Final = "fsspec+"
-"""Prefix of a scheme that selects fsspec even if another plugin opens the scheme."""
+__all__ = ["open_url", "opens"]
 
 _WEB: Final = ("http", "https")
 
@@ -42,7 +39,7 @@ def open_url(url: str, options: StorageOptions) -> StorageBackend:
         InvalidLocationError: if the URL is invalid, or the options are not JSON.
         UnknownPluginError: if a package for the scheme is not installed.
     """
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, _ = url.partition("://")
     protocol = scheme.lower().removeprefix(PREFIX)
     if not separator or "::" in url:
         raise InvalidLocationError(
@@ -53,7 +50,7 @@ def open_url(url: str, options: StorageOptions) -> StorageBackend:
         json.dumps(dict(options.config))
     except (TypeError, ValueError) as error:
         raise InvalidLocationError(f"the options of {scheme}:// are not JSON: {error}") from error
-    connection = Connection(protocol, f"{protocol}://{rest}", options.config)
+    connection = Connection(url, options.config)
     if protocol in _WEB:
         return WebStorage(connection, url)
     if protocol in _READ_ONLY:

@@ -223,7 +223,7 @@ def _check_encodable(key: str) -> str:
         key.encode()
     except UnicodeEncodeError as error:
         raise InvalidLocationError(
-            f"invalid key {key[:200]!r}: object stores need keys in UTF-8; rename the file or array"
+            f"invalid key {key[:200]!r}: object stores need keys in UTF-8; use another name for the location or file"
         ) from error
     return key
 

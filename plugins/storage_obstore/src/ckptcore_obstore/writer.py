@@ -109,7 +109,7 @@ class PartWriter:
             raise ValueError(f"cannot finish {self._url}: the writer is finished or aborted")
         size = self._end if self._size is None else self._size
         if self._written != size:
-            raise StorageError(f"cannot complete {self._url}: {self._written} of {size} bytes were written. Save again")
+            raise StorageError(f"cannot complete {self._url}: {self._written} of {size} bytes were written")
         if self._upload is None and len(self._parts) <= 1:
             part = self._parts.get(1)
             data = b"" if part is None else part.data[:size].data

@@ -67,6 +67,9 @@ class CheckpointableHandlerTests:
         self.handler.flatten(value)
         assert example.fingerprint(value) == example.fingerprint(example.make())
 
+    def test_a_value_with_elements_has_memory(self, example: CheckpointableExample) -> None:
+        assert self.handler.has_memory(example.make()) is True
+
     def test_restore_copies_the_state_into_another_object(self, example: CheckpointableExample) -> None:
         state = self.copied(self.handler.flatten(example.make()))
         target = example.make_other()

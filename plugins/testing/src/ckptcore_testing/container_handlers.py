@@ -108,7 +108,8 @@ class ContainerHandlerTests:
         expected = [others.get(position, child) for position, child in enumerate(before)]
         assert all(map(_is, example.children(value), expected)), "replace must change only the given children"
         assert len(example.children(value)) == len(before)
-        assert type(self.handler.is_object(value)) is bool
+        assert type(self.handler.is_object(value)) is type(self.handler.keeps_identity(value)) is bool
+        assert type(self.handler.remedy) is str
 
 
 def _assert_flattened(flattened: Flattened) -> None:
@@ -117,7 +118,7 @@ def _assert_flattened(flattened: Flattened) -> None:
     assert flattened.kind in get_args(NodeKind), f"expected one of {get_args(NodeKind)}, found {flattened.kind!r}"
     assert len(keys) == len(flattened.children), "one key for each child"
     assert len(set(keys)) == len(keys), f"keys are unique, found {keys}"
-    assert all(type(key) in (int, str, Attribute) for key in keys), f"a key is an int, str or Attribute, found {keys}"
+    assert all(type(key) in (int, bool, str, tuple, Attribute) for key in keys), f"invalid keys: {keys}"
     if flattened.kind in ("list", "tuple"):
         assert keys == list(range(len(keys))), f"the keys of a {flattened.kind} are its indices, found {keys}"
     assert flattened.type is None or (type(flattened.type) is str and flattened.type)

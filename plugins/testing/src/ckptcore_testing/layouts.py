@@ -58,6 +58,8 @@ _AWKWARD_TREES: Final[dict[str, tuple[tuple[Key, ...], ...]]] = {
     "slashes": (("a/b",), ("a", "b")),
     "int and str": (("0",), (0,), ("x",)),
     "attribute and str": ((Attribute("x"),), ("x",)),
+    "bool and str": ((True,), ("True",), (False, "a"), ("False", "a")),
+    "tuple and str": ((("a", 1),), ("('a', 1)",), (("a", "1"),), ((("a.b", "c/d"),), "x"), (("\\", "'\""),), ((),)),
     "reserved": (("__metadata__",), ("x",)),
     "empty": (("",), ("a", "")),
     "empty above": (("", "a"), ("a", ""), ("b",)),

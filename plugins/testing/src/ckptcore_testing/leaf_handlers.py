@@ -381,6 +381,17 @@ class LeafHandlerTests:
             assert (record.spec, record.kind) == (stored.spec, stored.kind)
 
     @_for_each("array_example")
+    def test_build_keeps_no_memory_that_it_disowns(self, array_example: LeafExample) -> None:
+        stored = self._array_record(array_example.make())
+        for abstract in self._abstracts(array_example):
+            boxes = self._loaded(array_example, abstract, stored)
+            built = self.handler.build(abstract, stored, boxes)
+            if not self.handler.keeps_memory(abstract):
+                for _, elements in boxes:
+                    elements.view(np.uint8 if elements.ndim else elements.dtype)[...] = 0
+            assert_same_value(array_example.elements(built), array_example.expected, "build, and then its memory freed")
+
+    @_for_each("array_example")
     def test_build_returns_the_type_of_a_concrete_leaf(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         stored = self._array_record(leaf)

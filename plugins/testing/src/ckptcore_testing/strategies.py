@@ -89,7 +89,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...], max_parts: int = 6) -> t
 
 
 def keys() -> st.SearchStrategy[Key]:
-    """Keys of mappings: ints and strs, including strs that layouts must escape."""
+    """Keys of mappings: ints, bools, strs, including strs that layouts must escape, and tuples of them."""
     awkward = st.sampled_from(
         [
             "",
@@ -109,9 +109,13 @@ def keys() -> st.SearchStrategy[Key]:
             "é",
             "e\u0301",
             "\\",
+            "True",
+            "('a', 1)",
         ]
     )
-    return st.one_of(st.integers(-3, 12), awkward, st.text(max_size=4))
+    plain = st.one_of(st.integers(-3, 12), st.booleans(), awkward, st.text(max_size=4))
+    parts = st.recursive(plain, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
+    return st.one_of(plain, st.lists(parts, max_size=3).map(tuple), st.just(("a", 1)))
 
 
 def values() -> st.SearchStrategy[object]:

@@ -63,7 +63,7 @@ class TieredSteps:
         """List the far directory. If that fails, the owner uses its last list: no other process writes there."""
         far = self.directories[1]
         try:
-            return far.list_visible()
+            return far.list_steps()
         except StorageError as error:
             if not self.is_owned:
                 raise

@@ -237,8 +237,8 @@ def _split(key: Key) -> tuple[str, str]:
     """Divide a key into the names of its groups, joined by dots, and its own name."""
     if isinstance(key, Attribute):
         return "", f".{key.name}"
-    if isinstance(key, int):
-        return "", f"[{key}]"
+    if isinstance(key, int | tuple):
+        return "", f"[{key!r}]"
     if "." not in key:
         return "", key or "''"
     if ".." in key or key[0] == "." or key[-1] == "." or key.count(".") > _MAX_FOLDS:

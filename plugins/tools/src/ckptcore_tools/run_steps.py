@@ -98,7 +98,7 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
 
     Raises:
         CheckpointNotFoundError: if the directory does not exist.
-        InvalidLocationError: if the directory is a checkpoint.
+        InvalidLocationError: if the directory is a checkpoint, or has checkpoints that cannot be read as steps.
     """
     if ROOT_KEY in names_in(directory, context):
         raise InvalidLocationError(
@@ -107,7 +107,7 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
         )
     steps = StepDirectory(directory, names, context)
     since = steps.changes()
-    steps.replace(steps.list_names(), since)
+    steps.replace(steps.list_steps(), since)
     return steps
 
 

@@ -75,8 +75,8 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
         ):
             found = stored.kind if stored_raw else stored.spec.dtype
             raise UnsupportedLeafError(
-                f"{found} cannot be cast to {dtype}: PyTorch does not define its bits; "
-                "load it as torch.uint8 and convert it yourself"
+                f"{found} cannot be cast to {dtype}: PyTorch does not define the bits of one of them; load it as it is "
+                "stored, and convert it yourself"
             )
         plain = array if array.flags.writeable else array.copy()
         return torch.from_numpy(plain.view(np.uint8)).view(dtype)

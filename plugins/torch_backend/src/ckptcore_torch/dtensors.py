@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import (
     ArrayRecord,
     ArraySpec,
@@ -20,7 +20,6 @@ from ckptcore.model import (
     Pending,
     Shard,
     StridedMemory,
-    ValueRecord,
 )
 from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
@@ -28,7 +27,7 @@ from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
 from ckptcore_torch.placements import DTensorPlacement, LocalPart, local_part, sharding_cuts, sharding_notes
 from ckptcore_torch.tensor_parts import SubclassPartsHandler, is_composed
-from ckptcore_torch.tensors import TensorHandler, is_fake
+from ckptcore_torch.tensors import TensorHandler, expect_shape, is_fake
 
 __all__ = ["DTensorHandler"]
 
@@ -142,7 +141,7 @@ class DTensorHandler(LeafHandler):
             TreeMismatchError: if the shapes differ.
             UnsupportedLeafError: if a local FakeTensor requests a device that is missing.
         """
-        _expect_shape(abstract, stored)
+        expect_shape("DTensor", tuple(abstract.shape), stored)
         local = _local(abstract)
         if is_fake(local):
             expect_device(local.device)
@@ -163,7 +162,7 @@ class DTensorHandler(LeafHandler):
         Its elements are on the device of the local tensor of `abstract`, or on the device of the
         mesh if that is a meta tensor.
         """
-        _expect_shape(abstract, stored)
+        stored = expect_shape("DTensor", tuple(abstract.shape), stored)
         local = _local_elements(abstract, stored, boxes)
         device = _local(abstract).device
         if device.type == "meta":
@@ -177,10 +176,9 @@ class DTensorHandler(LeafHandler):
         local = _local(target)
         if local.is_meta or is_fake(local):
             return False
-        _expect_shape(target, stored)
+        stored = expect_shape("DTensor", tuple(target.shape), stored)
         if not boxes:
             return True  # this process has no elements of the tensor
-        assert isinstance(stored, ArrayRecord)  # values were refused above
         array = _assemble_local(target, stored, boxes)
         record = ArrayRecord(ArraySpec(tuple(local.shape), stored.spec.dtype), stored.kind)
         return _LOCAL_HANDLER.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
@@ -259,19 +257,8 @@ def _local_slices(own: LocalPart, box: Box) -> tuple[slice, ...] | None:
     return None
 
 
-def _expect_shape(abstract: Any, stored: LeafRecord) -> None:
-    shape = tuple(abstract.shape)
-    if isinstance(stored, ValueRecord):
-        difference = f"a {stored.kind} is stored, requested as a DTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the DTensor", [difference])
-    if stored.spec.shape != shape:
-        difference = f"stored with the shape {stored.spec.shape}, requested as a DTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; request a DTensor of the stored shape", [difference])
-
-
-def _local_elements(abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
+def _local_elements(abstract: Any, stored: ArrayRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
     """Return the local tensor on the CPU, cast to the dtype of `abstract`."""
-    assert isinstance(stored, ArrayRecord)  # checked by `_expect_shape`
     array = _assemble_local(abstract, stored, boxes)
     return elements_as(array, stored, abstract.dtype)
 

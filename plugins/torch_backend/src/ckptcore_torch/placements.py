@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ckptcore.errors import UnsupportedLeafError
@@ -119,16 +119,11 @@ def _axis_of(placement: Placement, axes: int) -> int | None:
     """
     if isinstance(placement, Replicate):
         return None
-    if isinstance(placement, Partial):
-        raise UnsupportedLeafError(
-            f"cannot save a DTensor of partial sums, with the placement {placement}; call "
-            ".redistribute() with Replicate() or Shard() before you save it"
-        )
     if placement.is_shard() or hasattr(placement, "split_factor"):
         return int(placement.dim) % axes  # type: ignore[attr-defined]  # both kinds of shards have it
     raise UnsupportedLeafError(
-        f"cannot save a DTensor with the unknown placement {placement}; call .redistribute() "
-        "with Replicate() or Shard() before you save it"
+        f"cannot save a DTensor with the placement {placement}, as of partial sums; call .redistribute() with "
+        "Replicate() or Shard() before you save it"
     )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
-from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import (
     ArrayRecord,
     ArraySpec,
@@ -28,13 +28,12 @@ from ckptcore.model import (
     Pending,
     Shard,
     StridedMemory,
-    ValueRecord,
 )
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
-from ckptcore_torch.tensors import TensorHandler, is_fake
+from ckptcore_torch.tensors import TensorHandler, expect_shape, is_fake
 
 __all__ = ["ShardedTensorHandler", "sharded_like"]
 
@@ -115,7 +114,7 @@ class ShardedTensorHandler(LeafHandler):
             TreeMismatchError: if the shapes differ.
             UnsupportedLeafError: if a FakeTensor requests a device that is missing.
         """
-        _expect_shape(abstract, stored)
+        expect_shape("ShardedTensor", tuple(abstract.metadata().size), stored)
         for shard in abstract.local_shards():
             if is_fake(shard.tensor):
                 expect_device(shard.tensor.device)
@@ -131,8 +130,7 @@ class ShardedTensorHandler(LeafHandler):
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build a ShardedTensor with the shards and dtype of `abstract`, on their devices."""
-        _expect_shape(abstract, stored)
-        assert isinstance(stored, ArrayRecord)  # a value has no shape
+        stored = expect_shape("ShardedTensor", tuple(abstract.metadata().size), stored)
         arrays = dict(boxes)
         tensors = []
         for shard in abstract.local_shards():
@@ -148,8 +146,7 @@ class ShardedTensorHandler(LeafHandler):
         Return False if a shard cannot be filled, because it is abstract or its elements may
         overlap.
         """
-        _expect_shape(target, stored)
-        assert isinstance(stored, ArrayRecord)  # a value has no shape
+        stored = expect_shape("ShardedTensor", tuple(target.metadata().size), stored)
         arrays = dict(boxes)
         filled = True
         for box, local in _local_shards(target):
@@ -209,16 +206,6 @@ def _find_shard(leaf: Any, box: Box) -> tuple[torch.Tensor, list[Box]]:
         f"internal error: this process has no {box} of a ShardedTensor {tuple(leaf.metadata().size)}; "
         "please report this"
     )
-
-
-def _expect_shape(abstract: Any, stored: LeafRecord) -> None:
-    shape = tuple(abstract.metadata().size)
-    if isinstance(stored, ValueRecord):
-        difference = f"a {stored.kind} is stored, requested as a ShardedTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the ShardedTensor", [difference])
-    if stored.spec.shape != shape:
-        difference = f"stored with the shape {stored.spec.shape}, requested as a ShardedTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; request a ShardedTensor of the stored shape", [difference])
 
 
 def _replica(leaf: Any, rank: int, size: int) -> tuple[int, int]:

@@ -70,6 +70,10 @@ class SparseHandler(CheckpointableHandler):
             return torch.nn.Parameter(made, requires_grad=like.requires_grad)
         return made.requires_grad_() if like.requires_grad else made
 
+    def has_memory(self, target: torch.Tensor) -> bool:
+        """Return False for a tensor on the meta device."""
+        return not target.is_meta
+
     def restore(self, target: torch.Tensor, state: Any) -> None:
         """Replace the elements of the tensor itself."""
         made = self.unflatten(target.detach(), state)

@@ -182,8 +182,9 @@ class StoreCoordinator:
             if time.monotonic() >= deadline:
                 raise CoordinationTimeoutError(
                     f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} "
-                    f"within {self._timeout_seconds:g} s: {list(missing)}; check their "
-                    "logs",
+                    f"within {self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, "
+                    "set Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=...))) on every "
+                    "rank",
                     list(missing),
                 )
             store.pause(pause)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import TreeMismatchError
 from ckptcore.model import JSON, PARTS, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.dtypes import encoding_of
@@ -101,6 +101,11 @@ class SubclassPartsHandler(CheckpointableHandler):
             return torch.nn.Parameter(made, requires_grad=like.requires_grad)
         return made.requires_grad_() if like.requires_grad else made
 
+    def has_memory(self, target: torch.Tensor) -> bool:
+        """Return False for a tensor with a part on the meta device."""
+        inner = inner_tensor(target)
+        return not any(getattr(inner, name).is_meta for name in _names(inner))
+
     def restore(self, target: torch.Tensor, state: Any) -> None:
         """Copy the parts that could not be filled in place, as those that are not contiguous."""
         inner = inner_tensor(target)
@@ -108,11 +113,6 @@ class SubclassPartsHandler(CheckpointableHandler):
             own, loaded = getattr(inner, name), state[name]
             if share_parts(own, inner_tensor(loaded)):
                 continue
-            if own.is_meta:
-                raise UnsupportedLeafError(
-                    f"a {type(inner).__name__} on the meta device has no memory to load into; use load() and keep its "
-                    "result"
-                )
             with torch.no_grad():
                 own.copy_(_in_shape_of(own, loaded))
 

@@ -37,6 +37,7 @@ from ckptcore_torch.transfers import finish_work_on, start_copy
 __all__ = [
     "SubclassHandler",
     "TensorHandler",
+    "expect_shape",
     "identity_of",
     "is_fake",
     "is_sharded",
@@ -393,19 +394,26 @@ def _view_box(whole: HostArray, box: Box) -> HostArray:
 
 def _cast_elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
     """Return a CPU tensor of the stored elements, cast to the dtype of `abstract`."""
-    if isinstance(stored, ValueRecord):
-        difference = f"a {stored.kind} is stored, requested as a tensor of the shape {tuple(abstract.shape)}"
-        raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the tensor", [difference])
-    shape = stored.spec.shape
-    if len(boxes) != 1 or boxes[0][1].shape != shape:
+    stored = expect_shape("tensor", tuple(abstract.shape), stored)
+    if len(boxes) != 1 or boxes[0][1].shape != stored.spec.shape:
         raise PluginError(
             f"internal error: a whole tensor of {stored.spec} was requested, but {len(boxes)} boxes were read; "
             "please report this"
         )
-    if abstract.shape != shape:
-        difference = f"stored with the shape {shape}, requested as a tensor of the shape {tuple(abstract.shape)}"
-        raise TreeMismatchError(f"{difference}; request a tensor of the stored shape", [difference])
     return elements_as(boxes[0][1], stored, abstract.dtype)
+
+
+def expect_shape(noun: str, shape: tuple[int, ...], stored: LeafRecord) -> ArrayRecord:
+    """Return a stored array, if it has the shape of the requested one. A load compares all leaves before.
+
+    Raises:
+        TreeMismatchError: if a value or another shape is stored.
+    """
+    if isinstance(stored, ArrayRecord) and stored.spec.shape == shape:
+        return stored
+    found = f"a {stored.kind}" if isinstance(stored, ValueRecord) else f"an array of the shape {stored.spec.shape}"
+    difference = f"{found} is stored, requested as a {noun} of the shape {shape}"
+    raise TreeMismatchError(difference, [difference])
 
 
 def sampled_on_device(tensor: torch.Tensor, itemsize: int) -> Sequence[torch.Tensor]:
@@ -448,7 +456,7 @@ def overlaps_itself(target: torch.Tensor) -> bool:
 
 def _layout_refusal(leaf: torch.Tensor) -> str:
     if leaf.is_nested:
-        return "a nested tensor is several arrays; save its .values() and .offsets(), or .unbind()"
+        return "a nested tensor with strides is several arrays; save list(tensor.unbind())"
     return f"a tensor with the layout {leaf.layout} is not one array of elements; save its .to_dense()"
 
 
@@ -475,7 +483,7 @@ def _as_plain(leaf: torch.Tensor) -> torch.Tensor:
     name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     if hasattr(leaf, "__tensor_flatten__"):  # others have the handler of their parts
         remedy = (
-            "save its .values() and .offsets(), or .unbind()"
+            "save its .values() and .offsets(), or list(tensor.unbind())"
             if leaf.is_nested
             else "save the tensors that its __tensor_flatten__() names, or add __tensor_unflatten__ to its class"
         )

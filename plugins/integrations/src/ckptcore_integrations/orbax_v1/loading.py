@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 from typing_extensions import deprecated
 
 from ckptcore_integrations.orbax_v1.library import get_context, v1
-from ckptcore_integrations.orbax_v1.trees import with_tree_handler
+from ckptcore_integrations.orbax_v1.trees import remedy_of_equinox, with_tree_handler
 
 __all__ = [
     "PLACEHOLDER",
@@ -35,7 +35,7 @@ def _with_ckptcore(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with with_tree_handler(get_context()):
+        with remedy_of_equinox(args, kwargs), with_tree_handler(get_context()):
             return function(*args, **kwargs)
 
     return call

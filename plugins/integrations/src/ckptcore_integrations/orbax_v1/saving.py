@@ -25,7 +25,7 @@ from ckptcore_integrations.orbax_v1.library import (
 )
 from ckptcore_integrations.orbax_v1.responses import SaveResponse
 from ckptcore_integrations.orbax_v1.settings import array_rules, context_of, layout_of, storage_options
-from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER, TreeHandler, with_tree_handler
+from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER, TreeHandler, remedy_of_equinox, with_tree_handler
 
 __all__ = [
     "prepare",
@@ -47,7 +47,8 @@ def save(
     custom_metadata: Any = None,
 ) -> None:
     """Save a tree, and return once it is committed. Arguments and errors are those of `orbax.checkpoint.v1.save`."""
-    validate_state(state)
+    with remedy_of_equinox(state):
+        validate_state(state)
     save_checkpointables(path, {checkpointable_name: state}, overwrite=overwrite, custom_metadata=custom_metadata)
 
 
@@ -60,7 +61,8 @@ def save_async(
     custom_metadata: Any = None,
 ) -> v1.AsyncResponse[None]:
     """Begin to save a tree, and return once it may change. See `orbax.checkpoint.v1.save_async`."""
-    validate_state(state)
+    with remedy_of_equinox(state):
+        validate_state(state)
     return save_checkpointables_async(
         path, {checkpointable_name: state}, overwrite=overwrite, custom_metadata=custom_metadata
     )
@@ -117,7 +119,7 @@ def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_
     handlers: dict[str, str] = {}
     rules: dict[str, Any] = {}
     child = with_tree_handler(context)
-    with child:
+    with remedy_of_equinox(checkpointables), child:
         for name, value in checkpointables.items():
             handler = resolve_handler_for_save(child.checkpointables.registry, value, name=name)
             if isinstance(handler, TreeHandler):

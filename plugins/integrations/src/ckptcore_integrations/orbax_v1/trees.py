@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+import sys
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import jax
@@ -18,12 +20,12 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from ckptcore.model import Node, Skeleton
+from ckptcore.model import Node, Skeleton, are_indices
 from ckptcore.redaction import redacted_location
 from ckptcore_integrations.orbax_v1.library import PYTREE_METADATA_FILE, get_context, typestr, v1
 from ckptcore_integrations.orbax_v1.settings import context_of, matching_of, text_of
 
-__all__ = ["TREE_HANDLER", "TreeHandler", "with_tree_handler"]
+__all__ = ["TREE_HANDLER", "TreeHandler", "remedy_of_equinox", "with_tree_handler"]
 
 TREE_HANDLER = typestr(v1.handlers.PyTreeHandler)
 """The class name of Orbax's handler of trees, as checkpoints store it."""
@@ -32,6 +34,9 @@ _MISMATCH: Final = "User-provided restore item and on-disk value metadata tree s
 """Orbax's words, by which programs recognise the error."""
 
 _NUMBERS: Final = (int, float, np.number)
+
+_SUPPORTED: Final = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, *_NUMBERS, bytes, str)
+"""Types of the leaves that Orbax saves and loads."""
 
 
 class TreeHandler:
@@ -75,6 +80,36 @@ class TreeHandler:
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
         """Return True if Orbax can load into this abstract tree."""
         return bool(self._orbax.is_abstract_handleable(abstract_checkpointable))
+
+
+@contextmanager
+def remedy_of_equinox(*values: object) -> Iterator[None]:
+    """Add what to do to Orbax's error for a function, or another object, in a module of Equinox.
+
+    Args:
+        values: the trees that are saved, or the arguments of a load.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError) or len(error.args) != 1 or not _has_module_with_objects(values):
+            raise
+        raise type(error)(
+            f"{error.args[0]} Of a module of Equinox, save and load eqx.filter(model, eqx.is_array), and give the "
+            "result of a load the rest with eqx.combine"
+        ) from error
+
+
+def _has_module_with_objects(tree: object) -> bool:
+    equinox = sys.modules.get("equinox")  # values of its types exist only if it was imported
+    if equinox is None:
+        return False
+    modules = [
+        node
+        for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, equinox.Module))
+        if isinstance(node, equinox.Module)
+    ]
+    return any(not isinstance(leaf, _SUPPORTED) for leaf in jax.tree.leaves(modules))
 
 
 def with_tree_handler(context: v1.Context) -> v1.Context:
@@ -226,10 +261,10 @@ def _plain(node: Skeleton, abstract: Any) -> Any:
     children = list(abstract.values()) if isinstance(abstract, dict) else list(abstract)
     made = [_plain(child, one) for child, one in zip(node.children, children, strict=True)]
     if node.kind in ("list", "tuple"):
-        return made
+        return made if made or node.kind == "list" else ()
     if node.kind == "object":
         if not made:
             return None
-        if node.keys == tuple(range(len(node.keys))):
+        if are_indices(node.keys):
             return made
     return dict(zip(map(str, node.keys), made, strict=True))

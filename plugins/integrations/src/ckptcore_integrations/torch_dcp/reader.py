@@ -38,9 +38,11 @@ from ckptcore.model import (
     Key,
     LeafRecord,
     Node,
+    PlainKey,
     Skeleton,
     TreeMetadata,
     TreePath,
+    are_indices,
     format_path,
 )
 from ckptcore.protocols import LayoutFactory
@@ -350,13 +352,13 @@ def _target(node: Skeleton, wanted: Mapping[int, Any], numbers: Iterator[int]) -
 
 def _container(node: Node, children: list[Any]) -> Any:
     """Return a container of the standard library, as `ckptcore.load` does without an abstract tree."""
-    if node.kind in ("list", "tuple") or (node.kind == "object" and node.keys == tuple(range(len(children)))):
+    if node.kind in ("list", "tuple") or (node.kind == "object" and are_indices(node.keys)):
         return tuple(children) if node.kind == "tuple" else children
     make = collections.OrderedDict if node.kind == "OrderedDict" else dict
     return make(zip([_plain_key(key) for key in node.keys], children, strict=True))
 
 
-def _plain_key(key: Key) -> int | str:
+def _plain_key(key: Key) -> PlainKey:
     return key.name if isinstance(key, Attribute) else key
 
 

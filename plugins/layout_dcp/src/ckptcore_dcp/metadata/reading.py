@@ -304,7 +304,9 @@ class MetadataDecoder:
         Raises:
             CorruptCheckpointError: always.
         """
-        raise CorruptCheckpointError(f"{self.key} cannot be read: {reason}", key=self.key)
+        raise CorruptCheckpointError(
+            f"{self.key} cannot be read: {reason}; restore it from a copy, or load another checkpoint", key=self.key
+        )
 
 
 def _are_texts(found: Sequence[Value]) -> bool:

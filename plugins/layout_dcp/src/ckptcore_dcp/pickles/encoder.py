@@ -40,8 +40,8 @@ def _int_opcodes(value: int) -> bytes:
         body = body[:-1]
     if len(body) > 255:
         raise UnsupportedLeafError(
-            f"{brief(value)} cannot be written to a pickle that torch reads; expected at most 255 bytes; store it as "
-            "a text"
+            f"{brief(value)} cannot be written to a pickle that torch reads; expected at most 255 bytes; save "
+            "it as text"
         )
     return b"\x8a%c" % len(body) + body
 
@@ -245,9 +245,7 @@ class _Encoder:
         """
         size = len(self._memo)
         if self._open.get(id(value)) == size:
-            raise UnsupportedLeafError(
-                f"a {brief(value)} contains itself, which a pickle cannot represent; remove the cycle"
-            )
+            raise UnsupportedLeafError(f"a {brief(value)} contains itself, which a pickle cannot represent")
         self._open[id(value)] = size
 
     def _finish(self, made: _Build) -> None:
@@ -296,7 +294,7 @@ class _Encoder:
         if self._protocol < 4:
             raise UnsupportedLeafError(
                 f"a text of {len(body)} bytes cannot be written to a pickle of protocol 2; expected less than 4 GiB; "
-                "store an array"
+                "save an array of its bytes"
             )
         return long_opcode + len(body).to_bytes(8, "little") + body
 
@@ -338,7 +336,7 @@ class _Encoder:
         else:
             if "\n" in value.module or "\n" in value.name:
                 raise UnsupportedLeafError(
-                    f"{brief(value)!r} contains a line break, which pickles of protocol 2 cannot represent; rename it"
+                    f"{brief(value)!r} contains a line break, which pickles of protocol 2 cannot represent"
                 )
             self._parts.append(f"c{value.module}\n{value.name}\n".encode())
         self._memoize(name)
@@ -440,8 +438,7 @@ class _Encoder:
         if value.keywords:
             if not value.new or self._protocol < 4:
                 raise UnsupportedLeafError(
-                    f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 supports; pass them as "
-                    "arguments"
+                    f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 supports"
                 )
             todo.append(_Build(value, b"\x92", b"000"))
             keywords = dict(value.keywords)

@@ -14,14 +14,14 @@ from typing import Any, Final
 
 from ckptcore_dcp.pickles.values import Call, CompactObject, Global, Persistent, brief, malformed
 
-__all__ = ["PLAIN_KEYS", "KeyCheck"]
+__all__ = ["MAX_KEY_PARTS", "PLAIN_KEYS", "KeyCheck"]
 
 PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, CompactObject, Global})
 """Types whose hashes a file cannot choose. A `Call` or a `CompactObject` is hashed by identity."""
 
 _MAX_EQUAL_HASHES: Final = 64
 """Maximum number of keys with the same hash in one dict."""
-_MAX_KEY_PARTS: Final = 100
+MAX_KEY_PARTS: Final = 100
 """Maximum number of values that make up a key."""
 _LARGE: Final = sys.hash_info.modulus
 """Larger integers share their hashes with smaller ones."""
@@ -71,9 +71,9 @@ class KeyCheck:
                 kind = type(each)
                 if kind is tuple or kind is frozenset:
                     count += len(each)
-                    if count > _MAX_KEY_PARTS:
+                    if count > MAX_KEY_PARTS:
                         raise malformed(
-                            self._key, position, f"a key of a dict or set consists of more than {_MAX_KEY_PARTS} values"
+                            self._key, position, f"a key of a dict or set consists of more than {MAX_KEY_PARTS} values"
                         )
                     inner.extend(each)
                 elif kind is Persistent:
@@ -81,8 +81,8 @@ class KeyCheck:
                     inner.append(each.id)
                 elif kind not in PLAIN_KEYS and kind is not int and kind is not float:
                     raise malformed(self._key, position, f"a {brief(each)} cannot be a key of a dict or set")
-                if count > _MAX_KEY_PARTS:
+                if count > MAX_KEY_PARTS:
                     raise malformed(
-                        self._key, position, f"a key of a dict or set consists of more than {_MAX_KEY_PARTS} values"
+                        self._key, position, f"a key of a dict or set consists of more than {MAX_KEY_PARTS} values"
                     )
             level = inner

@@ -200,8 +200,7 @@ class _ValueColumns:
             inline = inlines[entry] or b""
             if len(inline) > MAX_INLINE_BYTES:
                 raise UnsupportedLeafError(
-                    f"an inline value has {len(inline)} bytes; OCDBT allows at most {MAX_INLINE_BYTES}: "
-                    "write it to a file"
+                    f"an inline value has {len(inline)} bytes; OCDBT allows at most {MAX_INLINE_BYTES}"
                 )
             lengths[entry] = len(inline)
         numbers[is_inline] = -1

@@ -1,4 +1,8 @@
-"""The file `checkpoint` used before `_METADATA`: a msgpack tree with small arrays, or references to arrays."""
+"""Trees in msgpack, with arrays or references to arrays.
+
+Flax writes such files (``flax.serialization.to_bytes``, and ``flax.training.checkpoints`` without Orbax), and Orbax
+had a file `checkpoint` of this form before `_METADATA`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,19 @@ from ckptcore.model import ArraySpec, HostArray, dtype_from_name, unreadable_lea
 from ckptcore_orbax.orbax.json_files import unexpected
 from ckptcore_orbax.orbax.trees import MAX_DEPTH, OrbaxTree, TreeLeaf, plain_tree
 
-__all__ = ["AGGREGATE_FILE", "parse_aggregate", "unpack"]
+__all__ = ["AGGREGATE_FILE", "OTHER_PROCESSES", "is_aggregate", "parse_aggregate", "unpack"]
 
 AGGREGATE_FILE: Final = "checkpoint"
 
-_PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
-"""Prefixes of strings that refer to an array outside the file. The name of the array follows."""
+_PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://", "//GDAPlaceholder:")
+"""Prefixes of strings that refer to an array outside the file, the last one of Flax. The name of the array follows."""
+
+OTHER_PROCESSES: Final = "_gda"
+"""Suffix of the directory in which Flax stores arrays that several processes hold, next to its file."""
+
+_SUFFIX: Final = ".msgpack"
+_MAX_INLINE: Final = 4096
+"""Maximum bytes of an array whose elements are taken from the file when it is inspected."""
 
 _CHUNKED: Final = "__msgpack_chunked_array__"
 """Key of a dict that is an array too large for one value: ``shape`` and ``chunks`` are dicts with keys 0, 1, ..."""
@@ -31,6 +42,12 @@ Array: ``(shape, dtype, bytes)`` in nested msgpack; complex: ``(real, imaginary)
 array; tuple: a list.
 """
 
+_FIRST_BYTES: Final = 64
+"""Bytes by which the elements of an array are found."""
+
+_TRIPLE: Final = 0x93
+"""The first byte of a list of three values, as which an array is stored."""
+
 _MAX_NESTED: Final = 16
 """Maximum nesting of extension values, each of which takes much stack space."""
 
@@ -41,7 +58,41 @@ def parse_aggregate(data: bytes, key: str) -> OrbaxTree:
     Raises:
         CorruptCheckpointError: the file is not msgpack, or does not contain a valid tree.
     """
-    return plain_tree(_replace_arrays(unpack(data, key, _Extensions(key)), key, 0), key)
+    return plain_tree(_replace_arrays(unpack(data, key, _Extensions(data, key)), data, key, 0), key)
+
+
+def is_aggregate(head: bytes, name: str) -> bool:
+    """Return whether a file is a tree in msgpack, by its first bytes and its name.
+
+    Such files have no magic number. A mapping of text or an array of Flax is one, whatever its name is: no text, and no
+    common format of files, begins so.
+    """
+    if name.endswith(_SUFFIX):
+        return True
+    match head[:1]:
+        case b"\xde" | b"\xdf":
+            rest = head[3 if head[0] == 0xDE else 5 :]
+        case b"\xc7" | b"\xc8" | b"\xc9" | b"\xd8":  # an extension: its length, unless it is 16; its type; its data
+            rest = head[{0xC7: 2, 0xC8: 3, 0xC9: 5, 0xD8: 1}[head[0]] :]
+            return rest[:2] in (bytes([_ARRAY, _TRIPLE]), bytes([_SCALAR, _TRIPLE]))
+        case _:
+            if not head or not 0x81 <= head[0] <= 0x8F:
+                return False
+            rest = head[1:]
+    return _is_text(rest)
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether a value of msgpack is printable text of at least one character."""
+    if not head:
+        return False
+    if 0xA1 <= head[0] <= 0xBF:
+        text = head[1 : 1 + (head[0] & 31)]
+    elif head[0] in (0xD9, 0xDA, 0xDB):
+        text = head[{0xD9: 2, 0xDA: 3, 0xDB: 5}[head[0]] :][:32]
+    else:
+        return False
+    return text.decode("utf-8", "ignore").isprintable() and bool(text)
 
 
 def unpack(data: bytes, key: str, extension: Callable[[int, bytes], object]) -> object:
@@ -63,11 +114,14 @@ def unpack(data: bytes, key: str, extension: Callable[[int, bytes], object]) -> 
 
 
 class _Extensions:
-    """Decodes extension types."""
+    """Decodes extension types, in the order of the file."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, whole: bytes, key: str) -> None:
+        self._whole = whole
         self._key = key
         self._depth = 0
+        self._position = 0
+        """The elements of all further arrays are after this byte."""
 
     def __call__(self, code: int, data: bytes) -> object:
         self._depth += 1
@@ -87,12 +141,24 @@ class _Extensions:
                 except UnsupportedLeafError as error:
                     return TreeLeaf("", value=unreadable_leaf(error))
                 kind = "numpy.scalar" if code == _SCALAR and not shape else None
-                return TreeLeaf("", "np.ndarray", embedded=array, spec=ArraySpec(array.shape, dtype), kind=kind)
+                spec = ArraySpec(array.shape, dtype)
+                extent = self._extent(elements)
+                if len(elements) > _MAX_INLINE:
+                    return TreeLeaf("", "np.ndarray", extent=extent, spec=spec, kind=kind)
+                return TreeLeaf("", "np.ndarray", embedded=array, spec=spec, kind=kind)
             case 2, [float() | int() as real, float() | int() as imaginary]:
                 return complex(real, imaginary)
             case 4, list():
                 return tuple(inner)
         raise unexpected(self._key, "an array, a complex number or a tuple", f"extension type {code}")
+
+    def _extent(self, elements: bytes) -> tuple[str, int, int]:
+        """Return where the next elements are. The decoder does not say it; equal bytes before them are as good."""
+        start = self._whole.find(elements[:_FIRST_BYTES], self._position)
+        if not self._whole.startswith(elements, start):
+            start = self._whole.index(elements, self._position)  # slower: it prepares the search for all of them
+        self._position = start + len(elements)
+        return self._key, start, self._position
 
 
 def _array(shape: list[Any], dtype: str, elements: bytes, key: str) -> HostArray:
@@ -101,25 +167,33 @@ def _array(shape: list[Any], dtype: str, elements: bytes, key: str) -> HostArray
     element = dtype_from_name(dtype)
     if math.prod(shape) * element.itemsize != len(elements):
         raise unexpected(key, f"the elements of {dtype}{shape}", f"{len(elements)} bytes")
-    return np.frombuffer(elements, element.newbyteorder("<")).astype(element, copy=False).reshape(shape)
+    return _elements(elements, element).reshape(shape)
 
 
-def _replace_arrays(value: object, key: str, depth: int) -> object:
+def _elements(data: bytes | memoryview, dtype: np.dtype[Any]) -> HostArray:
+    """Return little-endian elements."""
+    return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
+
+
+def _replace_arrays(value: object, whole: bytes, key: str, depth: int) -> object:
     """Replace chunked arrays, and references to arrays outside the file, by leaves."""
     if depth > MAX_DEPTH:
         raise unexpected(key, "a tree", "one that is too deep")
     if isinstance(value, str) and value.startswith(_PLACEHOLDERS):
-        return TreeLeaf(value.partition("://")[2])
+        prefix = next(prefix for prefix in _PLACEHOLDERS if value.startswith(prefix))
+        return TreeLeaf(value.removeprefix(prefix))
     if isinstance(value, dict):
         if value.get(_CHUNKED) is True:
-            return _join_chunks(value, key)
-        return {name: _replace_arrays(child, key, depth + 1) for name, child in value.items()}
+            return _join_chunks(value, whole, key)
+        return {name: _replace_arrays(child, whole, key, depth + 1) for name, child in value.items()}
     if isinstance(value, list):
-        return [_replace_arrays(child, key, depth + 1) for child in value]
-    return tuple([_replace_arrays(child, key, depth + 1) for child in value]) if isinstance(value, tuple) else value
+        return [_replace_arrays(child, whole, key, depth + 1) for child in value]
+    return (
+        tuple([_replace_arrays(child, whole, key, depth + 1) for child in value]) if isinstance(value, tuple) else value
+    )
 
 
-def _join_chunks(value: Mapping[str, Any], key: str) -> TreeLeaf:
+def _join_chunks(value: Mapping[str, Any], data: bytes, key: str) -> TreeLeaf:
     shape, chunks = value.get("shape"), value.get("chunks")
     if not isinstance(shape, dict) or not isinstance(chunks, dict) or not chunks:
         raise unexpected(key, "the shape and the chunks of an array", value)
@@ -129,9 +203,13 @@ def _join_chunks(value: Mapping[str, Any], key: str) -> TreeLeaf:
         part = chunks.get(str(number))
         if isinstance(part, TreeLeaf) and part.value is not None:
             return part  # its dtype is unknown
-        if not isinstance(part, TreeLeaf) or part.embedded is None:
+        if isinstance(part, TreeLeaf) and part.extent is not None and part.spec is not None:
+            elements = memoryview(data)[part.extent[1] : part.extent[2]]
+            parts.append(_elements(elements, part.spec.numpy_dtype))
+        elif isinstance(part, TreeLeaf) and part.embedded is not None:
+            parts.append(part.embedded.reshape(-1))
+        else:
             raise unexpected(key, "a chunk of an array", part)
-        parts.append(part.embedded.reshape(-1))
     joined = np.concatenate(parts) if len({part.dtype for part in parts}) == 1 else None
     if joined is None or any(type(extent) is not int or extent < 0 for extent in extents):
         raise unexpected(key, "chunks of one dtype, and a shape", extents)

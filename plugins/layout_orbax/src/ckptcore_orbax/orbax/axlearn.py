@@ -62,8 +62,8 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
         return None
     if _INDEX not in names:
         raise UncommittedCheckpointError(
-            f"{_ARRAYS}/ contains arrays of AXLearn, but {_INDEX}, which a save writes last, is missing: the save "
-            "failed or is still running. Load another step"
+            f"{store.address.url if store.address is not None else 'the directory'} has arrays of AXLearn, but "
+            f"{_INDEX}, which a save writes last, is missing: the save failed or is still running. Load another step"
         )
     entries = _index_entries(store.get(_INDEX))
     states = _state_files(store, names, {path for path, value in entries if _is_iterator(value)})

@@ -8,7 +8,15 @@ from typing import Final, Literal
 
 from ckptcore.model import JSON
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.orbax.items import TEMPORARY, ItemKind, expect_commit, item_kind, names_in
+from ckptcore_orbax.orbax.items import (
+    TEMPORARY,
+    ItemKind,
+    expect_commit,
+    item_kind,
+    kind_of_handler,
+    names_in,
+    random_key_form,
+)
 from ckptcore_orbax.orbax.json_files import expect_object, expect_type, parse_json
 from ckptcore_orbax.orbax.markers import (
     DELETION_FILE,
@@ -32,8 +40,8 @@ class Composite:
     Attributes:
         members: kind of each member by its name, which is its directory; ``other`` if only the software
             that saved it can read it. Sorted.
-        default_tree: the member that a load of one tree uses: the only tree, or the first one that
-            `_PREFERRED` names. None if there is no such tree.
+        default_tree: the member that a load of one tree uses: the only tree, the only member, or the first tree that
+            `_PREFERRED` names. None if there is no such member.
         writer: name of the software that wrote it.
         custom: the user's metadata. Metrics that are not numbers are here too, under ``metrics``.
         metrics: the user's metrics that are numbers.
@@ -60,7 +68,7 @@ def find_composite(store: ReadStore) -> Composite | None:
         UncommittedCheckpointError: the save did not finish.
     """
     names = names_in(store, "")
-    if item_kind(names) is not None:
+    if item_kind(names) is not None or random_key_form(store, "", names) is not None:
         return None
     checkpoint_file = CheckpointFile()
     if METADATA_FILE in names:
@@ -77,11 +85,12 @@ def find_composite(store: ReadStore) -> Composite | None:
         inside = frozenset(store.list_names(name))
         if not marked and (METADATA_FILE in inside or name.isdigit()):
             return None  # a directory of steps
-        kind = item_kind(inside)
+        kind, said = item_kind(inside), kind_of_handler(handlers.get(name, ""))
         if kind is not None:
-            members[name] = kind
+            members[name] = "array" if said == "array" else kind
         elif name in handlers:
-            members[name] = _by_handler(handlers[name])
+            # A document with a name that the program chose is not recognized without the handler.
+            members[name] = said if said in ("tree", "random key") else "other"
     if not members or (not marked and "tree" not in members.values()):
         return None
     expect_commit(store, names)
@@ -107,14 +116,10 @@ def _is_number(value: JSON) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
-def _by_handler(handler: str) -> ItemKind | Literal["other"]:
-    """Return the kind of an item by the class name of its handler, if its file names do not tell the kind."""
-    name = handler.rpartition(".")[2]
-    return "tree" if name in ("PyTreeHandler", "PyTreeCheckpointHandler", "StandardCheckpointHandler") else "other"
-
-
 def _default_tree(members: Mapping[str, ItemKind | Literal["other"]]) -> str | None:
     trees = [name for name, kind in members.items() if kind == "tree"]
+    if not trees and len(members) == 1:
+        trees = [name for name, kind in members.items() if kind != "other"]
     if len(trees) == 1:
         return trees[0]
     return next((name for name in _PREFERRED if name in trees), None)

@@ -12,7 +12,6 @@ from ckptcore.errors import CompositeCheckpointError, CorruptCheckpointError, Un
 from ckptcore.model import (
     JSON,
     ArrayRecord,
-    ArraySpec,
     Box,
     LeafRecord,
     ReadItem,
@@ -26,7 +25,7 @@ from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import Composite, find_composite
-from ckptcore_orbax.orbax.items import Item, find_item
+from ckptcore_orbax.orbax.items import Item, arrays_directory, find_file, find_item
 from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, tree_of_names
 from ckptcore_orbax.orbax.values import scalar_record
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
@@ -36,7 +35,7 @@ from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
-__all__ = ["inspect_composite", "inspect_tree"]
+__all__ = ["inspect_composite", "inspect_file", "inspect_tree"]
 
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096
@@ -96,12 +95,24 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
             names,
         )
     directory = composite.default_tree if composite is not None and composite.default_tree is not None else ""
-    if (_MANIFEST in store.list_names(directory)) != (layout == "ocdbt"):
+    if (_MANIFEST in store.list_names(arrays_directory(store, directory))) != (layout == "ocdbt"):
         return None
     found = _find(store, directory, composite, databases)
     if found is None or _layout_of(found) != layout:
         return None
     return _inspection(found, store, databases)
+
+
+def inspect_file(store: ReadStore, name: str, databases: DatabaseCache) -> Inspection | None:
+    """Inspect a file of Flax. None if it is another file.
+
+    Raises:
+        CorruptCheckpointError: it is damaged or incomplete.
+    """
+    item = find_file(store, name)
+    if item is None or item.tree is None:
+        return None
+    return _inspection(_UninspectedTree(item, item.tree, item.missing, {}, {}, None), store, databases)
 
 
 def _find(
@@ -143,16 +154,18 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
     records: list[LeafRecord] = []
     scalars: list[int] = []
     arrays: dict[int, ZarrArray] = {}
-    embedded: dict[int, bytes] = {}
+    embedded: dict[int, bytes | tuple[str, int, int]] = {}
     for number, leaf in enumerate(leaves):
         if leaf.value is not None:
             records.append(leaf.value)
             continue
-        if leaf.embedded is not None:
-            spec = ArraySpec(leaf.embedded.shape, leaf.embedded.dtype.name) if leaf.spec is None else leaf.spec
-            format = zarr2_array(spec, tuple([max(1, extent) for extent in spec.shape]), compression=None)
-            embedded[number] = leaf.embedded.astype(leaf.embedded.dtype.newbyteorder("<")).tobytes()
+        if leaf.is_embedded and leaf.spec is not None:
+            format = zarr2_array(leaf.spec, tuple([max(1, extent) for extent in leaf.spec.shape]), compression=None)
             arrays[number] = ZarrArray(leaf.name, format)
+            if leaf.embedded is not None:
+                embedded[number] = leaf.embedded.astype(leaf.embedded.dtype.newbyteorder("<")).tobytes()
+            elif leaf.extent is not None:
+                embedded[number] = leaf.extent
         else:
             found_array = stored[number]
             if not isinstance(found_array, ZarrArray):
@@ -188,8 +201,14 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
     return Inspection(tree, state.to_json(), item.writer, found.custom, found.metrics, found.created)
 
 
+_FRAMEWORKS: Final = {"jax.Array": "jax", "np.ndarray": "numpy"}
+"""Frameworks by Orbax's names of the types of arrays."""
+
+
 def _array_record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecord:
     record = item.record(leaf, format.spec)
+    if (framework := _FRAMEWORKS.get(leaf.value_type)) is not None:
+        record = record._replace(notes={"framework": framework, **record.notes})
     if all(count <= 1 for count in format.grid) or max(format.grid) > _MAX_CUTS:
         return record
     cuts = tuple(
@@ -203,7 +222,7 @@ def _stored_arrays(
 ) -> Mapping[int, ZarrArray | _Problem]:
     """Return the name and the format of each leaf that is a stored array, or why it cannot be read."""
     item = found.item
-    numbers = [number for number, leaf in enumerate(found.tree.leaves) if leaf.value is None and leaf.embedded is None]
+    numbers = [number for number, leaf in enumerate(found.tree.leaves) if leaf.value is None and not leaf.is_embedded]
     names = [found.tree.leaves[number].name for number in numbers]
     documents = [
         name for name in _PARSERS if item.zarr_format is None or (name == "zarr.json") == (item.zarr_format == 3)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
-from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, TreeMetadata
+from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, parse_aggregate
+from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, OTHER_PROCESSES, is_aggregate, parse_aggregate
 from ckptcore_orbax.orbax.item_files import ARRAY_METADATA, STRINGS_FILE, Strings, parse_array_metadata
 from ckptcore_orbax.orbax.json_files import expect_object, parse_json
 from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
@@ -18,19 +18,51 @@ from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
 from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, plain_tree, tree_of_names
 from ckptcore_orbax.orbax.values import NONE, value_record
 
-__all__ = ["TEMPORARY", "Item", "ItemKind", "expect_commit", "find_item", "item_kind", "key_in", "names_in"]
+__all__ = [
+    "TEMPORARY",
+    "Item",
+    "ItemKind",
+    "arrays_directory",
+    "expect_commit",
+    "find_file",
+    "find_item",
+    "item_kind",
+    "key_in",
+    "kind_of_handler",
+    "names_in",
+    "random_key_form",
+]
 
-ItemKind = Literal["tree", "json", "proto", "random key"]
-"""Kind of an item."""
+ItemKind = Literal["tree", "array", "json", "proto", "random key"]
+"""Kind of an item. ``array``: one array or number, which Orbax's handler stores in a dict under a name of its own."""
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
 """Part of the name of a directory whose save is incomplete."""
 
+_HEAD_BYTES: Final = 64
 _MANIFEST: Final = "manifest.ocdbt"
 _PROCESSES: Final = "ocdbt.process_"
 _JSON_FILES: Final = ("data.json", "metadata", "metrics")
 _PROTO_FILE: Final = "proto.pbtxt"
 _RANDOM_KEYS: Final = ("jax_random_key", "np_random_key")
+_OF_KEY: Final = "_metadata"
+"""Suffix of the directory with a JSON file that states the form of a random key, next to that of the key."""
+_DEFAULT_RANDOM_KEYS: Final = "threefry2x32"
+"""JAX's default implementation. The handler does not store it."""
+_ARRAY: Final = "checkpoint"
+"""Name under which the handler of arrays stores its array, unless the program gives it another one."""
+
+_HANDLERS: Final[Mapping[str, ItemKind]] = {
+    "PyTreeHandler": "tree",
+    "PyTreeCheckpointHandler": "tree",
+    "StandardCheckpointHandler": "tree",
+    "ArrayCheckpointHandler": "array",
+    "JsonCheckpointHandler": "json",
+    "ProtoCheckpointHandler": "proto",
+    "JaxRandomKeyCheckpointHandler": "random key",
+    "NumpyRandomKeyCheckpointHandler": "random key",
+}
+"""Kinds of items by the class names of handlers, which are only compared."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +106,8 @@ class Item:
         """
         notes: dict[str, JSON] = {}
         impl = self.random_keys.get(leaf.name)
+        if self.kind == "random key" and spec.shape[-1:] != (2,):
+            impl = None  # the program had another default, which is not stored
         if impl is not None:
             notes["impl"] = impl
         if leaf.name in self.shardings:
@@ -126,17 +160,49 @@ def key_in(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def item_kind(names: frozenset[str]) -> ItemKind | None:
-    """Return the kind of item in a directory with these names, or None."""
+def kind_of_handler(handler: str) -> ItemKind | None:
+    """Return the kind of the items of a handler, by the name of its class; None if it is unknown."""
+    return _HANDLERS.get(handler.rpartition(".")[2])
+
+
+def item_kind(names: frozenset[str], handler: str = "") -> ItemKind | None:
+    """Return the kind of item in a directory with these names, or None.
+
+    Args:
+        names: the names in the directory.
+        handler: class name of the handler that wrote it; empty if unknown. It tells the kind of an item whose files
+            have names that the program chose.
+    """
+    said = kind_of_handler(handler)
     if TREE_FILE in names or AGGREGATE_FILE in names or _MANIFEST in names:
-        return "tree"
-    if any(f"{name}/" in names for name in _RANDOM_KEYS):
+        return "array" if said == "array" else "tree"
+    if any(f"{name}/" in names for name in _RANDOM_KEYS) or (said == "random key" and _key_name(names)):
         return "random key"
-    only = names - {COMMIT_FILE}
-    if len(only) == 1:
-        (name,) = only
+    if (name := _only_file(names)) is not None:
+        if said in ("json", "proto"):
+            return said
         return "json" if name in _JSON_FILES else "proto" if name == _PROTO_FILE else None
     return None
+
+
+def _only_file(names: frozenset[str]) -> str | None:
+    """Return the only file of an item, apart from markers; None if it has several, or directories."""
+    only = names - {COMMIT_FILE, METADATA_FILE}
+    return next(iter(only)) if len(only) == 1 and not any(name.endswith("/") for name in only) else None
+
+
+def _key_name(names: frozenset[str]) -> str | None:
+    """Return the directory of a random key: there is another one with its form. None if the names are different."""
+    found = sorted(names - {COMMIT_FILE, METADATA_FILE})
+    name = found[0].removesuffix("/") if found else ""
+    return name if found == [f"{name}/", f"{name}{_OF_KEY}/"] else None
+
+
+def arrays_directory(store: ReadStore, directory: str) -> str:
+    """Return the directory that has the arrays of the item in a directory: a random key is an item in an item."""
+    names = frozenset(store.list_names(directory))
+    name = _key_name(names)
+    return directory if name is None else key_in(directory, name)
 
 
 def find_item(store: ReadStore, directory: str = "") -> Item | None:
@@ -154,29 +220,57 @@ def find_item(store: ReadStore, directory: str = "") -> Item | None:
         UncommittedCheckpointError: the save did not finish.
     """
     names = names_in(store, directory)
-    kind = item_kind(names)
-    if kind is None:
-        return _bare_arrays(store, directory, names)
-    if not directory:
-        expect_commit(store, names)
-    if kind == "random key":
-        return _random_key(store, directory, names)
-    if kind != "tree":
-        (name,) = names - {COMMIT_FILE}
-        key = key_in(directory, name)
-        data = store.get(key)
-        if kind == "json":
-            return Item("json", directory, plain_tree(parse_json(data, key), key), "Orbax (JSON)")
-        record = value_record(data.decode("utf-8", "surrogateescape"))
-        return Item("proto", directory, OrbaxTree(LEAF, (TreeLeaf("", value=record),)), "Orbax (text of protobuf)")
-    return _tree_item(store, directory, names)
-
-
-def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
     checkpoint_file = CheckpointFile()
     if METADATA_FILE in names:
         key = key_in(directory, METADATA_FILE)
         checkpoint_file = parse_checkpoint_file(store.get(key), key)
+    handler = checkpoint_file.handlers if isinstance(checkpoint_file.handlers, str) else ""
+    kind = item_kind(names, handler)
+    if kind is None:
+        return _random_key(store, directory, names) or _bare_arrays(store, directory, names)
+    if not directory:
+        expect_commit(store, names)
+    if kind == "random key":
+        item = _random_key(store, directory, names)
+    elif kind in ("tree", "array"):
+        item = _tree_item(store, directory, names, checkpoint_file)
+    else:
+        item = _document(store, directory, names, kind)
+    if item is None:
+        return None
+    return replace(item, custom={**checkpoint_file.custom, **item.custom}, created=checkpoint_file.created)
+
+
+def find_file(store: ReadStore, name: str) -> Item | None:
+    """Return the item that is a file of Flax, with the arrays of other processes in a directory next to it.
+
+    None for other files. Takes memory in proportion to the file.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged or incomplete.
+    """
+    if not is_aggregate(store.get(name, 0, _HEAD_BYTES), name):
+        return None
+    tree = parse_aggregate(store.get(name), name)
+    return Item("tree", f"{name}{OTHER_PROCESSES}", tree, "Flax (msgpack)", zarr_format=2)
+
+
+def _document(store: ReadStore, directory: str, names: frozenset[str], kind: ItemKind) -> Item | None:
+    """Return the item that consists of one file with JSON, or with the text of a message of protobuf."""
+    name = _only_file(names)
+    if name is None:
+        return None
+    key = key_in(directory, name)
+    data = store.get(key)
+    if kind == "json":
+        return Item("json", directory, plain_tree(parse_json(data, key), key), "Orbax (JSON)")
+    record = value_record(data.decode("utf-8", "surrogateescape"))
+    return Item("proto", directory, OrbaxTree(LEAF, (TreeLeaf("", value=record),)), "Orbax (text of protobuf)")
+
+
+def _tree_item(store: ReadStore, directory: str, names: frozenset[str], checkpoint_file: CheckpointFile) -> Item:
+    handler = checkpoint_file.handlers if isinstance(checkpoint_file.handlers, str) else ""
+    is_array = kind_of_handler(handler) == "array"
     custom = dict(checkpoint_file.custom)
     tree: OrbaxTree | None = None
     zarr_format: Literal[2, 3] | None = None
@@ -189,6 +283,9 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
         zarr_format = 3 if described.use_zarr3 else 2
         missing = "error" if described.stores_fill_value else "fill"
         _add_custom(custom, described.custom)
+        # In a checkpoint of several items, only the directory above names the handler. That of arrays is the only one
+        # that never writes a database.
+        is_array |= not handler and described.use_ocdbt is False and [leaf.name for leaf in tree.leaves] == [_ARRAY]
     if AGGREGATE_FILE in names:
         key = key_in(directory, AGGREGATE_FILE)
         aggregate = parse_aggregate(store.get(key), key)
@@ -198,17 +295,20 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
         tree = _with_strings(store, directory, names, tree)
     database = _MANIFEST in names
     if not database and tree is not None and any(name.startswith(_PROCESSES) for name in names):
+        within = f"{store.address.url.rstrip('/')}/" if store.address is not None else ""
         raise UncommittedCheckpointError(
-            f"{directory or 'the directory'} has databases of processes but no {_MANIFEST}: the save "
-            "ended before it merged them. Load another step"
+            f"{within + directory or 'the directory'} has databases of processes but no {_MANIFEST}: the save ended "
+            "before it merged them. Load another step"
         )
     shardings: Mapping[str, Mapping[str, JSON]] = {}
     if SHARDING_FILE in names:
         key = key_in(directory, SHARDING_FILE)
         shardings = parse_shardings(store.get(key), key)
     random_keys = _random_keys(store, directory, tree) if f"{ARRAY_METADATA}/" in names else {}
+    if is_array and tree is not None and len(tree.leaves) == 1:
+        tree = OrbaxTree(LEAF, tree.leaves)
     return Item(
-        "tree",
+        "array" if is_array else "tree",
         directory,
         tree,
         writer,
@@ -218,7 +318,6 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
         shardings,
         random_keys,
         custom,
-        checkpoint_file.created,
     )
 
 
@@ -232,9 +331,7 @@ def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
 
 def _with_values(tree: OrbaxTree, aggregate: OrbaxTree) -> OrbaxTree:
     """Add values and embedded arrays of an aggregate file to the leaves with equal paths, compared as text."""
-    known = {
-        name: leaf for name, leaf in _leaves_by_text(aggregate) if leaf.value is not None or leaf.embedded is not None
-    }
+    known = {name: leaf for name, leaf in _leaves_by_text(aggregate) if leaf.value is not None or leaf.is_embedded}
     leaves = [
         replace(known[name], name=leaf.name, value_type=leaf.value_type)
         if name in known and leaf.value is None
@@ -285,7 +382,7 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
             if found.setdefault(array.name, array.random_key_impl) != array.random_key_impl:
                 raise CorruptCheckpointError(
                     f"{key}: {array.name!r} contains random keys of {array.random_key_impl!r}, but another "
-                    f"process states {found[array.name]!r}; expected one implementation",
+                    f"process states {found[array.name]!r}: restore the checkpoint from a copy, or load another one",
                     key=key,
                 )
         if missing is not None and not missing:
@@ -293,23 +390,42 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
     return found
 
 
+def random_key_form(store: ReadStore, directory: str, names: frozenset[str]) -> tuple[str, Mapping[str, JSON]] | None:
+    """Return the directory of a random key, and the form that a file next to it states; None if there is none.
+
+    A program may choose the name, and other items may have such names: then the file decides.
+    """
+    name = _key_name(names) or next((name for name in _RANDOM_KEYS if f"{name}/" in names), None)
+    if name is None:
+        return None
+    key = key_in(directory, f"{name}{_OF_KEY}/metadata")
+    try:
+        found = parse_json(store.get(key), key)
+    except ObjectNotFoundError:
+        found = {}
+    if name in _RANDOM_KEYS:
+        return name, expect_object(found, key, "the file")
+    return (name, found) if isinstance(found, dict) and found.keys() <= {"typed", "legacy"} and found else None
+
+
 def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
     """Return an item of random keys: a nested item contains the array, or the state of NumPy's generator."""
-    name = next(name for name in _RANDOM_KEYS if f"{name}/" in names)
+    form = random_key_form(store, directory, names)
+    if form is None:
+        return None
+    name, members = form
     item = find_item(store, key_in(directory, name))
     if item is None or item.tree is None:
         return None
-    key = key_in(directory, f"{name}_metadata/metadata")
-    try:
-        members = expect_object(parse_json(store.get(key), key), key, "the file")
-    except ObjectNotFoundError:
-        members = {}
-    if len(item.tree.leaves) != 1:
-        return replace(item, kind="random key")
+    skeleton = item.tree.skeleton
+    if isinstance(skeleton, Node):
+        # NumPy's generator: a dict, or in its older form a tuple, which Orbax stores as a list.
+        if skeleton.kind == "list" and members.get("legacy") is True:
+            skeleton = skeleton._replace(kind="tuple")
+        return replace(item, kind="random key", tree=OrbaxTree(skeleton, item.tree.leaves))
     (leaf,) = item.tree.leaves
-    whole = OrbaxTree(LEAF, (leaf,))
-    typed = {leaf.name: "threefry2x32"} if members.get("typed") is True else {}
-    return replace(item, kind="random key", tree=whole, random_keys=typed)
+    typed = {leaf.name: _DEFAULT_RANDOM_KEYS} if members.get("typed") is True else {}
+    return replace(item, kind="random key", random_keys=typed)
 
 
 def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
@@ -327,6 +443,9 @@ def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Ite
             formats.add(3)
         else:
             return None
-    tree = tree_of_names([name.removesuffix("/") for name in directories], directory or ".")
+    if directories == [f"{_ARRAY}/"]:  # the handler of arrays, before it described them
+        tree = OrbaxTree(LEAF, (TreeLeaf(_ARRAY),))
+    else:
+        tree = tree_of_names([name.removesuffix("/") for name in directories], directory or ".")
     one = next(iter(formats)) if len(formats) == 1 else None
     return Item("tree", directory, tree, "Orbax, or arrays in directories", zarr_format=one)

@@ -22,7 +22,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore_orbax.orbax.finishing import finish_arrays
-from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_tree
+from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_file, inspect_tree
 from ckptcore_orbax.orbax.markers import write_marker_files
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
@@ -167,7 +167,7 @@ class _OrbaxLayout(Layout):
         Raises:
             CompositeCheckpointError: it has several checkpointables, and none is the default tree.
         """
-        return None if entry is not None else inspect_tree(store, self.name, self._databases)
+        return inspect_tree(store, self.name, self._databases) if entry is None else None
 
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Recognise an Orbax checkpoint of several checkpointables, in any layout."""
@@ -176,7 +176,7 @@ class _OrbaxLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class ZarrLayout(_OrbaxLayout):
-    """zarr v2 arrays with a file per chunk, as Orbax v0 writes with ``use_ocdbt=False``.
+    """zarr v2 arrays with a file per chunk, as Orbax v0 writes with ``use_ocdbt=False``. Reads files of Flax.
 
     Zarr v2 has no checksums; loading verifies those in the checkpoint root. Tied arrays are stored
     once per name.
@@ -189,6 +189,14 @@ class ZarrLayout(_OrbaxLayout):
 
     def _layout_options(self) -> LayoutOptions:
         return self._make_options(2, "objects", False, _DATA_FILE_BYTES)
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """Recognise a checkpoint of Orbax or AXLearn with zarr v2 arrays, or a file of Flax.
+
+        Raises:
+            CompositeCheckpointError: it has several checkpointables, and none is the default tree.
+        """
+        return _OrbaxLayout.inspect(self, store, None) if entry is None else inspect_file(store, entry, self._databases)
 
 
 @dataclass(frozen=True, slots=True)

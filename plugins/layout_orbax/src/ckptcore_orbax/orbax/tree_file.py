@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptcore.model import JSON, Attribute, LeafRecord, Node, Skeleton, TreeMetadata, TreePath
+from ckptcore.model import JSON, Attribute, LeafRecord, Node, Skeleton, TreeMetadata, TreePath, are_indices
 from ckptcore_orbax.orbax.json_files import (
     encode_json,
     expect_object,
@@ -209,7 +209,7 @@ def _leaf_entries(
         yield path, -1, kinds.get(part.kind, "Dict")
         return
     # JAX numbers the children of an object without key names, and Orbax restores them as a list.
-    counted = part.kind == "object" and part.keys == tuple(range(len(part.keys)))
+    counted = part.kind == "object" and are_indices(part.keys)
     key_type = _SEQUENCE if part.kind in ("list", "tuple") or counted else _OTHER
     for child_key, child in zip(part.keys, part.children, strict=True):
         text = child_key.name if isinstance(child_key, Attribute) else str(child_key)

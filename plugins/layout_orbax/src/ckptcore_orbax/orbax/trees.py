@@ -28,7 +28,8 @@ class TreeLeaf:
         value_type: Orbax's type name (``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``);
             empty if unknown.
         value: the value, if it is not an array. A ``scalar`` stored as an array has none yet.
-        embedded: its elements, if a metadata file contains them.
+        embedded: its elements, if a metadata file contains them, and they are few.
+        extent: the key of the file that contains its elements, uncompressed, and their bytes there, if known.
         spec: shape and dtype, if already known.
         kind: kind for the `ArrayRecord`, if already known: ``numpy.scalar``; else None.
         shared: whether another leaf has the same name. Orbax then overwrote one of them.
@@ -38,9 +39,15 @@ class TreeLeaf:
     value_type: str = ""
     value: ValueRecord | None = None
     embedded: HostArray | None = None
+    extent: tuple[str, int, int] | None = None
     spec: ArraySpec | None = None
     kind: str | None = None
     shared: bool = False
+
+    @property
+    def is_embedded(self) -> bool:
+        """True if its elements are in a metadata file. Then `spec` is known."""
+        return self.embedded is not None or self.extent is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,8 +130,8 @@ class ZarrIndex(ChunkIndex):
     def _hint(self, leaf: int, stored: ZarrArray, index: tuple[int, ...], number: int) -> tuple[str, int]:
         """Return the location of a write chunk, or a sort key if it is unknown."""
         state, format = self._state, stored.format
-        if leaf in state.embedded:
-            return "", number
+        if (embedded := state.embedded.get(leaf)) is not None:
+            return ("", number) if isinstance(embedded, bytes) else embedded[:2]
         if state.storage == "objects":
             return f"{self._prefix}{stored.prefix}{format.chunk_key(index)}", 0
         if format.direct:

@@ -73,8 +73,11 @@ def locate_chunk(
 ) -> ChunkLocation | None:
     """Return the location of one write chunk. See `locate_chunks`."""
     stored = state.arrays[leaf]
-    if (embedded := state.embedded.get(leaf)) is not None:
-        return ChunkLocation("", 0, len(embedded), embedded)
+    match state.embedded.get(leaf):
+        case bytes() as embedded:
+            return ChunkLocation("", 0, len(embedded), embedded)
+        case (key, start, stop):
+            return ChunkLocation(key, start, stop - start)
     key = f"{stored.prefix}{stored.format.chunk_key(index)}"
     if state.storage == "ocdbt":
         return _location_of_value(open_database(state.directory, store, databases).get(key.encode()))
@@ -151,7 +154,9 @@ def open_database(directory: str, store: ReadStore, databases: DatabaseCache) ->
         try:
             database = opened[directory] = Database.open(store, directory)
         except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(f"the database of the arrays is missing: {error}") from error
+            raise CorruptCheckpointError(
+                f"the database of the arrays is missing: {error}. Restore it from a copy, or load another checkpoint"
+            ) from error
     return database
 
 

@@ -77,7 +77,8 @@ class ArraysState:
             software.
         digests: by leaf, the xxh3_64 of the elements of each encoded read chunk: in C order of the
             write chunks, then of the read chunks in each.
-        embedded: by leaf, the elements of arrays contained in a metadata file.
+        embedded: by leaf, the elements of arrays contained in a metadata file, or the key of the file and their bytes
+            in it.
     """
 
     directory: str
@@ -87,7 +88,7 @@ class ArraysState:
     arrays: Mapping[int, ZarrArray]
     extents: Extents = field(default_factory=Extents)
     digests: Mapping[int, bytes] = field(default_factory=dict)
-    embedded: Mapping[int, bytes] = field(default_factory=dict)
+    embedded: Mapping[int, bytes | tuple[str, int, int]] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -131,7 +132,10 @@ class ArraysState:
             }
         for name, table in (("digests", self.digests), ("embedded", self.embedded)):
             if table:
-                encoded[name] = {str(leaf): base64.b64encode(data).decode("ascii") for leaf, data in table.items()}
+                encoded[name] = {
+                    str(leaf): base64.b64encode(data).decode("ascii") if isinstance(data, bytes) else data
+                    for leaf, data in table.items()
+                }
         return encoded
 
     @classmethod
@@ -178,10 +182,10 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         for leaf, file, start, stop in zip(*columns, strict=True):
             if leaf not in arrays or file >= len(extents.files) or start > stop:
                 raise ValueError(f"leaf {leaf} in file {file} from {start} to {stop}")
-    digests, embedded = (
-        {_natural(int(leaf)): base64.b64decode(data, validate=True) for leaf, data in encoded.get(name, {}).items()}
-        for name in ("digests", "embedded")
-    )
+    digests = {
+        _natural(int(leaf)): base64.b64decode(data, validate=True) for leaf, data in encoded.get("digests", {}).items()
+    }
+    embedded = {_natural(int(leaf)): _embedded(data) for leaf, data in encoded.get("embedded", {}).items()}
     for leaf, digest in digests.items():
         format = arrays[leaf].format
         if len(digest) != prod(format.grid) * prod(format.inner_grid) * DIGEST_BYTES:
@@ -199,6 +203,13 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         digests=digests,
         embedded=embedded,
     )
+
+
+def _embedded(encoded: Any) -> bytes | tuple[str, int, int]:
+    if isinstance(encoded, str):
+        return base64.b64decode(encoded, validate=True)
+    key, start, stop = encoded
+    return _expect_text(key), _natural(start), _natural(stop)
 
 
 def _parse_format(described: Any) -> ArrayFormat:

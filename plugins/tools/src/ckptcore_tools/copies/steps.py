@@ -74,7 +74,7 @@ def copy_run(
     from_steps, to_steps = (
         StepDirectory(directory, names or StepNames(), context) for directory in (source, destination)
     )
-    from_steps.replace(from_steps.list_names())
+    from_steps.replace(from_steps.list_steps())
     to_steps.replace(to_steps.list_names())
     chosen = _choose_steps(from_steps, steps)
     store = to_steps.open_to_write()

@@ -99,6 +99,9 @@ class _RunningLeaves(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         _refuse()
 
+    def keeps_memory(self, abstract: Any) -> bool:
+        return self._handler.keeps_memory(abstract)
+
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         _refuse()
 

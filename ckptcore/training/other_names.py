@@ -1,0 +1,145 @@
+"""Checkpoints in a directory of steps that have no name of a step: they are found, or an error says what they are."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, NoReturn
+
+from ckptcore.distributions import install_hint
+from ckptcore.errors import InvalidLocationError
+from ckptcore.protocols import StorageBackend
+from ckptcore.step_names import StepNameFormat, numbered
+
+__all__ = ["find_other_steps"]
+
+_TRIED: Final = 20
+"""Limit of names with one prefix, and of directories without a checkpoint, that are inspected."""
+
+_PREFIXES_TRIED: Final = 50
+
+_READABLE: Final = (".bin", ".ckpt", ".distcp", ".msgpack", ".pt", ".pth", ".safetensors")
+_UNREADABLE: Final = (".h5", ".hdf5", ".keras")
+"""Suffixes of files with weights: of those that a layout may read, and of others."""
+
+_CERTAIN: Final = (".ckpt", ".keras", ".weights.h5")
+"""Suffixes of checkpoints, whatever the rest of the name is."""
+
+_PART: Final = re.compile(r"rank|-[0-9]+-of-[0-9]+|_[0-9]+_[0-9]+\.distcp")
+"""In names of files that are parts of one checkpoint."""
+
+_MEASURED: Final = re.compile(r"([0-9]\.|[0-9]e[-+]?|[_=][-+])[0-9]+\Z")
+"""At the end of names with a number that is not a whole one, such as a loss."""
+
+_TEMPORARY: Final = re.compile(r"(?<![a-z])tmp(?![a-z])")
+"""In names of unfinished checkpoints."""
+
+_IGNORED: Final = "To begin a new run here nevertheless, pass step_names=StepNames(read=()), or use an empty directory"
+
+
+def find_other_steps(
+    display: str,
+    store: StorageBackend,
+    names: Sequence[str],
+    unread: Sequence[str],
+    holds: Callable[[str], bool | None],
+) -> Mapping[int, str]:
+    """Return the steps with the one other prefix that checkpoints in a directory have; empty if there are none.
+
+    Args:
+        display: the directory, for errors.
+        store: the storage, opened at the directory.
+        names: entries without the name of a step; those of directories end in ``/``.
+        unread: entries with the name of a step, newest first, none of which is a checkpoint.
+        holds: returns True if an entry is a checkpoint that a layout reads, None if it is unfinished or cannot be read.
+
+    Raises:
+        InvalidLocationError: the checkpoints have several prefixes, have no whole number, or are such that no layout
+            reads them as a whole.
+    """
+    plain = [name.removesuffix("/") for name in names if not _TEMPORARY.search(name)]
+    measured = [name for name in plain if _MEASURED.search(name)]
+    groups = numbered(set(plain).difference(measured))
+    readable = [
+        newest
+        for group in itertools.islice(groups.values(), _PREFIXES_TRIED)
+        if (newest := _newest(group, holds)) is not None
+    ]
+    if len(readable) == 1:
+        return next(group for group in groups.values() if readable[0] in group.values())
+    if readable:
+        ways = " or ".join([f"StepNames.of({name!r})" for name in readable])
+        raise InvalidLocationError(
+            f"{display} has checkpoints under several kinds of names ({', '.join(readable)}), and it is not known "
+            f"which are the steps of the run: pass step_names={ways}. {_IGNORED}"
+        )
+    for name in measured[:_TRIED]:
+        if holds(name):
+            _refuse(display, name, _by_location(display, name))
+    _refuse_files(display, [*unread, *plain], holds)
+    directories = [name for group in groups.values() for name in [*group.values()][::-1] if f"{name}/" in names]
+    for name in [*unread, *directories][:_TRIED]:
+        if holds(name) is False and (part := _part(store, name)) is not None:
+            hint = install_hint(files=[part])
+            way = f"install support for it with {hint}" if hint else "load it with the software that wrote it"
+            raise InvalidLocationError(
+                f"{display} has no step that an installed layout reads, but {name} has files of a checkpoint, such as "
+                f"{part}: {way}, or load its files one by one. {_IGNORED}"
+            )
+    return {}
+
+
+def _newest(group: Mapping[int, str], holds: Callable[[str], bool | None]) -> str | None:
+    """Return the newest of some names that is a checkpoint."""
+    return next((name for name in [*group.values()][: -_TRIED - 1 : -1] if holds(name)), None)
+
+
+def _refuse_files(display: str, names: Sequence[str], holds: Callable[[str], bool | None]) -> None:
+    """Refuse checkpoints with the suffix of a file: the newest one with a number, or else one with a certain suffix."""
+    weights = [name for name in names if name.endswith((*_READABLE, *_UNREADABLE)) and not _PART.search(name)]
+    formats = {name: found for name in weights if (found := _format(name)) is not None}
+    counted = sorted(formats, key=lambda name: (formats[name].parse(name) or 0, name), reverse=True)
+    others = sorted([name for name in weights if name.endswith(_CERTAIN) and name not in formats], reverse=True)
+    for name in [*counted, *others]:
+        if holds(name):
+            if name not in formats:
+                _refuse(display, name, _by_location(display, name))
+            any_width = replace(formats[name], width=None)
+            _refuse(display, name, f"to read such names as steps, pass step_names=StepNames(read=[{any_width}])")
+        hint = install_hint(files=[name])
+        if hint or name.endswith(_UNREADABLE):
+            way = f"install support for it with {hint}" if hint else "load it with the software that wrote it"
+            _refuse(display, name, f"no installed layout reads it: {way}")
+
+
+def _by_location(display: str, name: str) -> str:
+    return f"its name has no whole number, which a step needs; load it with ckptcore.load({f'{display}/{name}'!r})"
+
+
+def _refuse(display: str, name: str, why: str) -> NoReturn:
+    raise InvalidLocationError(f"{display} has no step, but the checkpoint {name}: {why}. {_IGNORED}")
+
+
+def _format(name: str) -> StepNameFormat | None:
+    try:
+        return StepNameFormat.of(name)
+    except ValueError:
+        return None
+
+
+def _part(store: StorageBackend, name: str) -> str | None:
+    """Return a file with weights in a directory, or in a directory in it, or one of a layout that is not installed."""
+    for inside in itertools.islice(_below(store, name), _TRIED):
+        for file in store.list_names(inside):
+            if file.endswith((*_READABLE, *_UNREADABLE)) or install_hint(files=[file]):
+                return f"{inside}/{file}"
+    return None
+
+
+def _below(store: StorageBackend, directory: str) -> Iterator[str]:
+    yield directory
+    for name in store.list_names(directory):
+        if name.endswith("/"):
+            yield f"{directory}/{name[:-1]}"

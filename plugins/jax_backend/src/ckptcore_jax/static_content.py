@@ -1,0 +1,211 @@
+"""Static content of registered containers: code, shardings and the like, also in lists, tuples and dicts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import Attribute, Key
+from ckptcore.model.tree import MAX_DEPTH
+from ckptcore.protocols import ContainerHandler, Flattened, Priority
+
+__all__ = [
+    "MIXED_HANDLER",
+    "PYTHON_TYPES",
+    "MixedContainer",
+    "is_plain_named_tuple",
+    "merged_with_static",
+    "unwrapped",
+    "without_static",
+]
+
+_FUNCTION_TYPES: Final = frozenset(
+    {
+        types.BuiltinFunctionType,
+        types.FunctionType,
+        types.MethodType,
+        functools.partial,
+        np.ufunc,
+        type(jax.jit(lambda: None)),
+        jax.custom_jvp,
+        jax.custom_vjp,
+    }
+    | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
+)
+"""Types of functions. Without subclasses: a callable module is a container, a callable array a leaf."""
+
+_STATIC_TYPES: Final = (
+    type,  # classes, also dtypes such as jax.numpy.float32
+    jax.Device,
+    tree_util.PyTreeDef,
+    *(found for name in ("Sharding", "PartitionSpec", "Mesh", "AbstractMesh")
+      if isinstance(found := getattr(jax.sharding, name, None), type)),
+)  # fmt: skip
+"""Types of other objects that describe a program or its devices, and that are leaves for JAX."""
+
+PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
+"""Types that `jax.tree_util` and ckptcore flatten without registration, like most named tuples."""
+
+_SEQUENCES: Final[Mapping[type, Literal["list", "tuple"]]] = {list: "list", tuple: "tuple"}
+
+_Share: TypeAlias = Literal["none", "some", "all"]
+
+
+def _share_of_static(value: object, depth: int = 0) -> _Share:
+    """Return how much of a child is static. All, if it is static itself, or a container of static content only."""
+    kind: type = type(value)
+    if _is_data_type(kind):
+        return "none"
+    if _is_static(value):
+        return "all"
+    children = _children_of(value)
+    kinds: set[type] = {*map(type, children)}
+    if all(_is_data_type(kind) for kind in kinds):
+        return "none"
+    if depth == MAX_DEPTH:
+        raise UnsupportedLeafError(f"it is deeper than {MAX_DEPTH} containers; a container may contain itself")
+    shares = {_share_of_static(child, depth + 1) for child in children}
+    return shares.pop() if len(shares) == 1 else "some"
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_data_type(kind: type) -> bool:
+    """Return True for types of arrays and plain values, whose objects need no look: a state can have a million."""
+    is_container = kind in PYTHON_TYPES - {type(None)} or issubclass(kind, tuple)
+    is_callable = any("__call__" in vars(base) for base in kind.__mro__)
+    return not (is_container or is_callable or issubclass(kind, _STATIC_TYPES) or _is_of_equinox(kind))
+
+
+def _is_of_equinox(kind: type) -> bool:
+    return kind.__module__.startswith("equinox.")
+
+
+def _is_static(value: object) -> bool:
+    if type(value) in _FUNCTION_TYPES or isinstance(value, _STATIC_TYPES):
+        return True
+    is_code = callable(value) and hasattr(value, "__qualname__")
+    # Equinox has markers that are leaves, such as those in eqx.nn.Shared.
+    return (is_code or _is_of_equinox(type(value))) and bool(tree_util.all_leaves([value]))
+
+
+def is_plain_named_tuple(value: object) -> bool:
+    """Return True for a named tuple whose children are its fields: JAX has no function for its type."""
+    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
+        return False
+    _, static = tree_util.default_registry.flatten_one_level(value)
+    return static is type(value)
+
+
+def _children_of(value: Any) -> Collection[object]:
+    """Return the children of a container that is not registered; nothing for other values."""
+    if type(value) not in PYTHON_TYPES and not is_plain_named_tuple(value):
+        return ()
+    return value.values() if isinstance(value, dict) else value
+
+
+class MixedContainer:
+    """A list, tuple or dict in a registered container, of which some content is static.
+
+    Attributes:
+        content: the container itself.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        """Refer to a container."""
+        self.content = content
+
+
+def without_static(children: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return the children with content to save, each with its key. They are `MixedContainer`s if some is static."""
+    shares = [(key, child, _share_of_static(child)) for key, child in children]
+    return [(key, _wrapped(child, share)) for key, child, share in shares if share != "all"]
+
+
+def _wrapped(child: object, share: _Share) -> object:
+    """Return a child, as a `MixedContainer` if it has static content."""
+    return child if share == "none" else MixedContainer(child)
+
+
+class _MixedHandler(ContainerHandler):
+    """Handler of `MixedContainer`: static content is not saved, and a load takes it from the caller's container.
+
+    In a list or tuple, None is saved in its place, as ``eqx.filter`` has it: other items keep their indices.
+    """
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: MixedContainer) -> Flattened:
+        """Return the content that is not static, under its own keys."""
+        content = value.content
+        kind = _SEQUENCES.get(type(content))
+        if kind is not None:
+            children = [None if _is_static(child) else _wrapped(child, _share_of_static(child)) for child in content]
+            return Flattened(kind, range(len(children)), children)
+        kept = without_static(_items(content))
+        keys, children = tuple([key for key, _ in kept]), [child for _, child in kept]
+        if type(content) is dict:
+            return Flattened("dict", keys, children)
+        if type(content) is OrderedDict:
+            return Flattened("OrderedDict", keys, children)
+        name = f"{type(content).__module__}.{type(content).__qualname__}"
+        return Flattened("dict" if isinstance(content, dict) else "object", keys, children, name)
+
+    def unflatten(self, like: MixedContainer, children: Sequence[object]) -> object:
+        """Return a container of the type of the content, with its static content."""
+        content: Any = like.content
+        if type(content) in _SEQUENCES:
+            pairs = zip(content, unwrapped(children), strict=True)
+            return type(content)([own if _is_static(own) else new for own, new in pairs])
+        merged = merged_with_static([child for _, child in _items(content)], children)
+        if not isinstance(content, dict):
+            return content._make(merged)
+        made = copy.copy(content)
+        made.update(zip(content, merged, strict=True))
+        return made
+
+    def replaceable(self, target: MixedContainer) -> Collection[int]:
+        """Return the positions of all children of a list or dict."""
+        content = target.content
+        if isinstance(content, list):
+            return range(len(content))
+        return range(len(without_static(_items(content)))) if isinstance(content, dict) else ()
+
+    def replace(self, target: MixedContainer, children: Mapping[int, object]) -> None:
+        """Replace items of the list or dict, except static ones."""
+        content = target.content
+        keys = range(len(content)) if isinstance(content, list) else [key for key, _ in without_static(_items(content))]
+        for position, child in zip(children, unwrapped(children.values()), strict=True):
+            if not _is_static(content[keys[position]]):
+                content[keys[position]] = child
+
+
+def merged_with_static(like: Sequence[object], children: Sequence[object]) -> list[object]:
+    """Return given children in the places of those that are not static, and the static ones of `like` in theirs."""
+    given = iter(children)
+    return unwrapped([child if _share_of_static(child) == "all" else next(given) for child in like])
+
+
+def unwrapped(children: Iterable[object]) -> list[object]:
+    """Return the containers themselves in place of `MixedContainer`s."""
+    return [child.content if isinstance(child, MixedContainer) else child for child in children]
+
+
+def _items(content: Any) -> list[tuple[Key, Any]]:
+    """Return the children of a dict or a named tuple, each with its key."""
+    if isinstance(content, dict):
+        return list(content.items())
+    return [(Attribute(name), child) for name, child in zip(content._fields, content, strict=True)]
+
+
+MIXED_HANDLER: Final = _MixedHandler()

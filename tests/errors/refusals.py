@@ -1,0 +1,62 @@
+"""Refused calls, whose errors advise what to do, and what is stored then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.faulty_storage import with_faults, with_storage
+
+import ckptcore
+from ckptcore.errors import CheckpointError
+from ckptcore.plugins import installed_plugins
+
+ONE: Final = np.arange(3.0)
+TWO: Final = np.arange(3.0, 6.0)
+
+
+def refused(call: Callable[[], object], *texts: str, error: type[Exception] = CheckpointError) -> str:
+    """Return the message of an error, which has some texts."""
+    with pytest.raises(error) as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value)
+    return str(caught.value)
+
+
+def same(loaded: Any, saved: Any) -> bool:
+    """Compare trees with their types, and arrays by their elements."""
+    if isinstance(saved, np.ndarray):
+        return isinstance(loaded, np.ndarray) and loaded.dtype == saved.dtype and np.array_equal(loaded, saved)
+    if isinstance(saved, dict):
+        return list(loaded) == list(saved) and all(same(loaded[key], value) for key, value in saved.items())
+    if isinstance(saved, list | tuple):
+        return type(loaded) is type(saved) and len(loaded) == len(saved) and all(map(same, loaded, saved))
+    return type(loaded) is type(saved) and bool(loaded == saved)
+
+
+class Interrupting(FaultPlan):
+    """Runs a function right before the first operations of a storage with some name and a key that ends so."""
+
+    def __init__(self, name: str, ending: str, action: Callable[[], object], times: int) -> None:
+        super().__init__()
+        self._name, self._ending, self._action, self._left = name, ending, action, times
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        """See `FaultPlan`."""
+        if self._left and name == self._name and any(key.endswith(self._ending) for key in keys):
+            self._left -= 1
+            self._action()
+        return super().begin(name, keys, offset, nbytes)
+
+
+def interrupted(
+    scheme: str, name: str, ending: str, action: Callable[[], object], *, times: int = 1
+) -> ckptcore.Context:
+    """Return a Context whose storage runs `action`, as of another process, before operations. See `Interrupting`."""
+    opener = installed_plugins().storage(scheme)
+    plan = Interrupting(name, ending, action, times)
+    return with_storage(ckptcore.Context(), scheme, lambda url, options: with_faults(opener(url, options), plan))
