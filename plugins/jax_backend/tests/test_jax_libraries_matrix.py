@@ -130,6 +130,7 @@ PROGRAMS: Final = {
     "NumPyro: SVI with an optimizer of Optax": (
         "numpyro", lambda: _numpyro(numpyro.optim.optax_to_numpyro(optax.adam(1e-2))),
     ),
+    "NumPyro: SVI with its own optimizer": ("numpyro", lambda: _numpyro(numpyro.optim.Adam(1e-2))),
     "penzai: parameters of a model": ("penzai", _penzai),
 }  # fmt: skip
 
@@ -151,8 +152,3 @@ def test_some_ways(name: str, tmp_path: Path) -> None:
 )
 def test_all_ways(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtests) -> None:
     assert_all_resume(program(name), tmp_path, subtests, full=full)
-
-
-@pytest.mark.xfail(strict=True, reason="a named tuple with its own flatten function is taken apart as a named tuple")
-def test_a_named_tuple_with_its_own_flatten_function(tmp_path: Path) -> None:
-    assert_some_resume(_numpyro(numpyro.optim.Adam(1e-2)), tmp_path)
