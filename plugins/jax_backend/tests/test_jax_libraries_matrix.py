@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, assert_some_resume, own
+from plugins.jax_backend.tests.resumed_programs import Program, assert_all_resume, own
 
 haiku = pytest.importorskip("haiku")
 numpyro = pytest.importorskip("numpyro")
@@ -138,11 +138,6 @@ PROGRAMS: Final = {
 @functools.cache
 def program(name: str) -> Program:
     return PROGRAMS[name][1]()
-
-
-@pytest.mark.parametrize("name", ["haiku: parameters, statistics, dropout"])
-def test_some_ways(name: str, tmp_path: Path) -> None:
-    assert_some_resume(program(name), tmp_path)
 
 
 @pytest.mark.slow
