@@ -46,6 +46,11 @@ new, have made steps, or are on the meta device; from four layouts, from a check
 torch.distributed.checkpoint, and from a file of `torch.save`. Refused are only files of PyTorch with
 objects that PyTorch alone reads: DTensors in a file of `torch.save`, and the states of torchao.
 
+The rows of `test_optax_matrix`, `test_train_state_matrix`, `test_nnx_matrix`, `test_equinox_matrix` and
+`test_jax_libraries_matrix` were tried in all combinations of: files of five layouts, and of both versions of
+Orbax; an abstract tree that is a new state, a state after a jitted step, or the result of `eval_shape` or of
+`ckptcore.abstract`; `load` and `load_into`. The next step is the same to the bit, and donated memory is reused.
+
 | object | library | result | test |
 |---|---|---|---|
 """

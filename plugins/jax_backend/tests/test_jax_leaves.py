@@ -350,6 +350,16 @@ def test_donated_arrays_reuse_their_memory(placed: str, rows: int) -> None:
     assert np.array_equal(after, expected + 1)
 
 
+def test_donated_weak_numbers_reuse_their_memory() -> None:
+    """JAX borrows the memory of a Python number, if it happens to be aligned."""
+    stored, abstract = ArrayRecord(ArraySpec((), "int32")), jax.ShapeDtypeStruct((), jnp.int32, weak_type=True)
+    boxes = read(np.int32(7), HANDLER.wanted(abstract, stored))
+    built = [HANDLER.build(abstract, stored, boxes) for _ in range(200)]
+    before = {array.unsafe_buffer_pointer() for array in built}
+    after = jax.jit(lambda arrays: [array + 1 for array in arrays], donate_argnums=0)(built)
+    assert {array.unsafe_buffer_pointer() for array in after} == before
+
+
 def test_only_committed_arrays_load_as_committed():
     stored = ArrayRecord(ArraySpec((4,), "float32"))
     part = [(Box.whole((4,)), np.zeros(4, np.float32))]

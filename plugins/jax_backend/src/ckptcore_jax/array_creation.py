@@ -141,6 +141,8 @@ def _weak_scalar(element: HostArray, sharding: Sharding | None) -> jax.Array | N
     if element.dtype.kind in "fc" and np.isnan(element):  # Python does not preserve the bits of NaNs
         return None
     scalar: jax.Array = jax.device_put(element.item(), sharding)
+    if is_on_cpu(sharding, ()):
+        scalar = jax.device_put(scalar, sharding, may_alias=False)  # it can have borrowed the memory of the number
     return scalar if scalar.dtype == element.dtype and scalar.weak_type else None
 
 
