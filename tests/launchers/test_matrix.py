@@ -61,6 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_one_process_loads_what_every_job_saved(saved: Path) -> None:
     """By now every job has loaded it too. One test, so that the jobs run once, on whatever worker."""
     problems = []

@@ -71,7 +71,9 @@ def test_a_killed_process_leaves_the_old_checkpoint(tmp_path: Path, victim: int,
 
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["save", "save_async", "Checkpointer"])
+@pytest.mark.parametrize(
+    "way", ["save", *[pytest.param(way, marks=pytest.mark.slow) for way in ("save_async", "Checkpointer")]]
+)
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, way: str, every: int, full: bool
 ) -> None:

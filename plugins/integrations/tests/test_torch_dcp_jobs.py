@@ -54,7 +54,9 @@ def test_every_rank_raises_the_error_of_one(tmp_path: Path, size: int) -> None:
     run(size, "failing", tmp_path)
 
 
-@pytest.mark.parametrize(("victim", "event"), [(0, 1), (1, 1), (0, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("victim", "event"), [(0, 4), *[pytest.param(*one, marks=pytest.mark.slow) for one in ((0, 1), (1, 1), (1, 2))]]
+)
 def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, event: int) -> None:
     done = launch(2, "killed", tmp_path, str(victim), str(event))
     assert "SIGKILL" in done.stderr
@@ -63,7 +65,9 @@ def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, ev
 
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["save", "async_save", "Writer"])
+@pytest.mark.parametrize(
+    "way", ["save", *[pytest.param(way, marks=pytest.mark.slow) for way in ("async_save", "Writer")]]
+)
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, way: str, every: int) -> None:
     """A process forks for each moment: it takes long to import torch."""
     program = [sys.executable, str(HERE / "kills.py"), "torch_dcp", way, str(tmp_path), str(every)]

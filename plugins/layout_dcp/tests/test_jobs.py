@@ -69,6 +69,7 @@ def _expect_weights_in_slices(directory: Path) -> None:
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_ckptcore_goes_on_in_fewer_processes(tmp_path: Path) -> None:
     resumed(tmp_path, "torch", 2, (1,))
 

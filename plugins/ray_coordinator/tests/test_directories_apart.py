@@ -27,7 +27,7 @@ def open_run(context: ckptcore.Context) -> None:
     ckptcore.Checkpointer("run", context=context).close()
 
 
-@pytest.mark.parametrize("work", [save_step, open_run])
+@pytest.mark.parametrize("work", [pytest.param(save_step, marks=pytest.mark.slow), open_run])
 def test_actors_with_other_working_directories(
     work: Callable[[ckptcore.Context], None], ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ def violations(page: Page) -> list[str]:
     ("scheme", "size"),
     [
         pytest.param("light", None, id="light-wide"),
-        pytest.param("dark", PHONE, id="dark-phone"),
+        pytest.param("dark", PHONE, id="dark-phone", marks=pytest.mark.slow),
         pytest.param("dark", None, id="dark-wide", marks=pytest.mark.slow),
         pytest.param("light", PHONE, id="light-phone", marks=pytest.mark.slow),
     ],

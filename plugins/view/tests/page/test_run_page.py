@@ -11,7 +11,9 @@ import ckptcore
 from plugins.view.tests.conftest import state
 from plugins.view.tests.page.conftest import Show
 
-BOTH = pytest.mark.parametrize("report", [False, True], ids=["served", "report"])
+BOTH = pytest.mark.parametrize(
+    "report", [pytest.param(False, id="served"), pytest.param(True, id="report", marks=pytest.mark.slow)]
+)
 
 
 @BOTH
