@@ -81,7 +81,10 @@ def find_other_steps(
     _refuse_files(display, [*unread, *plain], holds)
     directories = [name for group in groups.values() for name in [*group.values()][::-1] if f"{name}/" in names]
     for name in [*unread, *directories][:_TRIED]:
-        if holds(name) is False and (part := _part(store, name)) is not None:
+        if holds(name) is not False or (part := _part(store, name)) is None:
+            continue
+        # Look again: a save or deletion of this step may have begun or ended meanwhile.
+        if holds(name) is False and _part(store, name) == part:
             hint = install_hint(files=[part])
             way = f"install support for it with {hint}" if hint else "load it with the software that wrote it"
             raise InvalidLocationError(

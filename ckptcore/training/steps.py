@@ -186,7 +186,8 @@ class StepDirectory:
                 return found
             unread = [name for _, name in sorted(found.items(), reverse=True)]
             others = find_other_steps(self.display, self._store, self._others, unread, self._holds_checkpoint)
-            if not others and is_one_checkpoint(self._store, self._context):
+            # A directory with the name of a step may become one while this process looks.
+            if not (others or found) and is_one_checkpoint(self._store, self._context):
                 raise self._no_directory()
         except StorageError as error:
             logger.warning("it is not known if %s has steps: %s", self.display, error)
