@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ckptcore.commit.location import (
     AnyLocation,
@@ -186,13 +186,18 @@ class StepDirectory:
                 return found
             unread = [name for _, name in sorted(found.items(), reverse=True)]
             others = find_other_steps(self.display, self._store, self._others, unread, self._holds_checkpoint)
-            # A directory with the name of a step may become one while this process looks.
-            if not (others or found) and is_one_checkpoint(self._store, self._context):
+            # A checkpoint of ckptcore with another name, such as a base, looks like an item of Orbax.
+            if not (others or found or self._has_roots()) and is_one_checkpoint(self._store, self._context):
                 raise self._no_directory()
         except StorageError as error:
             logger.warning("it is not known if %s has steps: %s", self.display, error)
             return found
         return others or found
+
+    def _has_roots(self) -> bool:
+        """Return True if a directory with another name has a checkpoint of ckptcore."""
+        directories = [entry[:-1] for entry in self._others if entry.endswith("/")]
+        return any(root_bytes(subdirectory(self._store, name)) is not None for name in directories[:_ROOTS_TRIED])
 
     def reload(self, agreement: Agreement) -> None:
         """List the directory again. Called on every rank. All ranks use the leader's listing."""
@@ -556,3 +561,7 @@ def _seconds(created: str) -> float:
         return datetime.datetime.fromisoformat(created).timestamp()
     except (ValueError, OverflowError, OSError) as error:
         raise CorruptCheckpointError(f"a root has an invalid time of creation: {created[:80]!r}") from error
+
+
+_ROOTS_TRIED: Final = 20
+"""Limit of directories with other names whose roots are read."""
