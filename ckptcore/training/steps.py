@@ -50,6 +50,9 @@ __all__ = ["StepDirectory"]
 
 logger = logger_named("ckptcore.training")
 
+_ROOTS_TRIED: Final = 20
+"""Limit of directories with other names whose roots are read."""
+
 T = TypeVar("T")
 
 
@@ -561,7 +564,3 @@ def _seconds(created: str) -> float:
         return datetime.datetime.fromisoformat(created).timestamp()
     except (ValueError, OverflowError, OSError) as error:
         raise CorruptCheckpointError(f"a root has an invalid time of creation: {created[:80]!r}") from error
-
-
-_ROOTS_TRIED: Final = 20
-"""Limit of directories with other names whose roots are read."""
