@@ -545,7 +545,7 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord):
         if requested.spec == stored.spec:
             is_data = stored.kind == PLAIN_ARRAY and requested.kind not in ("str", "bytes")
-            if is_data or requested.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
+            if is_data or requested.kind in (stored.kind, *PLAIN_ARRAY_KINDS):
                 return None
             return f"kind: {requested.kind} is requested, {stored.kind} is stored"
         if requested.kind == stored.kind != PLAIN_ARRAY and requested.kind in ("str", "bytes"):

@@ -40,7 +40,7 @@ class Move:
         )
 
     @property
-    def _can_be_named(self) -> bool:
+    def can_be_named(self) -> bool:
         """True if a transform can name both paths, and they are no two fields of one object."""
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
@@ -66,20 +66,15 @@ def find_moves(
     """
     votes = _votes(requested, stored, fits)
     below = Counter([path[:length] for path in (*stored.values(), *others) for length in range(len(path) + 1)])
-    most = [Counter[TreePath](), Counter[TreePath]()]
-    ties = [Counter[tuple[TreePath, int]](), Counter[tuple[TreePath, int]]()]
-    for tops, pairs in votes.items():
-        for side in (0, 1):
-            most[side][tops[side]] = max(most[side][tops[side]], len(pairs))
-            ties[side][tops[side], len(pairs)] += 1
+    ties = [Counter([(tops[side], len(pairs)) for tops, pairs in votes.items()]) for side in (0, 1)]
     moves: list[Move] = []
     taken: tuple[set[int], set[int]] = (set(), set())
     for tops, pairs in sorted(votes.items(), key=lambda vote: -len(vote[1])):
-        if any(most[side][tops[side]] == len(pairs) and ties[side][tops[side], len(pairs)] > 1 for side in (0, 1)):
+        if any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True)):
             continue  # several parts have these names
         free = [pair for pair in pairs if pair[0] not in taken[0] and pair[1] not in taken[1]]
         for move in _whole(Move(*tops, free), requested, stored, below):
-            if move._can_be_named:
+            if move.can_be_named:
                 moves.append(move)
                 taken[0].update([position for position, _ in move.pairs])
                 taken[1].update([number for _, number in move.pairs])

@@ -137,8 +137,10 @@ def plan_leaf_reads(
         if tree.aliases:
             # Leaves that are tied in the checkpoint and in the request are built once. In a target, only leaves that
             # share memory are filled together.
-            memory = None if filled is None else builder.identity(abstract) or position
-            key = (original, id(handler), tuple(boxes), _sharing_key(builder, abstract), memory)
+            shared = None if abstract is None else builder.identity(abstract)
+            if shared is None and abstract is not None:
+                shared = id(abstract) if filled is None else position
+            key = (original, id(handler), tuple(boxes), shared)
             if (same := tied.setdefault(key, leaf_read)) is not leaf_read:
                 same.positions.append(position)
                 continue
@@ -150,14 +152,6 @@ def plan_leaf_reads(
         parts[matched.first.isdisjoint(leaf_read.positions)].append(leaf_read)
     first = TreeRead(opened, parts[0], leaves, filled, progress)
     return TreeRead(opened, parts[1], leaves, filled, progress, first)
-
-
-def _sharing_key(builder: LeafHandler | Executor[Any, Any], abstract: object) -> object:
-    """Return a key for an abstract leaf. Two leaves with equal keys share one built leaf, as the caller's leaves do."""
-    if abstract is None:
-        return None
-    identity = builder.identity(abstract)
-    return id(abstract) if identity is None else identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +292,8 @@ def _read_here(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
         missing[owner] -= 1
         if not missing[owner]:
             reading.finish_leaf(read[owner], held[owner])
-            if reading.filled is None and not read[owner].handler.keeps_memory(read[owner].abstract):
+            is_filled = reading.filled is not None and reading.filled[read[owner].positions[0]]
+            if not is_filled and not read[owner].handler.keeps_memory(read[owner].abstract):
                 for buffer in held[owner]:
                     free(buffer)
     for leaf_read, count in zip(read, missing, strict=True):

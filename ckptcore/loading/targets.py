@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckptcore.builtin.files import empty_directories
@@ -217,16 +218,16 @@ class _NewValue(LoadTarget[object]):
             flat = _flatten_like(checkpoint, self._abstract, load.context, load.request)
             self._shape = flat.shape
             matched = _match(checkpoint, flat, load.context, load.request)
-            _check_shared_containers(checkpoint, matched.numbers, flat.shape, is_target=False)
-            self._same = _loaded_elsewhere(flat.shape, matched.numbers)
+            shared = shared_containers(flat.shape, lambda found: found.handler.keeps_identity(found.like))
+            _check_shared_containers(checkpoint, matched.numbers, shared, _two_values)
+            self._same = _loaded_elsewhere(matched.numbers, shared)
             return matched
 
     def build(self, load: Load[object], reading: TreeRead) -> object:
         """Put the leaves into containers like those of the abstract tree."""
-        leaves = list(reading.leaves)
         for position, loaded in self._same.items():
-            leaves[position] = leaves[loaded]
-        return unflatten(self._shape, leaves)
+            reading.leaves[position] = reading.leaves[loaded]
+        return unflatten(self._shape, reading.leaves)
 
 
 class _FilledValue(LoadTarget[None]):
@@ -451,7 +452,8 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
         )
     _check_inner_objects(checkpoint, flat.shape)
     _check_shared_memory(checkpoint, matched.numbers, memory)
-    _check_shared_containers(checkpoint, matched.numbers, flat.shape, is_target=True)
+    shared = shared_containers(flat.shape, lambda found: found.handler.replaceable(found.like))
+    _check_shared_containers(checkpoint, matched.numbers, shared, partial(_refusal, shared="one object"))
     return matched
 
 
@@ -528,25 +530,34 @@ def _check_shared_memory(
 
 
 def _check_shared_containers(
-    checkpoint: Checkpoint, numbers: Sequence[int | None], shape: Shape, *, is_target: bool
+    checkpoint: Checkpoint,
+    numbers: Sequence[int | None],
+    shared: Sequence[tuple[range, range]],
+    refusal: Callable[[Checkpoint, int, int], TreeMismatchError],
 ) -> None:
     """Refuse a container that occurs twice in a target, or in a request, if the checkpoint has two values for it.
+
+    Args:
+        checkpoint: the checkpoint.
+        numbers: by leaf, the number of the stored leaf, or None.
+        shared: the leaves of each two occurrences. See `ckptcore.tree.restoring.shared_containers`.
+        refusal: returns the error for the numbers of two stored leaves.
 
     Raises:
         TreeMismatchError: names a leaf of each occurrence.
     """
-    for first, second in shared_containers(shape, is_target=is_target):
+    for first, second in shared:
         for one, other in zip(first, second, strict=True):
             number, others = numbers[one], numbers[other]
             if number is not None and others is not None and _stored(checkpoint, number) != _stored(checkpoint, others):
-                raise _refusal(checkpoint, number, others, "one object", is_target=is_target)
+                raise refusal(checkpoint, number, others)
 
 
-def _loaded_elsewhere(shape: Shape, numbers: Sequence[int | None]) -> Mapping[int, int]:
+def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
     """Return leaves that are not loaded in one place of a shared container, each with a place where it is loaded."""
     return {
         one: other
-        for pair in shared_containers(shape, is_target=False)
+        for pair in shared
         for places in zip(*pair, strict=True)
         for one, other in (places, places[::-1])
         if numbers[one] is None and numbers[other] is not None
@@ -559,17 +570,17 @@ def _stored(checkpoint: Checkpoint, number: int) -> LeafRecord | int:
     return record if isinstance(record, ValueRecord) else checkpoint.tree.aliases.get(number, number)
 
 
-def _refusal(
-    checkpoint: Checkpoint, first: int, second: int, shared: str, *, is_target: bool = True
-) -> TreeMismatchError:
+def _two_values(checkpoint: Checkpoint, first: int, second: int) -> TreeMismatchError:
     one, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
-    if not is_target:
-        reason = (
-            f"{one} and {other} are {shared} in the request, but separate in {checkpoint.location.display}: the object "
-            "cannot have both values"
-        )
-        line = f"{other}: {shared} with {one} in the request, not in the checkpoint"
-        return TreeMismatchError(f"{reason}. Request two objects, or PLACEHOLDER in one of the two places", [line])
+    return TreeMismatchError(
+        f"{one} and {other} are one object in the request, but separate in {checkpoint.location.display}: the object "
+        "cannot have both values. Request two objects, or PLACEHOLDER in one of the two places",
+        [f"{other}: one object with {one} in the request, not in the checkpoint"],
+    )
+
+
+def _refusal(checkpoint: Checkpoint, first: int, second: int, shared: str) -> TreeMismatchError:
+    one, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
     if first == second:
         reason, line = f"{one} of the target has {shared}: it cannot be filled", f"{one}: has {shared} in the target"
     else:

@@ -431,7 +431,7 @@ class LeafHandler(Protocol):
     def keeps_memory(self, abstract: Any) -> bool:
         """Return False if the results of `build` do not use the arrays that were passed to it, which are then freed.
 
-        True, the default, if they may.
+        True, the default, if they may. A handler that returns False implements no `destination`.
         """
         return True
 

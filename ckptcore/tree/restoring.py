@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 from ckptcore.errors import CheckpointError
@@ -99,36 +99,39 @@ def _replaceable(shape: Container) -> Collection[int]:
     return shape.handler.replaceable(shape.like)
 
 
-def shared_containers(shape: Shape, *, is_target: bool) -> Sequence[tuple[range, range]]:
-    """Find containers that are at several paths of a value, and are one container after a load. Return leaf ranges.
+def shared_containers(shape: Shape, is_shared: Callable[[Container], object]) -> Sequence[tuple[range, range]]:
+    """Find containers that are at several paths of a value. Return pairs of leaf ranges.
 
     A pair has the leaves below the first path of a container, and the leaves below a further path.
 
     Args:
         shape: the shape of the value.
-        is_target: True to find all containers that a load into the value changes, and not only those that keep their
-            identity in a new value.
+        is_shared: chooses the containers to return.
     """
     pairs: list[tuple[range, range]] = []
-    _find_shared(shape, 0, {}, pairs, is_target)
+    _find_shared(shape, 0, {}, pairs, is_shared)
     return pairs
 
 
 def _find_shared(
-    shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]], is_target: bool
+    shape: Shape,
+    start: int,
+    found: dict[int, range],
+    pairs: list[tuple[range, range]],
+    is_shared: Callable[[Container], object],
 ) -> int:
     """Add the shared containers of a node whose leaves start at `start`. Return the end of its leaves."""
     if shape is None:
         return start + 1
     if isinstance(shape, ObjectNode):
-        return _find_shared(shape.state, start, {}, [], is_target)  # the object builds a new state each time
+        return _find_shared(shape.state, start, {}, [], is_shared)  # the object builds a new state each time
     if isinstance(shape, NewContainer):
         return start + shape.leaves
     stop = start
     for child in shape.children:
-        stop = _find_shared(child, stop, found, pairs, is_target)
+        stop = stop + 1 if child is None else _find_shared(child, stop, found, pairs, is_shared)
     first = found.setdefault(id(shape.like), range(start, stop))
-    if first.start != start and (_replaceable(shape) if is_target else shape.handler.keeps_identity(shape.like)):
+    if first.start != start and is_shared(shape):
         pairs.append((first, range(start, stop)))
     return stop
 
