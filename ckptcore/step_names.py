@@ -57,7 +57,7 @@ def _width(digits: str) -> int:
 class StepNameFormat:
     """A format for the names of steps: a prefix, then the number in decimal digits, and a suffix.
 
-    ``*`` in the prefix or the suffix stands for any text. Names with ``*`` or with a suffix are only read: they are
+    ``*`` in the prefix or the suffix matches any text. Names with ``*`` or with a suffix are only read: they are
     those of other software.
 
     Attributes:
@@ -129,7 +129,7 @@ class StepNameFormat:
             ValueError: the step is not a whole number from 0 to 2**63 - 1, or the format has ``*``.
         """
         if "*" in self.prefix + self.suffix:
-            raise ValueError(f"{self}: '*' stands for any text, so that no name can be made")
+            raise ValueError(f"{self}: '*' matches any text, so that no name can be made")
         try:
             number = -1 if isinstance(step, bool) else operator.index(step)
         except TypeError:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-import numpy as np
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.loading.load_options import EXACT, LeafChange, Matching
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.loading.number_forms import (
+    FloatOfInt,
+    NumberOfArray,
+    are_interchangeable,
+    array_of_number,
+    is_scalar,
+    number_difference,
+    sort_of_elements,
+    with_casts_of_numbers,
+)
+from ckptcore.model.arrays import HostArray
 from ckptcore.model.columns import COLUMN_KINDS
 from ckptcore.model.metadata import (
     PLAIN_ARRAY,
@@ -30,6 +38,11 @@ if TYPE_CHECKING:
     from ckptcore.loading.differences import Difference
 
 __all__ = ["Matched", "match_leaves"]
+
+_SEQUENCES: Final = {"list", "tuple"}
+"""The kinds of columns of which either may be requested."""
+
+_VALUES: Final = HostValueHandler()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +100,7 @@ def match_leaves(
       of dicts and names of attributes as text, ``{1: ...}`` as ``{"1": ...}``.
     - A leaf matches the stored name that joins its keys by dots, if the stored tree is a flat dict of such names.
     - A stored None matches a container without leaves: Orbax stores empty named tuples (``optax.EmptyState``) as None.
-    - A number matches an array without axes, and vice versa, if no precision is lost (see `_scalar_difference`): Orbax
+    - A number matches an array without axes, and vice versa, if no precision is lost (see `number_difference`): Orbax
       stores both as arrays.
     - Lists match tuples, and vice versa: Orbax stores both alike.
 
@@ -400,7 +413,7 @@ class _Comparison:
                 if requested.spec != record.spec:
                     from ckptcore.loading.differences import adjust  # only if the trees differ
 
-                    allowed = _for_number(matching, requested, record)
+                    allowed = with_casts_of_numbers(matching, requested, record)
                     change = adjust(format_path(self.paths[position]), requested.spec, record.spec, allowed)
                     if isinstance(change, LeafChange):
                         changes[number] = change
@@ -410,8 +423,8 @@ class _Comparison:
             can_change = self.by_name or matching.values == "stored"
             if _is_of_form(requested, record):
                 reason = self._form_difference(position, handler, record)
-            elif can_change and _are_interchangeable(requested, record):
-                reason = _scalar_difference(requested, record)
+            elif can_change and are_interchangeable(requested, record):
+                reason = number_difference(requested, record)
                 if reason is None:
                     self._convert(position, handler, requested, record)
             elif {requested.kind, record.kind} == _SEQUENCES and isinstance(record, ValueRecord):
@@ -463,8 +476,8 @@ class _Comparison:
     def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
         """Prepare the conversion of a stored array to a number, or of a stored number to an array."""
         if isinstance(requested, ValueRecord):
-            self.handlers[position] = _NumberOfArray(handler, requested.kind)
-        elif isinstance(stored, ValueRecord) and (array := _array_of(stored, requested.spec)) is not None:
+            self.handlers[position] = NumberOfArray(handler, requested.kind)
+        elif isinstance(stored, ValueRecord) and (array := array_of_number(stored, requested.spec)) is not None:
             self.arrays[position] = array
 
     def _is_value(self, position: int) -> bool:
@@ -475,9 +488,9 @@ class _Comparison:
         """Load a plain value in its stored form; a number as a number, also if it is stored as an array."""
         if not isinstance(stored, ArrayRecord):
             is_wider = isinstance(requested, ValueRecord) and (requested.kind, stored.kind) == ("float", "int")
-            self.handlers[position] = _FloatOfInt() if is_wider else _VALUES
-        elif (sort := _sort(stored.spec)) is not None and isinstance(requested, ValueRecord):
-            self.handlers[position] = _NumberOfArray(handler, sort)
+            self.handlers[position] = FloatOfInt() if is_wider else _VALUES
+        elif (sort := sort_of_elements(stored.spec)) is not None and isinstance(requested, ValueRecord):
+            self.handlers[position] = NumberOfArray(handler, sort)
 
 
 def _column_difference(requested: object, stored: ValueRecord, matching: Matching) -> str | None:
@@ -503,7 +516,7 @@ def _has_types_of(one: object, other: object) -> bool:
 def _is_plain(record: LeafRecord) -> bool:
     """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
     if isinstance(record, ArrayRecord):
-        return _is_scalar(record) and _sort(record.spec) is not None
+        return is_scalar(record) and sort_of_elements(record.spec) is not None
     return record.kind in PLAIN_KINDS
 
 
@@ -522,19 +535,6 @@ def _is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
     if requested.kind not in PLAIN_KINDS:
         return stored.kind != "none"
     return stored.kind not in PLAIN_KINDS and requested.kind == VALUE_KINDS.get(type(stored.value))
-
-
-def _for_number(matching: Matching, requested: ArrayRecord, stored: ArrayRecord) -> Matching:
-    """Also allow casts of arrays without axes that lose nothing, like those of Python numbers.
-
-    Between ints, reading raises an error for a number that the requested dtype cannot represent.
-    """
-    if matching.cast != "error" or matching.values != "stored" or not (_is_scalar(requested) and _is_scalar(stored)):
-        return matching
-    sorts = _sort(stored.spec), _sort(requested.spec)
-    if sorts not in _VALUE_CASTS:
-        return matching
-    return replace(matching, cast="narrowing" if sorts == ("int", "int") else "safe")
 
 
 def _is_none(record: LeafRecord) -> bool:
@@ -566,129 +566,3 @@ def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     if requested_kind == stored_kind:
         return None
     return f"kind: {requested_kind} is requested, {stored_kind} is stored"
-
-
-_SEQUENCES: Final = {"list", "tuple"}
-"""The kinds of columns of which either may be requested."""
-
-_NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": bool, "int": int, "float": float}
-"""The kinds of values that are numbers, and their types."""
-
-_VALUE_CASTS: Final = (("int", "int"), ("int", "float"), ("float", "float"))
-"""Pairs: the kind of a stored number, and a kind of array elements that can represent it if the value fits."""
-
-_VALUES: Final = HostValueHandler()
-
-
-def _are_interchangeable(requested: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if one is a Python number and the other an array without axes."""
-    if isinstance(stored, ValueRecord):
-        return isinstance(requested, ArrayRecord) and _is_number(stored) and _is_scalar(requested)
-    return isinstance(requested, ValueRecord) and _is_number(requested) and _is_scalar(stored)
-
-
-def _scalar_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
-    """Return why a stored leaf cannot become the requested one without loss; None if it can.
-
-    A number becomes an array that represents it exactly: an int becomes an array of ints or floats, a float an
-    array of floats, and a bool an array of bools. The element of a stored array is not read yet, so its dtype decides:
-    ints become an int, floats a float, and bool a bool. Ints of up to 32 bits also become a float,
-    which represents all of them.
-
-    Args:
-        requested, stored: interchangeable records.
-
-    Raises:
-        CorruptCheckpointError: if the stored value is not a number.
-    """
-    if isinstance(stored, ValueRecord) and isinstance(requested, ArrayRecord):
-        if _array_of(stored, requested.spec) is not None:
-            return None
-        if (stored.kind, _sort(requested.spec)) in _VALUE_CASTS:
-            reason = f"cannot represent the stored {stored.kind} exactly: {_shown(stored)}"
-            return f"value: {requested.spec} is requested, and {reason}"
-        return f"kind: array {requested.spec} is requested, {stored.kind} is stored"
-    assert isinstance(stored, ArrayRecord) and isinstance(requested, ValueRecord)  # they are interchangeable
-    sort = _sort(stored.spec)
-    if sort == requested.kind or (sort == "int" and requested.kind == "float" and stored.spec.nbytes <= 4):
-        return None
-    return f"kind: {requested.kind} is requested, array {stored.spec} is stored"
-
-
-def _array_of(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
-    """Return a stored number as a new array without axes; None if the dtype cannot represent it exactly.
-
-    Raises:
-        CorruptCheckpointError: if the stored value is not a number.
-    """
-    number, sort = _VALUES.build(None, stored, ()), _sort(spec)
-    if isinstance(number, bool):
-        return np.array(number) if sort == "bool" else None
-    if isinstance(number, int) and sort == "int":
-        import ml_dtypes  # slow to import, as `ckptcore.model.arrays` says
-
-        limits = ml_dtypes.iinfo(spec.numpy_dtype)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
-        return np.array(number, spec.numpy_dtype) if limits.min <= number <= limits.max else None
-    if not isinstance(number, int | float) or sort != "float":
-        return None
-    try:
-        wide = float(number)
-    except OverflowError:  # an int larger than every float
-        return None
-    if isinstance(number, int) and wide != number:
-        return None
-    with np.errstate(all="ignore"):  # an overflow is found by the comparison below
-        array = np.array(wide).astype(spec.numpy_dtype)
-    # Compare texts: NaN is not equal to itself, and zero equals negative zero.
-    return array if repr(float(array)) == repr(wide) else None
-
-
-class _NumberOfArray(HostValueHandler):
-    """Builds the Python number that is requested from a stored array without axes."""
-
-    def __init__(self, handler: LeafHandler, kind: str) -> None:
-        """Build numbers of a kind (``bool``, ``int`` or ``float``) with a handler."""
-        self._handler = handler
-        self._kind = kind
-
-    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """See `LeafHandler.build`."""
-        ((_, array),) = boxes
-        return self._handler.build(abstract, _VALUES.describe(_NUMBER_TYPES[self._kind](array[()])), ())
-
-
-class _FloatOfInt(HostValueHandler):
-    """Builds a float that is equal to the stored int; the int if there is none."""
-
-    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """See `LeafHandler.build`."""
-        number: Any = super().build(abstract, stored, boxes)
-        try:
-            return float(number) if float(number) == number else number
-        except OverflowError:
-            return number
-
-
-def _is_number(record: ValueRecord) -> bool:
-    return record.kind in _NUMBER_TYPES
-
-
-def _is_scalar(record: ArrayRecord) -> bool:
-    return record.spec.shape == () and record.kind in PLAIN_ARRAY_KINDS
-
-
-def _sort(spec: ArraySpec) -> str | None:
-    """Return the kind of the elements; None if they are complex or not numbers."""
-    if spec.dtype == "bool":
-        return "bool"
-    if spec.dtype.startswith(("int", "uint")):
-        return "int"
-    return "float" if spec.dtype.startswith(("float", "bfloat")) else None
-
-
-def _shown(stored: ValueRecord) -> str:
-    """Format a number for a message. Python refuses to print ints of thousands of digits."""
-    number = _VALUES.build(None, stored, ())
-    if isinstance(number, int) and number.bit_length() > 128:
-        return f"of {number.bit_length()} bits"
-    return repr(number)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptcore.builtin.files import empty_directories
 from ckptcore.context import Context
@@ -30,7 +31,6 @@ from ckptcore.loading.stored_trees import (
     transformed,
 )
 from ckptcore.loading.stored_values import with_stored_values
-from ckptcore.loading.undo import Undo
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
@@ -41,6 +41,9 @@ from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import STATE_OF, Flat, flatten, own_values, per_process_values, rebuild
 from ckptcore.tree.restoring import first_fixed, restore, shared_containers
 from ckptcore.tree.shapes import Shape, lacks_object_at, objects_that_may_refuse, unflatten
+
+if TYPE_CHECKING:
+    from ckptcore.loading.undo import Undo
 
 __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
 
@@ -86,7 +89,10 @@ def load_into_target(
     """
     _refuse_placeholders(request)
     _refuse_framework(request)
-    undo = Undo() if undo is None else undo
+    if undo is None:
+        from ckptcore.loading.undo import Undo  # only loads in place
+
+        undo = Undo()
     load = Load(source, _FilledValue(target, undo), context, recording, request)
     try:
         load.run()

@@ -1,4 +1,4 @@
-"""Runs whose steps have other names than ours are seen: continued, or an error says what is there."""
+"""Runs whose steps have unknown names: they continue, or an error says what is there."""
 
 from __future__ import annotations
 

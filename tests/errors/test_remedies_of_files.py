@@ -160,7 +160,7 @@ def _directory(path: Path) -> None:
 def test_files_of_unknown_software(
     name: str, write: Callable[[Path], None], read: Callable[[Path], Any], shown: str, tmp_path: Path
 ) -> None:
-    """They exist, so that nobody has to check the path."""
+    """They exist, so the text does not advise to check the path."""
     write(tmp_path / name)
     text = refused(
         lambda: ckptcore.load(tmp_path / name),

@@ -23,7 +23,7 @@ from tests.errors.refusals import ONE, TWO, refused, same
 
 
 def _choices(text: str) -> list[str]:
-    """Return what stands behind "expected one of", as Python does."""
+    """Return the values after "expected one of", evaluated as Python code."""
     listed = text.rpartition("expected one of ")[2].removesuffix(", or ReadGroups")
     return list(eval(f"({listed},)"))
 

@@ -190,7 +190,7 @@ def test_preemption_on_another_thread(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_process_that_failed() -> None:
-    """On object stores. The clock of the first process stands still, as if it were suspended."""
+    """On object stores. The clock of the first process does not advance, as if it were suspended."""
     store = MemoryStorages().open("memory://remedies", StorageOptions())
     first = commit_method(store).locks("run", clock=FakeClock()).own()
     locks = commit_method(store).locks("run", clock=FakeClock())

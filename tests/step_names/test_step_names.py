@@ -239,7 +239,7 @@ def test_formats_of_files(example: str, found: StepNameFormat, others: Mapping[s
 
 def test_names_of_files_are_not_made() -> None:
     assert StepNameFormat("ckpt_", 4, ".pt").name(7) == "ckpt_0007.pt"
-    with pytest.raises(ValueError, match="stands for any text"):
+    with pytest.raises(ValueError, match="matches any text"):
         StepNameFormat("epoch=*-step=").name(7)
     for example in ("02-2.36.keras", "model.safetensors", "last.ckpt"):
         with pytest.raises(ValueError, match="does not end in the number of a step"):
