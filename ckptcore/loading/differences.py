@@ -120,30 +120,10 @@ def mismatch(
         shown.extend([f"\n  {_shorten(difference.line)}" for difference in found[:count]])
         if len(found) > count:
             shown.append(f"\n  and {len(found) - count} more: {sort}")
-    counted = allowing = dequantizing = beginning = ""
+    counted = dequantizing = ""
     if len(differences) > _SHOWN:
         counts = ", ".join([f"{len(found)} {sort}" for sort, found in by_sort.items()])
         counted = f" ({len(differences)} differences: {counts})"
-    names = [found.renamed for found in differences if found.renamed is not None]
-    if names:
-        allowing = f". Load what moved with transforms=[{', '.join([f'Rename{name}' for name in names])}]"
-        if any(found.renamed is not None and found.allowed_by is not None for found in differences):
-            allowing += ' and matching=Matching(keys="text")'
-    remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
-    if list(kept) == [format_path(())] and "unexpected" in by_sort:
-        allowing += (
-            ". No requested leaf is stored: load another checkpoint, or, if only the names differ, pass "
-            "transforms=[Rename(stored, requested)]"
-        )
-    elif any(found.allowed_by is not None and found.renamed is None for found in differences):
-        allowing += f". To allow intended differences, pass matching=Matching({_options(remedies)})"
-        if losses := [text for choice, text in _LOSSES.items() if any(choice in _words(found) for found in remedies)]:
-            allowing += f": {', '.join(losses)}"
-        if kept:
-            more = f" and {len(kept) - _PARTS} more" if len(kept) > _PARTS else ""
-            beginning = f"\nWith it, {', '.join(kept[:_PARTS])}{more} would start again"
-        if not names and {"missing", "unexpected"} <= by_sort.keys():
-            allowing += ". Load leaves that only have other names with transforms=[Rename(stored, requested)] instead"
     if (quantized := find_quantized(tree)) is not None:
         dequantizing = (
             f". Weights are quantised ({quantized}): to load them as numbers, pass "
@@ -152,9 +132,40 @@ def mismatch(
     return TreeMismatchError(
         f"{display} does not match the requested tree{counted}:{''.join(shown)}\n"
         "Change the requested tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
-        f"that are not to be loaded{allowing}{dequantizing}{beginning}",
+        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept)}",
         [difference.line for difference in differences],
     )
+
+
+def _ways_on(differences: Sequence[Difference], sorts: Collection[str], kept: Sequence[str]) -> str:
+    """Return the transforms and the options that resolve differences, with what the options lose."""
+    ways: list[str] = []
+    moved = [found for found in differences if found.renamed is not None]
+    if moved:
+        names = ", ".join([f"Rename{found.renamed}" for found in moved])
+        keys = ' and matching=Matching(keys="text")' if any(found.allowed_by is not None for found in moved) else ""
+        ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{keys}")
+    if list(kept) == [format_path(())] and "unexpected" in sorts:
+        ways.append(
+            "No requested leaf is stored: load another checkpoint, or, if only the names differ, pass "
+            "transforms=[Rename(stored, requested)] of ckptcore.transforms"
+        )
+    elif any(found.allowed_by is not None and found.renamed is None for found in differences):
+        remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
+        losses = [text for choice, text in _LOSSES.items() if any(choice in _words(found) for found in remedies)]
+        way = f"To allow intended differences, pass matching=Matching({_options(remedies)})"
+        if losses:
+            way += f": {', '.join(losses)}"
+        if kept:
+            more = f" and {len(kept) - _PARTS} more" if len(kept) > _PARTS else ""
+            way += f"\nWith it, {', '.join(kept[:_PARTS])}{more} would start again"
+        ways.append(way)
+        if not moved and {"missing", "unexpected"} <= set(sorts):
+            ways.append(
+                "Load leaves that only have other names with transforms=[Rename(stored, requested)] of "
+                "ckptcore.transforms instead"
+            )
+    return "".join([f". {way}" for way in ways])
 
 
 def _options(remedies: Sequence[Remedy]) -> str:
