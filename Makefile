@@ -68,6 +68,9 @@ test-wheels: $(STAMP)  ## build all wheels, check them with twine, and use them 
 test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers, Keras and others; kill and resume
 	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers $(PYTEST_ARGS)
 
+# DeepSpeed compiles an operator when it is first used. A test that is killed meanwhile would leave a lock.
+COMPILE_DEEPSPEED := import deepspeed; deepspeed.init_distributed("gloo")
+
 # An environment of its own, because these libraries require many others.
 $(TRAINERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
@@ -75,6 +78,9 @@ $(TRAINERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.t
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) torch
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --editable . $(PLUGINS:%=--editable %) --group trainers
 	$(PIP:$(BIN)%=$(TRAINERS)/bin%) --no-deps spmd_types torch_checkpointing torchtitan  # see the group trainers
+	DS_BUILD_OPS=0 $(PIP:$(BIN)%=$(TRAINERS)/bin%) --no-build-isolation deepspeed
+	DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 \
+		$(TRAINERS)/bin/python -c '$(COMPILE_DEEPSPEED)'
 	touch $@
 
 fuzz: $(STAMP)  ## fuzz the readers of all kinds of files for SECONDS=600; inputs that do harm become seeds
