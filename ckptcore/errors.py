@@ -218,6 +218,18 @@ class TreeMismatchError(CheckpointError, ValueError):
         self.differences = tuple(differences)
 
 
+class PartialLoadError(TreeMismatchError):
+    """Some objects were not loaded, because this job has another number of processes. All others were loaded.
+
+    Attributes:
+        names: the objects that were not loaded.
+    """
+
+    def __init__(self, message: str, differences: Sequence[str], names: Sequence[str]) -> None:
+        super().__init__(message, differences)
+        self.names = tuple(names)
+
+
 class TransformError(CheckpointError, ValueError):
     """A transform failed, or does not fit the stored tree. Nothing was changed."""
 

@@ -13,6 +13,7 @@ from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    PartialLoadError,
     TargetUndefinedError,
     TreeMismatchError,
     UnknownCheckpointableError,
@@ -134,6 +135,7 @@ class CompositeLoad:
         self._wanted = wanted
         self._undo = Undo()
         self._changed: list[str] = []  # names of objects restored in place, also by an attempt that is repeated
+        self._refused: dict[str, TreeMismatchError] = {}  # objects to restore whose states are for other processes
 
     def run(self) -> dict[str, object]:
         """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.
@@ -144,15 +146,18 @@ class CompositeLoad:
             CorruptCheckpointError: the checkpoint is damaged. Also if all objects are requested with
                 ``absent="error"``, and one is missing.
             TreeMismatchError: an object does not match its request. Nothing was changed.
+            PartialLoadError: another number of processes saved an object to restore, each its own state. All others
+                were loaded.
             TargetUndefinedError: the load failed after an object was changed.
         """
         try:
             strategy = choose_strategy(self.context, runtime_of(self.context))
             if strategy is None:
-                return self.attempts.retry_if_replaced(self._load)
-            from ckptcore.loading.collective.joint import load_composite_collectively  # only jobs need it
+                loaded = self.attempts.retry_if_replaced(self._load)
+            else:
+                from ckptcore.loading.collective.joint import load_composite_collectively  # only jobs need it
 
-            return load_composite_collectively(self, strategy.job)
+                loaded = load_composite_collectively(self, strategy.job)
         except Exception as error:
             if isinstance(error, TargetUndefinedError):
                 raise
@@ -164,6 +169,18 @@ class CompositeLoad:
                 "it, and loading again failed. The objects may have states of different saves. Before using them, load "
                 f"a sound checkpoint into them, or create them again: {error}"
             ) from error
+        if self._refused:
+            raise self._partial_load(loaded)
+        return loaded
+
+    def _partial_load(self, loaded: Mapping[str, object]) -> TreeMismatchError:
+        """Return the error that names only the objects that were not loaded."""
+        errors = list(self._refused.values())
+        if not loaded and len(errors) == 1:
+            return errors[0]
+        others = f"{format_names(loaded)} was loaded. " if loaded else ""
+        differences = [line for error in errors for line in error.differences]
+        return PartialLoadError(f"{others}{'. '.join(map(str, errors))}", differences, list(self._refused))
 
     def _load(self, composite: CompositeCheckpoint) -> dict[str, object]:
         requests = self.plan(composite)
@@ -175,8 +192,9 @@ class CompositeLoad:
 
     def plan(self, composite: CompositeCheckpoint) -> Sequence[MemberRequest]:
         """Find the requested objects, and check that they can be loaded. Reads no array, and changes nothing."""
+        self._refused.clear()
         with self.recording.phase("open"):
-            requests = list(_plan_requests(composite, self.location, self._wanted, self.context))
+            requests = list(_plan_requests(composite, self.location, self._wanted, self.context, self._refused))
         if (progress := self.recording.progress) is not None:
             progress.later = sum([request.nbytes for request in requests])
             progress.plan(0)
@@ -221,11 +239,21 @@ class CompositeLoad:
 
 
 def _plan_requests(
-    composite: CompositeCheckpoint, location: AnyLocation, wanted: CompositeRequest, context: Context
+    composite: CompositeCheckpoint,
+    location: AnyLocation,
+    wanted: CompositeRequest,
+    context: Context,
+    refused: dict[str, TreeMismatchError],
 ) -> Iterator[MemberRequest]:
     """Plan requests in the order of the save.
 
     Checks that each member exists, and that the stored tree can be loaded into a target that is restored in place.
+
+    Args:
+        composite, location: the checkpoint.
+        wanted: the requests.
+        context: its plugins dispatch the objects.
+        refused: receives, by name, the errors of objects to restore of which other processes saved separate states.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError, TypeError: see `CompositeLoad.run`.
@@ -249,7 +277,14 @@ def _plan_requests(
                 f"{', '.join(present) or 'none'}"
             )
         member = members[name]
-        directory = member.directory(name, _rank(composite, name, member, context))
+        try:
+            rank = _rank(composite, name, member, context)
+        except TreeMismatchError as error:
+            if not in_place:
+                raise
+            refused[name] = error
+            continue
+        directory = member.directory(name, rank)
         if directory not in present[name]:
             raise CheckpointNotFoundError(
                 f"{composite.location.display}: {directory!r}, the state of one process, was saved and deleted later. "
@@ -319,8 +354,8 @@ def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Co
         return job.rank
     raise TreeMismatchError(
         f"{name!r} in {composite.location.display} has a separate state for each of {member.processes} processes, but "
-        f"this job has {job.size}. Load the state that each process needs by its own location, such as "
-        f"{composite.location.display.rstrip('/')}/{member.directory(name, 0)}",
+        f"this job has {job.size}. Load the others by their names, and the state that each process needs by its own "
+        f"location, such as {composite.location.display.rstrip('/')}/{member.directory(name, 0)}",
         [f"{name}: {member.processes} processes saved it, {job.size} load it"],
     )
 

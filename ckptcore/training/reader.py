@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from ckptcore.commit.location import AnyLocation, LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.errors import CheckpointNotFoundError, PartialLoadError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import Abstracts, CompositeLoad, CompositeRequest
@@ -318,10 +318,17 @@ class StepReader(ExplainsAttributes):
     def _load(self, step: int | None, loading: StepLoad[T]) -> T:
         if step is None and self._before_newest is not None:
             self._before_newest()
-        loaded = self._loader.load(step, loading)
+        try:
+            loaded = self._loader.load(step, loading)
+        except PartialLoadError:
+            self._note_loaded()
+            raise
+        self._note_loaded()
+        return loaded
+
+    def _note_loaded(self) -> None:
         if self._loaded is not None and self.restored_step is not None:
             self._loaded(self.restored_step)
-        return loaded
 
 
 class CheckpointReader(StepReader):

@@ -15,6 +15,7 @@ from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    PartialLoadError,
     StorageError,
     TargetUndefinedError,
     UnknownCheckpointableError,
@@ -284,7 +285,11 @@ class StepLoader:
 
             take_step(agreement, "pin", begin, is_current=lambda: True)
             with recorded_load(location, self._context, step=step) as recording:
-                return loading.run(location, recording)
+                try:
+                    return loading.run(location, recording)
+                except PartialLoadError:
+                    self.restored_step = copy.step
+                    raise
 
     def _pinned_to_load(self, copy: _StepCopy) -> Lock | nullcontext[None]:
         """Pin a step for a load. Return an empty context if the directory is not writable."""
