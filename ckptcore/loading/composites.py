@@ -354,8 +354,8 @@ def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Co
         return job.rank
     raise TreeMismatchError(
         f"{name!r} in {composite.location.display} has a separate state for each of {member.processes} processes, but "
-        f"this job has {job.size}. Load the others by their names, and the state that each process needs by its own "
-        f"location, such as {composite.location.display.rstrip('/')}/{member.directory(name, 0)}",
+        f"this job has {job.size}. Load the state that each process needs by its own location, such as "
+        f"{composite.location.display.rstrip('/')}/{member.directory(name, 0)}, and other objects by their names",
         [f"{name}: {member.processes} processes saved it, {job.size} load it"],
     )
 
