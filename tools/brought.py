@@ -7,11 +7,13 @@ A test adds a row by a mark, at the function or at a parameter:
 
     @pytest.mark.brings("BatchNorm without a counter", "torch", "same")
 
-The tests are collected and not run, also the slow ones. All libraries of the group `dev` must be installed.
+The tests are collected and not run, also the slow ones. All libraries of the group `dev` must be installed. Tests with
+trainers, which need other libraries, are only parsed: their marks must have literal texts.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -25,6 +27,7 @@ import pytest
 __all__ = ["Row", "Rows", "main", "pinned_versions", "written_page"]
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
+_TRAINERS: Final = _ROOT / "plugins/integrations/tests/trainers"
 _PAGE: Final = _ROOT / "docs/reference/what-programs-bring.md"
 
 RESULTS: Final = ("same", "plain form", "refused")
@@ -50,6 +53,8 @@ The rows of `test_optax_matrix`, `test_train_state_matrix`, `test_nnx_matrix`, `
 `test_jax_libraries_matrix` were tried in all combinations of: files of five layouts, and of both versions of
 Orbax; an abstract tree that is a new state, a state after a jitted step, or the result of `eval_shape` or of
 `ckptcore.abstract`; `load` and `load_into`. The next step is the same to the bit, and donated memory is reused.
+
+Trainers are killed in the middle of a save, and resumed. What is refused is refused when the training starts.
 
 | object | library | result | test |
 |---|---|---|---|
@@ -86,6 +91,15 @@ class Rows:
             test = f"{Path(path).name}::{name.partition('[')[0]}"
             for mark in item.iter_markers("brings"):
                 self.add(test, *mark.args)
+
+    def parse(self, file: Path) -> None:
+        """Record the marks of a file that is not imported."""
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for function in [node for node in nodes if isinstance(node, ast.FunctionDef)]:
+            for decorator in function.decorator_list:
+                for node in ast.walk(decorator):
+                    if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.brings":
+                        self.add(f"{file.name}::{function.name}", *map(ast.literal_eval, node.args))
 
     def add(self, test: str, object_: str, library: str, result: str) -> None:
         """Add a row."""
@@ -125,6 +139,8 @@ def main(arguments: Sequence[str]) -> int:
         file for place in places for file in sorted(place.rglob("test_*.py")) if "mark.brings(" in file.read_text()
     ]
     found, output = Rows(), io.StringIO()
+    for file in [file for file in files if file.is_relative_to(_TRAINERS)]:
+        found.parse(file)
     with contextlib.redirect_stdout(output):
         pytest.main(["--collect-only", "-q", "--slow", "-n", "0", "-p", "no:cacheprovider", *map(str, files)], [found])
     if found.problems:

@@ -1,32 +1,53 @@
 """Keras 3: a callback with the arguments of `keras.callbacks.OrbaxCheckpoint`, built on `ckptcore.Checkpointer`.
 
-The names and contents of checkpoints are those of Keras: ``pytree``, ``model_config`` and ``assets``. Works with the
-backends JAX and PyTorch, without copying variables to NumPy first. Orbax is not needed.
+The names and contents of checkpoints are those of Keras: ``pytree``, ``model_config`` and ``assets``. In addition,
+``callbacks`` has the counters of all callbacks, and ``random`` the global random generators of each process. Works with
+the backends JAX and PyTorch, without copying variables to NumPy first. Orbax is not needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import keras  # type: ignore[import-untyped]  # ships no types
 from keras.callbacks import OrbaxCheckpoint  # type: ignore[import-untyped]
 from keras.src.callbacks.monitor_callback import MonitorCallback  # type: ignore[import-untyped]
 from keras.src.saving import saving_lib  # type: ignore[import-untyped]
 
-from ckptcore import Checkpointer, CheckpointReader, Context
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore import Checkpointer, CheckpointReader, Context, PerProcess
+from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, DirectoryInUseError, TreeMismatchError
+from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy
 from ckptcore.protocols import Layout
 from ckptcore.redaction import redacted_location
+from ckptcore_integrations.keras_callbacks import (
+    RandomGenerators,
+    load_counters,
+    neighbours,
+    state_of_counters,
+)
 
 __all__ = ["CkptcoreCheckpoint", "resume"]
+
+logger = logger_named("ckptcore.integrations.keras")
+
+_RESUMED: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()
+"""By model, the directory and the step that `resume` loaded. The next training begins with the counters of that step,
+which `on_train_begin` of their callbacks would reset."""
 
 
 class CkptcoreCheckpoint(OrbaxCheckpoint):
     """Saves the state of a model at the end of epochs, or every few batches.
 
-    Keras decides when to save, as in its `OrbaxCheckpoint`. The callback owns the directory while the model trains.
+    Keras decides when to save, as in its `OrbaxCheckpoint`. The callback is called after all others, so a step has what
+    they change, such as the learning rate. It owns the directory while it saves, so that an exception in the training
+    leaves nothing owned.
     """
 
     def __init__(
@@ -86,38 +107,63 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         self._policy = LatestN(max_to_keep) if max_to_keep is not None else preservation_policy
         self._layout = layout
         self._context = context
-        self.checkpointer: Checkpointer | None = None
+        self._neighbours: Sequence[Any] = [self]
+        self._known_steps: set[int] = set()  # in the directory, when a training or a save began
+        self._resumed: int | None = None
+        self._is_first_epoch = True
+        self._running: Future[None] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Own the directory, and check that the model, which Keras has built, can be saved.
+        """Check that the model, which Keras has built, can be saved into the directory.
 
         Raises:
             UnsupportedLeafError: lists what cannot be saved or restored.
+            DirectoryInUseError: another program saves into the directory.
         """
-        checkpointer = Checkpointer(
-            self.directory, preservation_policy=self._policy, layout=self._layout, context=self._context
-        )
-        try:
+        self.wait_until_finished()  # of a training that ended with an exception
+        self._neighbours = neighbours(self, sys._getframe(1))
+        directory, self._resumed = _RESUMED.pop(self.model, ("", None))
+        if directory != _absolute(self.directory):
+            self._resumed = None
+        self._is_first_epoch = True
+        with self._open() as checkpointer:
             checkpointer.check_checkpointables(self._values())
-        except BaseException:
-            checkpointer.close()  # Keras does not call `on_train_end` after an error
-            raise
-        self.checkpointer = checkpointer
+            self._known_steps = set(checkpointer.steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Before the first batch, restore counters, or refuse a directory with steps that this training would meet.
+
+        Raises:
+            CheckpointExistsError: the directory has such steps, and `resume` did not load one of them.
+        """
+        if not self._is_first_epoch:
+            return
+        self._is_first_epoch = False
+        if self._resumed is not None:
+            self._load_others(self._resumed)
+            return
+        last = max(self._known_steps, default=-1)
+        first = epoch if self.save_freq == "epoch" else self._total_batches_seen + 1
+        if last >= first:
+            raise CheckpointExistsError(
+                f"{redacted_location(self.directory)} has steps up to {last}, and this training would save step "
+                f"{first} and later ones. To go on, call resume(directory, model), and pass initial_epoch= of the next "
+                "epoch to fit. To begin a new run, choose another directory"
+            )
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Wait for running saves, and release the directory.
+        """Wait for the running save.
 
         Raises:
             CheckpointError: a save in the background failed.
         """
-        checkpointer, self.checkpointer = self.checkpointer, None
-        if checkpointer is not None:
-            checkpointer.close()
+        self.wait_until_finished()
 
     def wait_until_finished(self) -> None:
-        """Wait for running saves. See `on_train_end`."""
-        if self.checkpointer is not None:
-            self.checkpointer.wait()
+        """Wait for the running save. See `on_train_end`."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
     def is_multihost_enabled(self) -> bool:
         """Return True in a job of several processes of JAX."""
@@ -129,13 +175,50 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
 
     def _save_checkpoint(self, step: int, logs: Any = None) -> None:
         """Save a step. Keras calls this when a step is due."""
-        assert self.checkpointer is not None
+        self.wait_until_finished()
         metrics = {name: float(value) for name, value in (logs or {}).items()}
-        self.checkpointer.save_checkpointables(step, self._values(), metrics=metrics)
+        checkpointer = self._open()
+        try:
+            self._expect_known(checkpointer)
+            # A training that was set back to a step saves the later ones again.
+            overwrite = self._resumed is not None or step in self._known_steps
+            checkpointer.save_checkpointables(step, self._values(), metrics=metrics, overwrite=overwrite)
+        except BaseException:
+            checkpointer.close()
+            raise
+        self._known_steps.add(step)
+        thread = ThreadPoolExecutor(1, "ckptcore-keras")
+        self._running = thread.submit(checkpointer.close)
+        thread.shutdown(wait=False)
         if not self.save_on_background:
-            self.checkpointer.wait()
+            self.wait_until_finished()
         if self.verbose and self.is_primary_host():
             print(f"\nStep {step}: saved to {redacted_location(self.directory)}")
+
+    def _open(self) -> Checkpointer:
+        return Checkpointer(
+            self.directory, preservation_policy=self._policy, layout=self._layout, context=self._context
+        )
+
+    def _expect_known(self, checkpointer: Checkpointer) -> None:
+        """Refuse to save next to another training."""
+        if others := sorted(set(checkpointer.steps) - self._known_steps):
+            raise DirectoryInUseError(
+                f"{redacted_location(self.directory)}: another program has saved step {others[-1]} since this training "
+                "began. End one of them, or train in another directory"
+            )
+
+    def _load_others(self, step: int) -> None:
+        """Load what Keras, or reading the first batch to build the model, changes at the start of a training."""
+        with CheckpointReader(self.directory, context=self._context) as reader:
+            stored = reader.metadata(step).checkpointables
+            if "callbacks" in stored:
+                load_counters(self._neighbours, reader.load_checkpointables(step, ["callbacks"])["callbacks"])
+            if "random" in stored:
+                try:
+                    reader.load_checkpointables(step, into={"random": PerProcess(RandomGenerators())})
+                except TreeMismatchError as error:
+                    logger.warning("random numbers continue from the seed: %s", error)
 
     def _values(self) -> dict[str, Any]:
         """Return the objects that a step has."""
@@ -145,11 +228,21 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         values = {"pytree": tree, "model_config": {"config": saving_lib._serialize_model_as_json(self.model)[0]}}
         if (assets := saving_lib._save_assets_to_dict(self.model)) is not None:
             values["assets"] = assets
+        values["callbacks"] = state_of_counters(self._neighbours)
+        values["random"] = PerProcess(RandomGenerators())
         return values
 
 
 def resume(directory: str, model: Any, *, context: Context | None = None) -> int | None:
     """Load the newest valid step into a compiled model, with its optimizer and metrics if they were saved.
+
+    The next training of the model with `CkptcoreCheckpoint` in this directory also begins with the saved counters of
+    its callbacks, such as `EarlyStopping`, and with the saved states of the global random generators.
+
+    Args:
+        directory: a path or URL.
+        model: the model.
+        context: options.
 
     Returns:
         The step; None if the directory has none. After ``save_freq="epoch"``, continue to train with
@@ -160,8 +253,14 @@ def resume(directory: str, model: Any, *, context: Context | None = None) -> int
     """
     with contextlib.suppress(CheckpointNotFoundError), CheckpointReader(directory, context=context) as reader:
         reader.load_checkpointables(into={"pytree": model})
+        assert reader.restored_step is not None
+        _RESUMED[model] = _absolute(directory), reader.restored_step
         return reader.restored_step
     return None
+
+
+def _absolute(directory: str) -> str:
+    return directory if "://" in directory else os.path.abspath(directory)
 
 
 def _process() -> tuple[int, int]:

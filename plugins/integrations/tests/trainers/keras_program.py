@@ -18,8 +18,8 @@ from ckptcore_integrations.keras import CkptcoreCheckpoint, resume
 from sklearn.datasets import load_digits
 
 import ckptcore
-from ckptcore import Context
-from ckptcore.errors import UnsupportedLeafError
+from ckptcore import CheckpointReader, Context
+from ckptcore.errors import CheckpointExistsError, DirectoryInUseError, UnsupportedLeafError
 from ckptcore.events import Event
 from ckptcore.policies import CustomSteps, EveryNSteps
 from tests.docs.pages import code_blocks
@@ -51,6 +51,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # without types her
 
 def make(seed: int = 0) -> Any:
     """Return a compiled model with dropout and batch normalization."""
+    keras.utils.clear_session()  # names begin again, such as those of seed generators
     keras.utils.set_random_seed(seed)
     layers = [
         keras.Input((64,)),
@@ -99,6 +100,37 @@ def train(directory: Path, **options: Any) -> None:
     )
 
 
+def train_with_callbacks(directory: Path, epochs: int = 10, **options: Any) -> None:
+    """Train on shuffled arrays, with callbacks that count, from the newest step if there is one."""
+    model = make()
+    step = resume(str(directory), model)
+    began = 0 if step is None else step + 1
+    stop = keras.callbacks.EarlyStopping("loss", patience=3, min_delta=1.0, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=2, min_delta=1.0, verbose=0)
+    best = keras.callbacks.ModelCheckpoint(str(directory) + ".weights.h5", "loss", save_best_only=True)
+    best.save_weights_only = True
+    history = model.fit(
+        DIGITS.data[:64].astype("float32") / 16,
+        DIGITS.target[:64],
+        epochs=epochs,
+        initial_epoch=began,
+        shuffle=True,
+        verbose=0,
+        callbacks=[CkptcoreCheckpoint(str(directory), max_to_keep=None, **options), stop, plateau, best],
+    )
+    print(
+        json.dumps(
+            {
+                "began": began,
+                "losses": history.history["loss"],
+                "rates": history.history["learning_rate"],
+                "counters": [stop.wait, stop.best, stop.best_epoch, plateau.wait, plateau.best, best.best],
+                "variables": digest(model),
+            }
+        )
+    )
+
+
 def kill_in_third_save(directory: Path) -> None:
     """Train, and kill this process when the files of the third save are written, before its commit."""
 
@@ -107,6 +139,69 @@ def kill_in_third_save(directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(directory, context=Context(observers=[kill]))
+
+
+def kill_with_callbacks(directory: Path) -> None:
+    """The same with callbacks that count."""
+
+    def kill(event: Event) -> None:
+        if event.phase == "write" and event.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train_with_callbacks(directory, context=Context(observers=[kill]))
+
+
+class _Interrupt(keras.callbacks.Callback):  # type: ignore[misc]  # without types here
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Be interrupted in the second epoch."""
+        if int(self.model.optimizer.iterations) == 6:
+            raise KeyboardInterrupt
+
+
+def interrupted(directory: Path) -> None:
+    """Train again after Ctrl-C: in the directory of the interrupted training, with and without a resume."""
+    place = str(directory / "run")
+    checkpoint = CkptcoreCheckpoint(place)
+    with contextlib.suppress(KeyboardInterrupt):
+        make().fit(Batches(0), epochs=4, verbose=0, callbacks=[checkpoint, _Interrupt()])
+    checkpoint.wait_until_finished()
+    ckptcore.Checkpointer(place).close()  # nothing is owned
+    seen: list[int] = []
+    batches = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, _: seen.append(batch))
+    message = ""
+    try:
+        make().fit(Batches(0), epochs=4, verbose=0, callbacks=[CkptcoreCheckpoint(place), batches])
+    except CheckpointExistsError as error:
+        message = str(error)
+    model = make()
+    step = resume(place, model)
+    model.fit(Batches(1), epochs=4, initial_epoch=1, verbose=0, callbacks=[checkpoint])
+    newest = CheckpointReader(place).latest
+    resume(place, model)  # and train the last epoch again
+    model.fit(Batches(3), epochs=4, initial_epoch=3, verbose=0, callbacks=[checkpoint])
+    print(json.dumps({"message": message, "batches": len(seen), "step": step, "newest": newest}))
+
+
+def beside_another(directory: Path) -> None:
+    """Save while another program saves into the directory."""
+    model = make()
+    message = ""
+
+    class Other(keras.callbacks.Callback):  # type: ignore[misc]  # without types here
+        """Saves a step after the second epoch."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            """Save."""
+            if epoch == 1:
+                with ckptcore.Checkpointer(str(directory)) as other:
+                    other.save(7, {"x": 1})
+
+    try:
+        callbacks = [CkptcoreCheckpoint(str(directory), save_on_background=False), Other()]
+        model.fit(Batches(0), epochs=4, verbose=0, callbacks=callbacks)
+    except DirectoryInUseError as error:
+        message = str(error)
+    print(json.dumps(message))
 
 
 def fit(directory: Path, **options: Any) -> list[str]:

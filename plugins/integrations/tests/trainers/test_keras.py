@@ -32,6 +32,7 @@ def run(backend: str, call: str, directory: Path) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.brings("model with Adam, dropout and batch normalization, on JAX and PyTorch", "keras", "same")
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
     whole = run(backend, "train(d)", tmp_path / "whole")
@@ -43,6 +44,35 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
     assert resumed["order"] == whole["order"][2:]
     assert resumed["variables"] == whole["variables"]
     assert ckptcore.verify(tmp_path / "killed" / "3").ok
+
+
+@pytest.mark.brings("counters of `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`", "keras", "same")
+@pytest.mark.brings("`fit(shuffle=True)` on arrays: the order of the data after an epoch", "keras", "same")
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_callbacks_and_shuffled_data_resume_bit_for_bit(tmp_path: Path, backend: str) -> None:
+    """The callback is the first of the list, and yet saves the reduced learning rate and the counters of the epoch."""
+    whole = run(backend, "train_with_callbacks(d)", tmp_path / "whole")
+    ended = start(backend, "kill_with_callbacks(d)", tmp_path / "killed")
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    resumed = run(backend, "train_with_callbacks(d)", tmp_path / "killed")
+    assert resumed["began"] == 2 and len(whole["losses"]) < 10  # it is stopped early
+    assert resumed["losses"] == whole["losses"][2:] and resumed["rates"] == whole["rates"][2:]
+    assert len(set(whole["rates"])) > 1
+    assert resumed["counters"] == whole["counters"]
+    assert resumed["variables"] == whole["variables"]
+
+
+@pytest.mark.brings("a new training in a directory with steps, without `resume`", "keras", "refused")
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_an_interrupted_training_owns_nothing(tmp_path: Path, backend: str) -> None:
+    found = run(backend, "interrupted(d)", tmp_path)
+    assert "has steps up to 0, and this training would save step 0" in found["message"]
+    assert found["batches"] == 0 and found["step"] == 0 and found["newest"] == 3
+
+
+def test_another_training_in_the_directory_is_noticed(tmp_path: Path) -> None:
+    message = run("torch", "beside_another(d)", tmp_path)
+    assert "another program has saved step 7 since this training began" in message
 
 
 def test_keras_loads_what_was_saved(tmp_path: Path) -> None:
