@@ -7,7 +7,7 @@ import pytest
 from tests.object_stores.runs import run
 from tests.object_stores.stores import ObjectStore
 
-_SAMPLE = range(4)
+_SAMPLE = range(2)
 
 _BLOCK = 25
 

@@ -36,6 +36,11 @@ pytestmark = pytest.mark.system
 
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
 _LAYOUTS: Final = ["safetensors", "ocdbt", "zarr3", "dcp"]
+_PLACES: Final = [
+    pytest.param(scheme, layout, marks=[] if number % 2 else pytest.mark.slow)
+    for number, (scheme, layout) in enumerate(itertools.product(["memory", "file"], _LAYOUTS))
+]
+"""Half of the combinations are tried by the slow tests."""
 _SAMPLE: Final = 12
 
 _Task = Callable[[str, ckptcore.Context | None], None]
@@ -96,8 +101,7 @@ def _die(place: str, task: _Task, operation: Operation, moment: Literal["before"
         task(through(place), faulty_context(place, plan))
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS)
-@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize(("scheme", "layout"), _PLACES)
 def test_a_session_that_dies_does_not_count(scheme: str, layout: str, tmp_path: Path) -> None:
     for before in (0, 1):
         task = _session(before, layout)
@@ -113,8 +117,7 @@ def test_a_session_that_dies_does_not_count(scheme: str, layout: str, tmp_path: 
             _expect_whole(place, before + 2)
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS)
-@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize(("scheme", "layout"), _PLACES)
 def test_finalizing_that_dies_leaves_the_sessions_or_the_checkpoint(scheme: str, layout: str, tmp_path: Path) -> None:
     outcomes = set()
     for operation, moment in itertools.product(

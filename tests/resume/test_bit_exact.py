@@ -28,6 +28,9 @@ _NEEDS: Final = {
 }
 
 
+_TRAINERS: Final = ["examples.train_torch", pytest.param("examples.train_jax", marks=pytest.mark.slow)]
+
+
 @dataclass(frozen=True)
 class Straight:
     """A run that is not killed.
@@ -43,7 +46,7 @@ class Straight:
     last: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=sorted(_NEEDS))
+@pytest.fixture(scope="module", params=_TRAINERS)
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Straight]:
     """One for each example."""
     for module in _NEEDS[request.param]:

@@ -55,6 +55,7 @@ def resumed(directory: Path, saver: str, saved_by: int, sizes: tuple[int, ...]) 
         assert losses(directory, loader, size) == expected, size
 
 
+@pytest.mark.slow
 def test_torch_goes_on_in_fewer_processes(tmp_path: Path) -> None:
     resumed(tmp_path, "ckptcore", 2, (1,))
     _expect_weights_in_slices(tmp_path)

@@ -132,7 +132,7 @@ def _damage(name: str, directory: Path, count: int) -> None:
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_damage(name: str, tmp_path: Path) -> None:
-    _damage(name, tmp_path, 15)
+    _damage(name, tmp_path, 8)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def _tamper(name: str, directory: Path, count: int) -> None:
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_tampered_documents(name: str, tmp_path: Path) -> None:
-    _tamper(name, tmp_path, 6)
+    _tamper(name, tmp_path, 3)
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def _inline_documents(key: bytes, value: ValueLocation, store: DirectoryReadStor
 
 @pytest.mark.parametrize("name", _DATABASES)
 def test_databases_with_wrong_entries(name: str, tmp_path: Path) -> None:
-    _change_entries(name, tmp_path, 20)
+    _change_entries(name, tmp_path, 8)
 
 
 @pytest.mark.slow

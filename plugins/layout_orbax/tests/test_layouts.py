@@ -137,6 +137,10 @@ class TestZarr3Mixed(_SystemSweeps):
         )
 
     @pytest.mark.slow
+    def test_a_truncated_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_truncated_object_is_an_error(storage)
+
+    @pytest.mark.slow
     def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
         super().test_a_corrupted_object_is_an_error(storage)
 
@@ -166,6 +170,7 @@ class TestOcdbtCrashes(LayoutCrashTests):
 
 
 @pytest.mark.system
+@pytest.mark.slow
 class TestOcdbtCompressedCrashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, compression="zstd")

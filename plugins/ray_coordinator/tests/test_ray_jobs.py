@@ -193,6 +193,7 @@ class Asynchronous:
         return runtime_of(ckptcore.Context()).job().size
 
 
+@pytest.mark.slow
 def test_asynchronous_actors_run_other_methods_during_a_save(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
     actor_class: Any = ray.remote(num_cpus=0)(Asynchronous)
     actors = [actor_class.remote(job.name, rank) for rank in range(2)]

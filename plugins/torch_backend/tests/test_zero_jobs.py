@@ -27,7 +27,8 @@ def run(task: str, directory: Path, layout: str, size: int) -> None:
 
 
 @pytest.mark.brings("`ZeroRedundancyOptimizer`, in jobs of other sizes", "torch", "same")
-@pytest.mark.parametrize("layout", ["zarr3", pytest.param("dcp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zarr3", "dcp"])
 def test_other_numbers_of_processes_resume(tmp_path: Path, layout: str) -> None:
     run("save", tmp_path, layout, 2)
     run("load", tmp_path, layout, 3)

@@ -63,7 +63,7 @@ def test_callbacks_and_shuffled_data_resume_bit_for_bit(tmp_path: Path, backend:
 
 
 @pytest.mark.brings("a new training in a directory with steps, without `resume`", "keras", "refused")
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_an_interrupted_training_owns_nothing(tmp_path: Path, backend: str) -> None:
     found = run(backend, "interrupted(d)", tmp_path)
     assert "has steps up to 0, and this training would save step 0" in found["message"]

@@ -51,7 +51,10 @@ def test_no_violations(scheme: str, size: Any, run: Path, show: Show) -> None:
         assert violations(page) == [], address
 
 
-@pytest.mark.parametrize("address", VIEWS)
+@pytest.mark.parametrize(
+    "address",
+    [pytest.param(view, marks=[] if view in ("", "#at=30") else pytest.mark.slow) for view in VIEWS],
+)
 def test_a_phone_scrolls_only_down(address: str, run: Path, show: Show) -> None:
     page = show(run, address, viewport=PHONE)
     expect(page.locator("main")).to_have_attribute("data-shown", address)
