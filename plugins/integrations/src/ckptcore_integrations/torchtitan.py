@@ -7,6 +7,7 @@ TorchTitan's own manager uses, so that each manager continues the runs of the ot
 
 from __future__ import annotations
 
+import contextlib
 import pickletools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,12 @@ from torchtitan.tools.logging import logger
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, Context, Matching
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedLeafError,
+)
 from ckptcore.policies import LatestN
 from ckptcore.redaction import redacted_location
 from ckptcore.results import SaveHandle
@@ -230,8 +236,10 @@ class CkptcoreManager(BaseCheckpointManager):
                 f"checkpoint.load_step={step}: {self.folder} has no such step. Expected one of "
                 f"{', '.join(map(str, self._reader.steps)) or '(none)'}"
             )
-        only_model = (newest if step == -1 else step) == 0  # a seed checkpoint
-        objects = self._objects_to_load(only_model=only_model)
+        expected = newest if step == -1 else step
+        objects = self._objects_to_load(only_model=expected == 0)  # a seed checkpoint
+        with contextlib.suppress(CorruptCheckpointError):  # then the step before it is loaded
+            _forget_states_not_saved(objects, self._reader.metadata(expected).abstract)
         state = self._state(objects)
         self._reader.load_into(state, step=None if step == -1 else step, matching=_PART)
         for skipped in self._reader.skipped_steps:
@@ -256,6 +264,7 @@ class CkptcoreManager(BaseCheckpointManager):
             self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(weights))
         elif path:
             objects = self._objects_to_load(only_model=config.initial_load_model_only)
+            _forget_states_not_saved(objects, ckptcore.metadata(path, context=self.context).abstract)
             state = self._state(objects)
             ckptcore.load_into(path, state, matching=_PART, context=self.context)
             self._restore(objects, state)
@@ -304,6 +313,22 @@ class CkptcoreManager(BaseCheckpointManager):
 
 def _state_of(value: Any) -> Any:
     return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _forget_states_not_saved(objects: Mapping[str, Any], stored: Any) -> None:
+    """Remove the states of parameters that had none in the saved optimizers, because they had no gradient.
+
+    TorchTitan's container makes a step with zeros, so that each parameter has a state to load into.
+    """
+    optimizers = objects.get(OPTIMIZER)
+    if optimizers is None or not isinstance(saved := stored.get(OPTIMIZER), Mapping):
+        return
+    optimizers.state_dict()  # makes the states
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if not any(key.startswith(f"state.{name}.") for key in saved):
+                    optimizer.state.pop(parameter, None)
 
 
 def _called_in(pickled: bytes) -> str | None:

@@ -71,6 +71,24 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, mo
     assert ckptcore.verify(tmp_path / "checkpoint" / "step-12").ok
 
 
+@pytest.mark.brings("parameters without a gradient, never or not yet", "torchtitan", "same")
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_parameters_without_a_gradient_resume(tmp_path: Path, size: int) -> None:
+    """A parameter that first has a gradient after the resume gets the state of a first step."""
+
+    def run(directory: Path, options: str) -> Any:
+        arguments = f"Path({str(directory)!r}), Path({str(directory / 'report')!r}), models='WithUnused'"
+        assert train(f"{arguments}, {options}", size) == [0] * size
+        return found(directory / "report")
+
+    whole = run(tmp_path / "whole", "steps=12")
+    run(tmp_path / "resumed", "steps=4")
+    rest = run(tmp_path / "resumed", "steps=12")
+    assert not [name for name in whole["full"] if name.startswith("state.unused.")]
+    assert "state.late.weight.exp_avg" in whole["full"]
+    assert_continued(whole, rest)
+
+
 @pytest.mark.parametrize("first", ["CheckpointManager", "CkptcoreManager"])
 def test_each_manager_continues_a_run_of_the_other(uninterrupted: Any, tmp_path: Path, first: str) -> None:
     second = "CkptcoreManager" if first == "CheckpointManager" else "CheckpointManager"

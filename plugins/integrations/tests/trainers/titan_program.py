@@ -133,6 +133,26 @@ class Model(BaseModel):  # type: ignore[misc]  # without types here
         return self.head(hidden)
 
 
+class WithUnused(Model):
+    """Has a layer that is not used, and one that is only used from the 6th step on."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Model.Config):
+        """No options."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.unused = Linear.Config(in_features=5, out_features=3, param_init=INIT).build()
+        self.late = Linear.Config(in_features=16, out_features=32, param_init=INIT).build()
+        self.trainer: list[Any] = []
+
+    def forward(self, tokens: Any) -> Any:
+        """Return the logits."""
+        embedded = self.embed(tokens)
+        hidden = self.hidden(embedded) + (self.late(embedded) if self.trainer[0].step >= 6 else 0)
+        return self.head(torch.relu(hidden))
+
+
 class Adapter(StateDictAdapter):  # type: ignore[misc]  # without types here
     """Names of Hugging Face have a prefix."""
 
@@ -182,7 +202,13 @@ class Killed(CkptcoreManager):
 
 
 def build(
-    folder: Path, manager: type = CkptcoreManager, *, steps: int = 12, adapter: Any = Adapter, **options: Any
+    folder: Path,
+    manager: type = CkptcoreManager,
+    *,
+    steps: int = 12,
+    adapter: Any = Adapter,
+    model: type = Model,
+    **options: Any,
 ) -> Any:
     """Return a Trainer that saves every 4th step."""
     given = {"enable": True, "interval": 4, "last_save_model_only": False, **options}
@@ -190,7 +216,7 @@ def build(
         model_spec=ModelSpec(
             name="digits",
             flavor="tiny",
-            model=Model.Config(),
+            model=model.Config(),  # type: ignore[attr-defined]
             parallelize_fn=parallelize,
             pipelining_fn=None,
             post_optimizer_build_fn=None,
@@ -258,9 +284,11 @@ def full(trainer: Any) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, report: Path, managers: str = "CkptcoreManager", **options: Any) -> None:
+def run(folder: Path, report: Path, managers: str = "CkptcoreManager", models: str = "Model", **options: Any) -> None:
     """Train, and write what was seen, and the final weights, as JSON."""
-    trainer = build(folder, globals()[managers], **options)
+    trainer = build(folder, globals()[managers], model=globals()[models], **options)
+    for part in trainer.model_parts:
+        getattr(part, "trainer", []).append(trainer)
     trainer.train()
     found = {"seen": trainer.seen, "full": full(trainer), "rate": trainer.lr_schedulers.state_dict()}
     if torch.distributed.get_rank() == 0 or "per_rank" in report.name:
