@@ -139,10 +139,12 @@ def main(arguments: Sequence[str]) -> int:
         file for place in places for file in sorted(place.rglob("test_*.py")) if "mark.brings(" in file.read_text()
     ]
     found, output = Rows(), io.StringIO()
-    for file in [file for file in files if file.is_relative_to(_TRAINERS)]:
+    parsed = [file for file in files if file.is_relative_to(_TRAINERS)]
+    for file in parsed:
         found.parse(file)
+    collected = [str(file) for file in files if file not in parsed]
     with contextlib.redirect_stdout(output):
-        pytest.main(["--collect-only", "-q", "--slow", "-n", "0", "-p", "no:cacheprovider", *map(str, files)], [found])
+        pytest.main(["--collect-only", "-q", "--slow", "-n", "0", "-p", "no:cacheprovider", *collected], [found])
     if found.problems:
         print(*found.problems, sep="\n")
         return 1

@@ -228,15 +228,14 @@ class CkptcoreManager(BaseCheckpointManager):
         if self._writer is not None:
             self._check(self._writer)
         self._reader.reload()
-        newest = self._reader.latest
-        if step == -1 and newest is None:
+        expected = self._reader.latest if step == -1 else step
+        if expected is None:
             return self._load_initial()
-        if step not in (-1, *self._reader.steps):
+        if expected not in self._reader.steps:
             raise CheckpointNotFoundError(
                 f"checkpoint.load_step={step}: {self.folder} has no such step. Expected one of "
                 f"{', '.join(map(str, self._reader.steps)) or '(none)'}"
             )
-        expected = newest if step == -1 else step
         objects = self._objects_to_load(only_model=expected == 0)  # a seed checkpoint
         with contextlib.suppress(CorruptCheckpointError):  # then the step before it is loaded
             _forget_states_not_saved(objects, self._reader.metadata(expected).abstract)
