@@ -32,6 +32,7 @@ from ckptcore.loading.opening import (
     present_members,
 )
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
+from ckptcore.model.adapters import adapter_gaps
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord, unreadable_error
 from ckptcore.model.tree import format_path
@@ -63,6 +64,7 @@ class VerifyReport:
         unused: by object, the names of arrays that other software stored and does not load, because its index names
             other copies of them, or does not name them. They are not read, and not reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
+        unjudged: statements about what may be complete or not, such as an adapter of a method that is not known.
     """
 
     problems: tuple[Problem, ...]
@@ -72,6 +74,7 @@ class VerifyReport:
     deleted: tuple[str, ...] = ()
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unsupported: tuple[str, ...] = ()
+    unjudged: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -129,6 +132,7 @@ def _verify_composite(
     unverified: list[str] = []
     unused: dict[str, Sequence[str]] = {}
     unsupported: list[str] = []
+    unjudged: list[str] = []
     for directory, one in opened:
         if root is not None and (one.root is None or one.root.role != "member" or one.root.save_id != root.save_id):
             message = f"{directory} was replaced by another save"
@@ -138,9 +142,12 @@ def _verify_composite(
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
         unused.update({f"{directory}/{key}": names for key, names in report.unused.items()})
         unsupported.extend(f"{directory}: {path}" for path in report.unsupported)
+        unjudged.extend(f"{directory}: {statement}" for statement in report.unjudged)
         objects += report.objects
         done += report.nbytes
-    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted), unused, tuple(unsupported))
+    return VerifyReport(
+        tuple(problems), objects, done, tuple(unverified), tuple(deleted), unused, tuple(unsupported), tuple(unjudged)
+    )
 
 
 def _bytes_to_check(opened: Checkpoint) -> int:
@@ -179,11 +186,12 @@ class _Verification:
     def run(self) -> VerifyReport:
         """Check everything."""
         opened, root = self._opened, self._opened.root
+        unjudged = self._check_adapter()
         if root is None:
             unverified = self._read_files() if opened.is_files else self._read_arrays()
             return VerifyReport(
                 tuple(self._problems), len(unverified), self._done, unverified,
-                unused=opened.origin.unused, unsupported=tuple(self._unsupported),
+                unused=opened.origin.unused, unsupported=tuple(self._unsupported), unjudged=unjudged,
             )  # fmt: skip
         parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
         for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
@@ -192,7 +200,20 @@ class _Verification:
             self._find_unstored(root)
         self._read_from_bases(root)
         unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
-        return VerifyReport(tuple(self._problems), len(opened.objects) + 1 + len(root.parts), self._done, unverified)
+        objects = len(opened.objects) + 1 + len(root.parts)
+        return VerifyReport(tuple(self._problems), objects, self._done, unverified, unjudged=unjudged)
+
+    def _check_adapter(self) -> tuple[str, ...]:
+        """Report parameters that the config of an adapter needs. Return what its config does not decide."""
+        config = self._opened.origin.custom.get("adapter_config")
+        if not isinstance(config, Mapping):
+            return ()
+        gaps = adapter_gaps(config, [".".join(map(str, path)) for path in self._opened.tree.paths])
+        if gaps.lacking:
+            found = "; ".join(gaps.lacking)
+            message = f"the adapter lacks {found}: save it again from the trained model, or use another copy"
+            self._problems.append(Problem("adapter_config.json", None, None, (), message))
+        return tuple([f"adapter_config.json: {statement}" for statement in gaps.unjudged])
 
     def _add(self, error: CorruptCheckpointError) -> None:
         problem = _problem(error, self._opened)

@@ -11,8 +11,9 @@ from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
+from ckptcore.model.adapters import ADAPTER_METHODS
 
-__all__ = ["AdapterConfig", "SupportsToDict", "config_json", "stored_config"]
+__all__ = ["AdapterConfig", "SupportsToDict", "check_method", "config_json", "is_lora", "stored_config"]
 
 AdapterConfig: TypeAlias = Mapping[str, JSON]
 """Fields of ``adapter_config.json``."""
@@ -53,6 +54,26 @@ def config_json(config: object) -> dict[str, JSON]:
     except UnicodeEncodeError as error:
         raise ValueError(f"config has text that is not valid Unicode: {error}. Nothing was written") from error
     return plain
+
+
+def check_method(config: Mapping[str, JSON]) -> None:
+    """Check that PEFT has the method of a config.
+
+    Raises:
+        ValueError: it does not, so PEFT could not load the adapter.
+    """
+    method = config["peft_type"]
+    if method not in ADAPTER_METHODS:
+        raise ValueError(
+            f"config: peft_type is {str(method)[:80]!r}, which is none of the {len(ADAPTER_METHODS)} methods of peft "
+            "0.21.2, such as 'LORA' or 'IA3': correct it, or pass the model of a PEFT that has it, which names its "
+            "parameters. Nothing was written"
+        )
+
+
+def is_lora(config: Mapping[str, JSON]) -> bool:
+    """Return True for a config of LoRA."""
+    return config["peft_type"] == _LORA
 
 
 def stored_config(stored: JSON, location: object) -> dict[str, JSON]:

@@ -15,7 +15,10 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.errors import NameCollisionError, TreeMismatchError
 
-__all__ = ["PREFIX", "AdapterNames", "Biases", "LoraName", "check_stored_name", "names_of_adapter", "plain_name"]
+__all__ = [
+    "PREFIX", "AdapterNames", "Biases", "LoraName", "check_stored_name", "names_of_adapter", "plain_name",
+    "without_wrappers",
+]  # fmt: skip
 
 PREFIX: Final = "base_model.model."
 """Prefix of the names in a file of PEFT."""
@@ -120,6 +123,11 @@ def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "
     return AdapterNames(by_stored, frozenset(bare))
 
 
+def without_wrappers(name: str) -> str:
+    """Remove the parts of a name that torch.compile, FSDP and activation checkpointing add."""
+    return ".".join([segment for segment in name.split(".") if segment not in _WRAPPERS])
+
+
 def plain_name(name: str) -> str:
     """Return the name of a base model parameter in a PEFT file: without wrappers, with PEFT's prefix."""
     return _join_name(_split_name(name))
@@ -145,7 +153,7 @@ def check_stored_name(name: str) -> None:
 
 def _split_name(name: str) -> list[str]:
     """Split a name into parts, without wrappers and PEFT's prefix."""
-    segments = [segment for segment in name.split(".") if segment not in _WRAPPERS]
+    segments = without_wrappers(name).split(".")
     return segments[2:] if segments[:2] == ["base_model", "model"] and len(segments) > 2 else segments
 
 

@@ -1,9 +1,10 @@
-"""LoRA adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""Adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
 PEFT can load adapters saved with this module (``PeftModel.from_pretrained``), and this module can
 load adapters saved by PEFT (``save_pretrained``). PEFT and this module store the same elements and
 JSON. This module saves the two files as one atomic checkpoint with checksums. The names of
-parameters and the fields of the config are those of peft 0.21.2. PEFT need not be installed.
+parameters and the fields of the config are those of peft 0.21.2. PEFT need not be installed: names
+of LoRA are known, and a model that PEFT created brings PEFT, which names its parameters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import ckptcore
 from ckptcore.errors import (
@@ -27,8 +29,23 @@ from ckptcore.errors import (
 )
 from ckptcore.model import JSON
 from ckptcore.protocols import CheckpointInfo, Snapshot, WriteStore
-from ckptcore_torch.adapter_configs import AdapterConfig, SupportsToDict, config_json, stored_config
-from ckptcore_torch.adapter_names import AdapterNames, Biases, check_stored_name, names_of_adapter, plain_name
+from ckptcore_torch.adapter_configs import (
+    AdapterConfig,
+    SupportsToDict,
+    check_method,
+    config_json,
+    is_lora,
+    stored_config,
+)
+from ckptcore_torch.adapter_names import (
+    AdapterNames,
+    Biases,
+    LoraName,
+    check_stored_name,
+    names_of_adapter,
+    plain_name,
+)
+from ckptcore_torch.peft_models import peft_adapter, unsaved_error
 
 __all__ = ["Adapter", "AdapterLayout", "adapter_state", "load_adapter", "load_adapter_into", "save_adapter"]
 
@@ -36,6 +53,10 @@ _CONFIG_FILE: Final = "adapter_config.json"
 _CONFIG: Final = "adapter_config"
 """Metadata key of the config, also for checkpoints that PEFT wrote."""
 _ATTEMPTS: Final = 20
+_OF_FSDP: Final = "_fsdp_wrapped_module"
+_WRAPPED: Final = ("_orig_mod", _OF_FSDP)
+"""Attributes with the model in the wrappers of torch.compile and FSDP 1."""
+_EXACT: Final = ckptcore.Matching()
 
 Loaded = TypeVar("Loaded")
 
@@ -116,12 +137,14 @@ def adapter_state(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes, trained modules.
 
-    The tensors are not copied. The model need not be created by PEFT. Parameters without an adapter
-    name belong to every adapter. Of the base model, the result contains only the chosen biases.
-    PEFT also saves resized embeddings: add them yourself.
+    Only tensors that share their memory with another one are copied, and DTensors gathered, so every
+    process of a job calls this. For a model of PEFT it is what PEFT saves, by its method. In other
+    models, parameters of LoRA are found by their names, and those without an adapter name belong to
+    every adapter. Of the base model, the result contains only the chosen biases. PEFT also saves
+    resized embeddings.
 
     Args:
-        model: the model, also compiled or in DistributedDataParallel.
+        model: the model, also compiled or in wrappers of data-parallel training.
         adapter_name: name of the adapter.
         biases: biases of the base model to include; None: as in the config of PEFT, or ``"none"``
             without one.
@@ -130,9 +153,11 @@ def adapter_state(
         TreeMismatchError: if there is no such adapter, or if matrices are transposed.
         NameCollisionError: if two parameters have the same PEFT name.
     """
-    model = _unwrap(model)
-    own = model.state_dict()
-    return _adapter_tensors(own, _adapter_names(model, own, adapter_name, biases))
+    model, own = _unwrap(model)
+    if (peft := peft_adapter(model, own, adapter_name)) is not None:
+        return _without_aliases(peft.tensors(biases))
+    chosen: Biases = getattr(_peft_config(model, adapter_name), "bias", "none") if biases is None else biases
+    return _adapter_tensors(own, names_of_adapter(_without_tied_tokens(own), adapter_name, chosen))
 
 
 def save_adapter(
@@ -147,6 +172,9 @@ def save_adapter(
 ) -> None:
     """Save an adapter, and return after the commit.
 
+    For a model of PEFT, PEFT selects, names and converts what is saved, by its method. In a job every
+    process calls this.
+
     Args:
         location: path or URL of the directory to create.
         model_or_state: a model with the adapter, or arrays of any framework by PEFT's names.
@@ -157,23 +185,20 @@ def save_adapter(
 
     Raises:
         ValueError, TypeError: for an invalid config, array or metadata; nothing is written.
-        TreeMismatchError: for names that PEFT does not use, or if there is no such adapter; nothing
-            is written.
+        TreeMismatchError: for names that PEFT does not use, if there is no such adapter, or if a
+            trainable parameter would not be saved; nothing is written.
         AtomicityError: if this process has only a part of an array. Gather it first in every
             process, for example with `DTensor.full_tensor`.
         CheckpointError: see `ckptcore.save`.
     """
     if isinstance(model_or_state, torch.nn.Module):
-        model = _unwrap(model_or_state)
-        fields = config_json(_config_of(model, adapter_name) if config is None else config)
-        own = model.state_dict()
-        biases: Any = fields.get("bias", "none")  # one of `Biases` in a config of LoRA
-        state: Mapping[str, Any] = _adapter_tensors(own, _adapter_names(model, own, adapter_name, biases))
+        state, fields = _adapter_of(model_or_state, config, adapter_name)
     elif config is None:
         raise TypeError("config=None: arrays have no config; pass the content of adapter_config.json")
     else:
         fields = config_json(config)
-        state = _check_state(model_or_state, is_lora=fields["peft_type"] == "LORA")
+        check_method(fields)
+        state = _check_state(model_or_state, is_lora=is_lora(fields))
     if metadata is not None and _CONFIG in metadata:
         raise ValueError(f"metadata= has the reserved key {_CONFIG!r}; choose another name. Nothing was written")
     ckptcore.save(
@@ -205,36 +230,50 @@ def load_adapter_into(
     model: torch.nn.Module,
     *,
     adapter_name: str = "default",
+    matching: ckptcore.Matching = _EXACT,
     context: ckptcore.Context | None = None,
 ) -> AdapterConfig:
     """Load an adapter into a model that has an adapter of the same shapes. Return its config.
 
-    Parameters keep their memory, except parameters on the meta device, which are replaced. Entries
-    of the base model that were saved with the adapter (biases, embeddings) are also loaded.
+    Parameters keep their memory, except parameters on the meta device and those whose rank AdaLoRA
+    reduced, which are replaced. Entries of the base model that were saved with the adapter (biases,
+    embeddings) are also loaded.
 
     Args:
         location: path or URL of the adapter.
         model: the model. It need not be created by PEFT.
         adapter_name: name of the adapter in the model. It may have been saved under another name.
+        matching: differences to allow, such as another dtype: see `ckptcore.load_into`.
         context: options.
 
     Raises:
-        TreeMismatchError: if names, shapes or dtypes differ. Lists every difference. The model is
-            unchanged.
+        TreeMismatchError: if names, shapes or dtypes differ, and ``matching`` does not allow it. Lists
+            every difference. Also if the model computes its prompts from parameters that PEFT does
+            not save. The model is unchanged.
+        TypeError: if FullyShardedDataParallel wraps the model.
         TargetUndefinedError: if the load fails partway. The model then has old and new values.
         CheckpointNotFoundError, CorruptCheckpointError: see `load_adapter`.
     """
-    model = _unwrap(model)
+    if any(hasattr(module, _OF_FSDP) for module in model.modules()):
+        raise TypeError(
+            f"the {type(model).__qualname__} is sharded by FullyShardedDataParallel, which flattens its parameters: "
+            "load the adapter before it wraps the model, or use fully_shard"
+        )
+    model, own = _unwrap(model)
+    peft = peft_adapter(model, own, adapter_name)
 
     def load(source: str, found: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
-        own = model.state_dict()
-        names = dict(_adapter_names(model, own, adapter_name, "none").by_stored)
+        stored_names = found.abstract if isinstance(found.abstract, Mapping) else {}
+        if peft is not None:
+            tensors = peft.current(config, stored_names)
+            ckptcore.load_into(source, tensors, matching=matching, context=context)
+            peft.fill(tensors, config)
+            return config
+        names = dict(names_of_adapter(_without_tied_tokens(own), adapter_name).by_stored)
         plain = {plain_name(name): name for name in own}
-        for stored in found.abstract if isinstance(found.abstract, Mapping) else ():
-            if stored not in names and stored in plain:
-                names[stored] = plain[stored]
+        names |= {stored: plain[stored] for stored in stored_names if stored not in names and stored in plain}
         target = {stored: own[name] for stored, name in names.items()}
-        ckptcore.load_into(source, target, context=context)
+        ckptcore.load_into(source, target, matching=matching, context=context)
         lacking = {name: target[stored] for stored, name in names.items() if own[name].is_meta}
         if lacking:
             model.load_state_dict(lacking, strict=False, assign=True)
@@ -274,32 +313,103 @@ def _find_adapter(location: str, context: ckptcore.Context | None) -> tuple[str,
     return location, found
 
 
-def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside data-parallel wrappers, because names in PEFT files do not contain the wrappers."""
-    while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        model = model.module
-    return model
+def _unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, Mapping[str, torch.Tensor]]:
+    """Return the model inside wrappers of torch.compile and of data-parallel training, and its state dict."""
+    own: Mapping[str, torch.Tensor] | None = None
+    while True:
+        attribute = next((name for name in _WRAPPED if isinstance(getattr(model, name, None), torch.nn.Module)), None)
+        if attribute == _OF_FSDP:
+            own = model.state_dict() if own is None else own  # only the outermost wrapper can gather its parameters
+        if attribute is not None:
+            model = getattr(model, attribute)
+        elif isinstance(model, DistributedDataParallel | torch.nn.DataParallel):
+            model = model.module
+        else:
+            return model, model.state_dict() if own is None else own
 
 
-def _adapter_names(
-    model: torch.nn.Module, own: Mapping[str, torch.Tensor], adapter_name: str, biases: Biases | None
-) -> AdapterNames:
-    held: Any = _peft_config(model, adapter_name)
-    chosen: Biases = getattr(held, "bias", "none") if biases is None else biases
-    # A tied token adapter has two names. PEFT stores it under the first.
+def _adapter_of(
+    model: torch.nn.Module, config: AdapterConfig | SupportsToDict | None, adapter_name: str
+) -> tuple[Mapping[str, Any], dict[str, JSON]]:
+    """Return the arrays and the config of an adapter.
+
+    Raises:
+        TreeMismatchError: a trainable parameter would not be saved.
+        ValueError, TypeError: the config is invalid, or of a method whose names are not known.
+    """
+    model, own = _unwrap(model)
+    fields = None if config is None else config_json(config)
+    if (peft := peft_adapter(model, own, adapter_name)) is not None:
+        peft.check_saved()
+        tensors = _without_aliases(peft.tensors(None if fields is None else _biases(fields)))
+        return tensors, peft.saved_config() if fields is None else fields
+    fields = config_json(_config_of(model, adapter_name)) if fields is None else fields
+    check_method(fields)
+    if not is_lora(fields):
+        raise TypeError(
+            f"config: peft_type is {fields['peft_type']!r}, and the {type(model).__qualname__} has no config of PEFT, "
+            "without which only names of LoRA are known: pass the model that peft.get_peft_model returned, or arrays "
+            "by the names that peft.get_peft_model_state_dict returns. Nothing was written"
+        )
+    names = names_of_adapter(_without_tied_tokens(own), adapter_name, _biases(fields) or "none")
+    _check_trained(model, names, adapter_name)
+    return _adapter_tensors(own, names), fields
+
+
+def _without_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy arrays that share their memory with an earlier one. PEFT looks for each by its own name in the file."""
+    held: set[tuple[object, ...]] = set()
+    result = {}
+    for name, array in state.items():
+        is_tensor = isinstance(array, torch.Tensor) and not array.is_meta and array.numel()
+        memory = (array.data_ptr(), array.shape, array.stride()) if is_tensor else (id(array),)
+        result[name] = array if memory not in held else array.clone() if is_tensor else array.copy()
+        held.add(memory)
+    return result
+
+
+def _biases(fields: Mapping[str, JSON]) -> Biases | None:
+    biases: Any = fields.get("bias")
+    chosen: Biases | None = biases  # the config was checked
+    return chosen
+
+
+def _check_trained(model: torch.nn.Module, names: AdapterNames, adapter_name: str) -> None:
+    """Check that an adapter has all trainable parameters. A model without frozen ones does not say what was trained.
+
+    Raises:
+        TreeMismatchError: names those that it does not have. Parameters of other adapters need not be saved.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    if all(parameter.requires_grad for _, parameter in parameters):
+        return
+    saved = set(names.by_stored.values())
+    held = {id(parameter) for name, parameter in parameters if name in saved}
+    lost = [
+        name
+        for name, parameter in parameters
+        if parameter.requires_grad
+        and id(parameter) not in held
+        and ((found := LoraName.of(name)) is None or found.adapter in (None, adapter_name))
+    ]
+    if lost:
+        raise unsaved_error(lost, adapter_name)
+
+
+def _without_tied_tokens(own: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of a state dict. A tied token adapter has two names. PEFT stores it under the first."""
     first: dict[tuple[object, ...], str] = {}
-    stored_names = [
+    return [
         name
         for name, tensor in own.items()
         if "trainable_tokens_delta" not in name
         or tensor.is_meta
         or first.setdefault((tensor.data_ptr(), tensor.shape), name) == name
     ]
-    return names_of_adapter(stored_names, adapter_name, chosen)
 
 
 def _adapter_tensors(own: Mapping[str, torch.Tensor], names: AdapterNames) -> dict[str, torch.Tensor]:
-    state = {stored: own[name] for stored, name in names.by_stored.items()}
+    state = _without_aliases({stored: own[name] for stored, name in names.by_stored.items()})
     for stored in names.bare:
         other = stored.replace(".lora_A.", ".lora_B.")
         if stored == other or other not in state:
@@ -328,7 +438,7 @@ def _check_state(state: Mapping[str, Any], *, is_lora: bool) -> Mapping[str, Any
             raise TypeError(f"{name[:200]!r} is a {type(value).__qualname__}; expected an array. Nothing was written")
         if is_lora:
             check_stored_name(name)
-    return dict(state)
+    return _without_aliases(state)
 
 
 def _config_of(model: torch.nn.Module, adapter_name: str) -> object:
@@ -343,7 +453,7 @@ def _config_of(model: torch.nn.Module, adapter_name: str) -> object:
 
 def _peft_config(model: torch.nn.Module, adapter_name: str) -> object:
     """Return PEFT's config in a model, or None."""
-    held = getattr(getattr(model, "_orig_mod", model), "peft_config", None)
+    held = getattr(model, "peft_config", None)
     return held.get(adapter_name) if isinstance(held, Mapping) else None
 
 

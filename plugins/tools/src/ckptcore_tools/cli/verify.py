@@ -81,6 +81,8 @@ def _print(report: VerifyReport) -> None:
         others = f" and {len(report.unsupported) - 8:,} more" if len(report.unsupported) > 8 else ""
         shown = ", ".join(map(printable, report.unsupported[:8]))
         print_line(("cannot be read ", "yellow"), shown, others, ": no installed plugin supports them")
+    for statement in report.unjudged:
+        print_line(("cannot judge ", "yellow"), printable(statement))
     checked = f"{format_count(report.objects, 'object')}, {format_size(report.nbytes)} checked"
     if not report.ok:
         print_line((format_count(len(report.problems), "problem"), "bold red"), f": {checked}")
