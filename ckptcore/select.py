@@ -1,7 +1,8 @@
 """Selections: the leaves of a checkpoint that a load reads. Other leaves are dropped before any array is read.
 
 The path of a leaf is its keys joined by ``/``: ``params/layers/0/kernel``. A selection by path includes the matching
-path and all leaves below it. Selections combine: ``a | b`` is the union, ``a & b`` the intersection, and ``~a`` the
+path and all leaves below it. Containers without children, ``{}``, ``[]`` and ``()``, are selected by their paths like
+leaves. Selections combine: ``a | b`` is the union, ``a & b`` the intersection, and ``~a`` the
 complement.
 """
 
@@ -32,11 +33,12 @@ _MAX_CHARACTERS: Final = 300
 
 @dataclass(frozen=True)
 class LeafTable:
-    """The leaves of a stored tree, for selections.
+    """The leaves of a stored tree, then its containers without children, for selections.
 
     Attributes:
-        paths: the path of each leaf.
-        describe: returns the abstract leaf of each leaf, as in ``metadata(location).abstract``. Called only if needed.
+        paths: the path of each.
+        describe: returns the abstract leaf of each leaf, as in ``metadata(location).abstract``, then the containers.
+            Called only if needed.
     """
 
     paths: Sequence[TreePath]
@@ -53,7 +55,7 @@ class Selection(ABC):
 
     @abstractmethod
     def leaves(self, table: LeafTable) -> frozenset[int]:
-        """Return the indices of the selected leaves.
+        """Return the indices of the selected rows of the table.
 
         Raises:
             TreeMismatchError: a selected name or expert is not stored.
@@ -115,7 +117,8 @@ def where(predicate: Predicate) -> Selection:
     """Select the leaves for which a function returns True.
 
     Args:
-        predicate: called with the path and the abstract leaf of each leaf of the tree.
+        predicate: called with the path and the abstract leaf of each leaf of the tree, and with each container
+            without children: ``{}``, ``[]`` or ``()``.
 
     Raises:
         TypeError: the argument is not callable.

@@ -110,8 +110,9 @@ def _leaf_groups(
 ) -> Sequence[Sequence[int]]:
     """Return the arrays to load, each once, in groups: the selections of `first` in order, then all others."""
     tree = opened.tree
-    left = set(range(len(tree.leaves))) if select is None else set(chosen_leaves(opened, select, context))
-    left = {tree.aliases.get(leaf, leaf) for leaf in left if isinstance(tree.leaves[leaf], ArrayRecord)}
+    arrays = {leaf for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
+    left = arrays if select is None else arrays & chosen_leaves(opened, select, context)
+    left = {tree.aliases.get(leaf, leaf) for leaf in left}
     classes: list[Sequence[int]] = []
     for selection in first:
         wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_leaves(opened, selection, context)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.builtin.host_leaves import abstract_of_stored
@@ -12,7 +12,18 @@ from ckptcore.errors import CheckpointError, TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import default_handlers
 from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
-from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, are_indices, format_path
+from ckptcore.model.tree import (
+    LEAF,
+    Attribute,
+    Key,
+    Node,
+    Skeleton,
+    TreePath,
+    are_indices,
+    empty_nodes,
+    format_path,
+    leaf_count,
+)
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
@@ -142,6 +153,9 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
         selection: the selection.
         context: its plugins describe the leaves.
 
+    Returns:
+        The numbers of leaves. Numbers above are those of containers without children, for `prune`.
+
     Raises:
         TypeError: `selection` is not a selection.
         TreeMismatchError: `selection` selects nothing, or names leaves that are not stored.
@@ -167,31 +181,62 @@ def _chosen(checkpoint: Checkpoint, selection: Selection, context: Context) -> f
     from ckptcore.select import LeafTable  # only selections need it
 
     tree, derived = checkpoint.tree, checkpoint.derived
+    empty = list(empty_nodes(tree.skeleton))
     if derived is None or derived.is_builtin:
         registry = runtime_of(context).registry
-        return selection.leaves(LeafTable(tree.paths, lambda: _abstract_leaves_of(tree, registry)))
+
+        def describe() -> list[object]:
+            return [*_abstract_leaves_of(tree, registry), *[rebuild(node, ()) for _, node in empty]]
+
+        return selection.leaves(LeafTable([*tree.paths, *[path for path, _ in empty]], describe))
     below = derived.sources[0]  # names refer to the loaded checkpoint, not to additional sources
     kept = _chosen(below, selection, context)
-    return frozenset([leaf for leaf in range(len(tree.leaves)) if kept.issuperset(derived.stored((leaf,)).get(0, ()))])
+    count = len(tree.leaves)
+    chosen = {leaf for leaf in range(count) if kept.issuperset(derived.stored((leaf,)).get(0, ()))}
+    if empty:
+        first = len(below.tree.leaves)
+        stored = {path: first + number for number, (path, _) in enumerate(empty_nodes(below.tree.skeleton))}
+        chosen |= {
+            count + number
+            for number, (path, _) in enumerate(empty)
+            if (stored[path] in kept if path in stored else _has_chosen_neighbours(path, tree.paths, chosen))
+        }
+    return frozenset(chosen)
+
+
+def _has_chosen_neighbours(path: TreePath, leaves: Sequence[TreePath], chosen: Collection[int]) -> bool:
+    """Return True if a leaf is chosen in the nearest container above a path that has leaves.
+
+    A transform moves a container without children together with these leaves.
+    """
+    for depth in reversed(range(len(path))):
+        if near := [number for number, leaf in enumerate(leaves) if leaf[:depth] == path[:depth]]:
+            return any(number in chosen for number in near)
+    return True
 
 
 def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[int | None]]:
     """Remove unselected leaves from a tree. In a list or tuple, a placeholder replaces each removed child.
 
-    Containers without a selected leaf are removed in the same way.
+    Containers of which nothing is selected are removed in the same way.
+
+    Args:
+        skeleton: the tree.
+        chosen: as `chosen_leaves` returns it.
 
     Returns:
         The tree, and for each of its leaves the number of the stored leaf, or None for a placeholder.
     """
-    walk = _Pruning(chosen)
+    walk = _Pruning(chosen, leaf_count(skeleton))
     pruned = walk.node(skeleton)
     return (LEAF, [None]) if pruned is None else (pruned, walk.numbers)
 
 
 class _Pruning:
-    def __init__(self, chosen: frozenset[int]) -> None:
+    def __init__(self, chosen: frozenset[int], leaves: int) -> None:
         self._chosen = chosen
         self._next = 0
+        self._next_empty = leaves
         self.numbers: list[int | None] = []
 
     def node(self, skeleton: Skeleton) -> Skeleton | None:
@@ -203,6 +248,9 @@ class _Pruning:
                 return None
             self.numbers.append(number)
             return LEAF
+        if not skeleton.children:
+            self._next_empty += 1
+            return skeleton if self._next_empty - 1 in self._chosen else None
         before = len(self.numbers)
         keys: list[Key] = []
         children: list[Skeleton] = []

@@ -26,6 +26,7 @@ __all__ = [
     "StoredObject",
     "TreePath",
     "are_indices",
+    "empty_nodes",
     "float_from_json",
     "float_to_json",
     "format_path",
@@ -175,6 +176,16 @@ def leaf_paths(skeleton: Skeleton) -> Iterator[TreePath]:
             yield (*prefix, key)
         else:
             stack.pop()
+
+
+def empty_nodes(skeleton: Skeleton, path: TreePath = ()) -> Iterator[tuple[TreePath, Node]]:
+    """Yield the containers without children, and their paths, depth first."""
+    if isinstance(skeleton, Node):
+        if not skeleton.children:
+            yield path, skeleton
+        for key, child in zip(skeleton.keys, skeleton.children, strict=True):
+            if child is not LEAF:
+                yield from empty_nodes(child, (*path, key))
 
 
 def leaf_count(skeleton: Skeleton) -> int:

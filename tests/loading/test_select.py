@@ -178,7 +178,7 @@ def test_selections_are_not_combined_by_words() -> None:
 
 def test_what_is_selected_comes_alone(location: Path) -> None:
     loaded = ckptcore.load(location, context=FAST, select=~select.glob("opt_state", "params/a*"))
-    assert list(loaded) == ["params", "layers", "step"] and list(loaded["params"]) == ["dense"]
+    assert list(loaded) == ["params", "layers", "step", "empty"] and list(loaded["params"]) == ["dense"]
     assert loaded["layers"][2]["w"].tolist() == [2, 2]
 
 
@@ -353,3 +353,68 @@ def test_processes_that_load_together_select_by_themselves(tmp_path: Path) -> No
         assert loaded[f"expert.{coordinator.rank}"][0] == coordinator.rank
 
     ThreadJob(2, timeout_seconds=120).run(load)
+
+
+class Empty(NamedTuple):
+    pass
+
+
+def containers() -> dict[str, Any]:
+    """A state with containers that have no children, as of a trainer without a scheduler."""
+    return {
+        "model": {"w": np.ones(2), "buffers": {}, "none": None},
+        "optimizer": [Moments(np.zeros(1), Empty()), {}, ()],
+        "schedulers": [],
+        "loops": {"fit": {"batches": [{}]}},
+    }
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr"])
+@pytest.mark.brings("`{}`, `[]` and `()`, in a partial load or copy", "Python", "same")
+def test_containers_without_children_are_selected_by_name(tmp_path: Path, layout: str) -> None:
+    ckptcore.save(tmp_path / "c", containers(), layout=layout, context=FAST)
+    stored: Any = ckptcore.load(tmp_path / "c")
+    assert stored["schedulers"] == [] and stored["loops"] == {"fit": {"batches": [{}]}}
+
+    def loaded(selection: Selection) -> Any:
+        return ckptcore.load(tmp_path / "c", select=selection)
+
+    for everything in (select.glob("*"), select.regex(".*"), select.where(lambda path, leaf: True), ~select.glob("x")):
+        assert repr(loaded(everything)) == repr(stored)
+    without_model = {name: value for name, value in stored.items() if name != "model"}
+    assert repr(loaded(~select.names("model"))) == repr(without_model)
+    assert loaded(select.names("schedulers")) == {"schedulers": []}
+    assert loaded(select.names("loops", "model/buffers")) == {"model": {"buffers": {}}, "loops": stored["loops"]}
+    assert loaded(select.glob("loops/*/batches")) == loaded(select.regex("loops/.*")) == {"loops": stored["loops"]}
+    assert loaded(select.names(("optimizer", 1))) == {"optimizer": [PLACEHOLDER, {}, PLACEHOLDER]}
+    assert loaded(select.names("model/none")) == {"model": {"none": None}}
+    assert loaded(select.where(lambda path, leaf: leaf == [])) == {
+        "optimizer": [{"nu": []}, PLACEHOLDER, PLACEHOLDER],
+        "schedulers": [],
+    }
+    assert loaded(~select.where(lambda path, leaf: leaf in ({}, [], ())) & select.names("model")).keys() == {"model"}
+    with pytest.raises(TreeMismatchError, match="missing: scheduler is not stored; did you mean schedulers"):
+        loaded(select.names("scheduler"))
+    with ckptcore.open(tmp_path / "c") as opened:
+        assert list(opened.iter_boxes(select=select.names("schedulers"))) == []
+        assert len(list(opened.iter_boxes(first=select.names("schedulers")))) == 2
+    abstract = ckptcore.abstract(containers())
+    assert ckptcore.load(tmp_path / "c", abstract, select=select.names("schedulers"))["schedulers"] == []
+    for part in ("model", "optimizer", "schedulers", "loops"):
+        ckptcore.copy(tmp_path / "c", tmp_path / part, subtree=part)
+        assert repr(ckptcore.load(tmp_path / part)) == repr(stored[part])
+
+
+def test_containers_without_children_after_transforms(tmp_path: Path) -> None:
+    """Selections have stored names. A container that a transform moves goes with its neighbours."""
+    ckptcore.save(tmp_path / "c", containers(), context=FAST)
+    rename = Rename("model/{name}", "network/{name}")
+
+    def loaded(selection: Selection) -> Any:
+        return ckptcore.load(tmp_path / "c", select=selection, transforms=[rename])
+
+    assert loaded(select.names("model"))["network"].keys() == {"w", "buffers", "none"}
+    assert loaded(select.names("schedulers", "loops")) == {"schedulers": [], "loops": {"fit": {"batches": [{}]}}}
+    assert loaded(~select.names("model")).keys() == {"optimizer", "schedulers", "loops"}
+    added = ckptcore.load(tmp_path / "c", select=select.names("schedulers"), transforms=[Default("x", 1)])
+    assert added == {"x": 1, "schedulers": []}
