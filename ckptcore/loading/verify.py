@@ -23,6 +23,7 @@ from ckptcore.loading.checkpoint import (
     naming_arrays,
 )
 from ckptcore.loading.completeness import Problem, missing_states
+from ckptcore.loading.left_out import left_out_of
 from ckptcore.loading.opening import (
     ConsistentRead,
     is_deleted,
@@ -64,6 +65,8 @@ class VerifyReport:
         unused: by object, the names of arrays that other software stored and does not load, because its index names
             other copies of them, or does not name them. They are not read, and not reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
+        left_out: files with state, and tensors of files, in the directory of a checkpoint of other software that are no
+            part of it. They are not checked, and copies in another layout do not have them.
         unjudged: statements about what may be complete or not, such as an adapter of a method that is not known.
     """
 
@@ -75,6 +78,7 @@ class VerifyReport:
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unsupported: tuple[str, ...] = ()
     unjudged: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -95,8 +99,10 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
     def verify(found: Checkpoint | CompositeCheckpoint) -> VerifyReport:
         if isinstance(found, Checkpoint):
             progress.plan(_bytes_to_check(found))
-            return _Verification(found, context, progress).run()
-        return _verify_composite(found, location, context, progress)
+            checked = _Verification(found, context, progress).run()
+        else:
+            checked = _verify_composite(found, location, context, progress)
+        return replace(checked, left_out=left_out_of(found, location, context)) if found.root is None else checked
 
     try:
         result = ConsistentRead(location, context, open_either).retry_if_replaced(verify)

@@ -105,7 +105,9 @@ def _find_metadata(store: ReadStore, entry: str | None) -> DcpMetadata | Inspect
         if data[:1] != _PICKLE and not files:
             return None  # other software uses this file name too
         parts.append(read_metadata(data, key=key))
-    return parts[0] if len(parts) == 1 else _merge_ranks(parts, found)
+    metadata = parts[0] if len(parts) == 1 else _merge_ranks(parts, found)
+    others: dict[str, Sequence[str]] = {file: () for file in files if file not in metadata.files}
+    return replace(metadata, unlisted={**metadata.unlisted, **others})
 
 
 def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
@@ -149,7 +151,11 @@ def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetada
     }
     values = {name: value for name, value in values.items() if name not in unreadable}
     known_paths = paths if all(part.paths is not None for part in parts) else None
-    return DcpMetadata(united, values, known_paths, parts[0].save_id, parts[0].checkpoint_id, unreadable)
+    listed = frozenset().union(*[part.files for part in parts])
+    unlisted = {file: names for part in parts for file, names in part.unlisted.items()}
+    return DcpMetadata(
+        united, values, known_paths, parts[0].save_id, parts[0].checkpoint_id, unreadable, listed, unlisted
+    )
 
 
 def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemProblem]) -> Inspection:
@@ -191,7 +197,7 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemP
         if cuts is not None:
             leaves[leaf_number] = record_of_tensor(tensor.dtype, tensor.shape, cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), locations.aliases)
-    return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER)
+    return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER, unused=metadata.unlisted)
 
 
 _COMPOSED: Final = (

@@ -152,6 +152,7 @@ class InspectDocument(TypedDict):
     timeline: list[EventDocument]  #: empty where none was kept
     problems: list[ProblemDocument]  #: files that are missing or have another size
     bases: list[str]  #: the checkpoints that have arrays of it, relative to the directory that it is in
+    left_out: NotRequired[list[str]]  #: as of `VerifyDocument`
     unused: NotRequired[dict[str, list[str]]]  #: of other software's, by object the arrays that its index leaves out
 
 
@@ -233,6 +234,8 @@ class VerifyDocument(TypedDict):
     deleted: list[str]  #: names of what was saved too and is not there: deleted since, or lost
     unused: dict[str, list[str]]  #: of other software's, by object the arrays that its index leaves out
     unsupported: list[str]  #: of other software's, the leaves that nothing that is installed reads
+    unjudged: NotRequired[list[str]]  #: statements about what may be complete or not
+    left_out: NotRequired[list[str]]  #: files with state, and tensors, next to other software's that are no part of it
     problems: list[ProblemDocument]
 
 
@@ -313,6 +316,7 @@ class CopyStepsDocument(TypedDict):
     source: str
     destination: str
     steps: list[CopiedStepDocument]  #: ascending
+    left_out: NotRequired[list[str]]  #: files next to the steps that were not copied
 
 
 class ConvertDocument(TypedDict):

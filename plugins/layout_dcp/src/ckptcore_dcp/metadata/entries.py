@@ -76,6 +76,8 @@ class DcpMetadata:
         save_id: id of the save that wrote it, or None.
         checkpoint_id: location it was written to, or None.
         unreadable: the records of entries that cannot be loaded, by name. They are not in `tensors` or `values`.
+        files: the files that it lists.
+        unlisted: by file, the names of items that it locates and does not describe, so that they are not loaded.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -84,6 +86,8 @@ class DcpMetadata:
     save_id: str | None = None
     checkpoint_id: str | None = None
     unreadable: Mapping[str, ValueRecord] = field(default_factory=dict)
+    files: frozenset[str] = field(default=frozenset(), compare=False)
+    unlisted: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     @property
     def names(self) -> Sequence[str]:

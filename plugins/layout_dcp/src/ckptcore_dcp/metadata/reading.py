@@ -95,7 +95,13 @@ class MetadataDecoder:
                 tensors.items(), bounds, bounds[1:], strict=False
             )
         }
-        return DcpMetadata(found, values, paths, save_id, checkpoint_id, unreadable)
+        unlisted: dict[str, list[str]] = {}
+        known = found.keys() | values.keys() | unreadable.keys()
+        for (name, _), (file, *_) in item_ranges.items():
+            if name not in known:
+                unlisted.setdefault(file, []).append(name)
+        files = frozenset([file for file, *_ in item_ranges.values()])
+        return DcpMetadata(found, values, paths, save_id, checkpoint_id, unreadable, files, unlisted)
 
     def item_ranges(self, found: Value) -> _ItemRanges:
         """Return the byte ranges of all items."""

@@ -128,6 +128,11 @@ _SHELL_REMEDIES: Final = (
     (re.compile(r"(step_names=|(?<= or ))StepNames\.of\((['\"])(.*?)\2\)"), r"--named \3"),
     (re.compile(r" To begin a new run here nevertheless, [^.]*"), ""),
     (re.compile(r"or \(\) for the whole tree"), "or leave out --subtree for the whole tree"),
+    (re.compile(r"without layout and subtree(?=; or, if it)"), "with `ckptcore copy`"),
+    (
+        re.compile(r"pass leave_out=\[\.\.\.\] with the names of the files, or leave_out=\['\*'\]"),
+        "pass --leave-out with each file",
+    ),
     (re.compile(r"\bset head_dim\b"), "set --head-dim"),
     (re.compile(r"[:;.,] *reload\(\)[^.;]*"), ""),
     (

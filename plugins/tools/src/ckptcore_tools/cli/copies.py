@@ -37,6 +37,7 @@ __all__ = ["consolidate_command", "convert_command", "copy_command"]
 
 
 _OVERWRITE_HELP: Final = "Replace the checkpoint at DESTINATION atomically."
+_LEAVE_OUT_HELP: Final = "A file of other software, or a pattern, that need not be copied. Repeatable."
 _NON_ATOMIC_HELP: Final = "Replace it even if not atomically: after a crash, both checkpoints may be lost."
 
 
@@ -172,7 +173,10 @@ def _copy_steps(
             context=context,
         )
     if as_json:
-        print_document("copy_steps", source=source, destination=destination, steps=_step_documents(report))
+        left_out = report.left_out or UNSET
+        print_document(
+            "copy_steps", source=source, destination=destination, steps=_step_documents(report), left_out=left_out
+        )
     else:
         _print_steps(report, destination)
     return ExitCode.FOUND if report.damaged else ExitCode.OK
@@ -202,6 +206,8 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
         print_line(f"step {step}", "  ", ("skipped", "yellow"), reason)
     for step in report.deleted_at_source:
         print_line(f"step {step}", "  ", ("skipped", "yellow"), ": deleted at the source during the copy")
+    for name in report.left_out:
+        print_line(printable(name), "  ", ("left out", "yellow"), ": no step")
     for step, error in report.damaged.items():
         print_line(f"step {step}", "  ", ("damaged", "bold red"), f": {printable(' '.join(shell_text(error).split()))}")
     content = f"{format_count(len(report.steps), 'step')}, {format_size(report.nbytes)} to {printable(destination)}"
@@ -220,6 +226,7 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
 @click.option("--rope-type", type=click.Choice(["default", "llama3.1"]), help="rope_type of MaxText's configuration.")
 @click.option("--prefix", default="", help="Prefix of the weights' names in Hugging Face's checkpoint, such as bert.")
 @click.option("--dequantize", metavar="DTYPE", help="Convert quantised weights to a dtype, such as bfloat16.")
+@click.option("--leave-out", multiple=True, metavar="FILE", help=_LEAVE_OUT_HELP)
 def convert_command(
     as_json: bool,
     source: str,
@@ -232,6 +239,7 @@ def convert_command(
     rope_type: Literal["default", "llama3.1"] | None,
     prefix: str,
     dequantize: str | None,
+    leave_out: tuple[str, ...],
 ) -> ExitCode:
     """Convert the checkpoint at SOURCE to another layout and write it to DESTINATION.
 
@@ -270,6 +278,7 @@ def convert_command(
             progress=progress,
             context=context,
             transforms=transforms,
+            leave_out=leave_out,
         )
     written = describe_checkpoint(destination, context)
     one_tree = not written.is_composite
@@ -354,6 +363,7 @@ def _parse_metadata(context: click.Context, parameter: click.Parameter, entries:
     help="Store a tied array under each of its names, or once under the first.",
 )
 @click.option("--file", "files", multiple=True, help="A file to add, such as config.json. Repeatable.")
+@click.option("--leave-out", multiple=True, metavar="FILE", help=_LEAVE_OUT_HELP)
 @click.option("--overwrite", is_flag=True, help=_OVERWRITE_HELP)
 @click.option("--overwrite-non-atomic", is_flag=True, help=_NON_ATOMIC_HELP)
 def consolidate_command(
@@ -366,6 +376,7 @@ def consolidate_command(
     metadata: dict[str, str],
     tied: Literal["each", "once"],
     files: tuple[str, ...],
+    leave_out: tuple[str, ...],
     overwrite: bool,
     overwrite_non_atomic: bool,
 ) -> ExitCode:
@@ -389,6 +400,7 @@ def consolidate_command(
             subtree=subtree,
             tied=tied,
             files=files,
+            leave_out=leave_out,
             overwrite=replace,
             progress=progress,
             context=context,

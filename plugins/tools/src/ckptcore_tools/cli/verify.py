@@ -8,7 +8,7 @@ import click
 
 from ckptcore.model import JSON
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
-from ckptcore_tools.cli.output import byte_progress, print_document, print_line, printable, to_json
+from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
 from ckptcore_tools.formatting import format_count, format_size
 
 if TYPE_CHECKING:
@@ -37,7 +37,12 @@ def command(as_json: bool, location: str) -> ExitCode:
             "verify",
             location=location,
             ok=report.ok,
-            **{**to_json(report), "problems": problem_documents(report.problems)},
+            **{
+                **to_json(report),
+                "problems": problem_documents(report.problems),
+                "unjudged": report.unjudged or UNSET,
+                "left_out": report.left_out or UNSET,
+            },
         )
     else:
         _print(report)
@@ -49,7 +54,7 @@ def print_unused(unused: Mapping[str, Sequence[str]]) -> None:
     for key, names in unused.items():
         shown = ", ".join(map(printable, names[:8]))
         more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-        print_line(("not loaded ", "yellow"), printable(key), f": {shown}{more}")
+        print_line(("not loaded ", "yellow"), printable(key), f": {shown}{more}" if names else "")
 
 
 def problem_documents(problems: Sequence[Problem]) -> list[JSON]:
@@ -81,6 +86,8 @@ def _print(report: VerifyReport) -> None:
         others = f" and {len(report.unsupported) - 8:,} more" if len(report.unsupported) > 8 else ""
         shown = ", ".join(map(printable, report.unsupported[:8]))
         print_line(("cannot be read ", "yellow"), shown, others, ": no installed plugin supports them")
+    for name in report.left_out:
+        print_line(("not a part ", "yellow"), printable(name), ": a copy in another layout would lose it")
     for statement in report.unjudged:
         print_line(("cannot judge ", "yellow"), printable(statement))
     checked = f"{format_count(report.objects, 'object')}, {format_size(report.nbytes)} checked"

@@ -42,6 +42,7 @@ def copy(
     *,
     layout: str | Layout,
     transforms: Transforms = (),
+    leave_out: Collection[str] = (),
     overwrite: Overwrite = False,
     progress: bool | ProgressCallback = False,
     context: Context | None = None,
@@ -57,6 +58,7 @@ def copy(
     layout: str | Layout = "safetensors",
     tied: TiedNames = "each",
     files: Sequence[FilePath] = (),
+    leave_out: Collection[str] = (),
     overwrite: Overwrite = False,
     progress: bool | ProgressCallback = False,
     context: Context | None = None,
@@ -72,6 +74,7 @@ def copy(
     transforms: Transforms = (),
     tied: TiedNames | None = None,
     files: Sequence[FilePath] = (),
+    leave_out: Collection[str] = (),
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
     progress: bool | ProgressCallback = False,
@@ -111,6 +114,9 @@ def copy(
             names. ``"once"`` stores it under the first name and lists the others in ``__metadata__``, like
             `safetensors.torch.save_model`. Requires `subtree`.
         files: local files of the leader to add under their names, such as ``config.json``. Requires `subtree`.
+        leave_out: names or patterns of files in the directory of a checkpoint of other software that are no part of the
+            checkpoint and need not be copied, such as ``["optimizer.pt"]`` or ``["*"]``. Requires `layout` or
+            `subtree`: without, every file is copied.
         overwrite: see `save`.
         verify: ``"passing"``: verify bytes as they are copied. ``"read-back"``: also read the copy and compare it. For
             copies byte for byte.
@@ -133,7 +139,8 @@ def copy(
         CheckpointExistsError, AtomicityError: see `save`.
         CorruptCheckpointError: if the source is damaged or was replaced repeatedly during the copy, or if the copy
             differs from the source.
-        TransformError, TreeMismatchError: if the transforms do not fit, or the subtree does not exist.
+        TransformError, TreeMismatchError: if the transforms do not fit, or the subtree does not exist. Also if a copy
+            of everything would lose files with state, or tensors that an index omits.
         RankFailedError: if another process failed. Nothing was committed.
         SaveLostError: if another process copied or saved to the destination at the same time.
         StorageError: if a storage fails. An existing checkpoint at the destination is not affected.
@@ -144,6 +151,10 @@ def copy(
         raise ValueError(f"copy({option}) needs a subtree: pass subtree='model', or subtree=() for everything")
     if verify != "passing" and (layout is not None or subtree is not None):
         raise ValueError(f"copy(verify={verify!r}) applies only to copies byte for byte: omit layout and subtree")
+    if leave_out and layout is None and subtree is None:
+        raise ValueError("copy(leave_out=...) needs a layout or a subtree: without, every file is copied")
+    if isinstance(leave_out, str):
+        raise TypeError(f"copy(leave_out={leave_out!r}): expected a list of names, such as [{leave_out!r}]")
     if subtree is not None:
         if transforms:
             raise ValueError("copy accepts transforms or a subtree, not both: copy twice, first with transforms")
@@ -152,11 +163,13 @@ def copy(
         if names not in ("each", "once"):
             raise ValueError(f"copy(tied={tied!r}): expected 'each' or 'once'")
         with runtime_of(context).show_progress(progress, "consolidating") as report:
-            consolidate_checkpoint(source, destination, subtree, written, names, files, overwrite, report, context)
+            consolidate_checkpoint(
+                source, destination, subtree, written, names, files, leave_out, overwrite, report, context
+            )
         return None
     if layout is not None:
         with runtime_of(context).show_progress(progress, "converting") as report:
-            convert_checkpoint(source, destination, layout, overwrite, report, context, transforms)
+            convert_checkpoint(source, destination, layout, overwrite, report, context, transforms, leave_out=leave_out)
         return None
     if transforms:
         raise ValueError("copy(transforms=...) needs a layout, because the arrays are written again")

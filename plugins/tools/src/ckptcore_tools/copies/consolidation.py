@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
@@ -35,6 +35,7 @@ from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.loading.left_out import check_left_out
 from ckptcore.loading.opening import (
     ATTEMPTS,
     ConsistentRead,
@@ -115,6 +116,7 @@ def consolidate_checkpoint(
     layout: SafetensorsLayout,
     tied: TiedNames,
     files: Sequence[FilePath],
+    leave_out: Collection[str],
     overwrite: Overwrite,
     progress: ProgressCallback | None,
     context: Context,
@@ -131,7 +133,17 @@ def consolidate_checkpoint(
         for _ in range(ATTEMPTS):
             try:
                 nbytes = _consolidate(
-                    source, destination, subtree, layout, tied, files, overwrite, context, agreement, recording
+                    source,
+                    destination,
+                    subtree,
+                    layout,
+                    tied,
+                    files,
+                    leave_out,
+                    overwrite,
+                    context,
+                    agreement,
+                    recording,
                 )
                 break
             except _SourceReplacedError:
@@ -153,6 +165,7 @@ def _consolidate(
     layout: SafetensorsLayout,
     tied: TiedNames,
     files: Sequence[FilePath],
+    leave_out: Collection[str],
     overwrite: Overwrite,
     context: Context,
     agreement: Agreement,
@@ -178,6 +191,8 @@ def _consolidate(
         if agreement.rank == 0:
             refuse_to_replace(location, overwrite, foreign_checkpoints(context))
             added_files = _files_by_name(files)
+            if not path_keys(path):  # a part that is named does not promise the rest
+                check_left_out(found.opened, source, [*leave_out, *added_files], context)
         if agreement.size > 1:
             stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)
     payloads = stage.payloads

@@ -7,7 +7,7 @@ writer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -24,6 +24,7 @@ from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
 from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.loading.left_out import check_left_out
 from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
@@ -63,11 +64,12 @@ def convert_checkpoint(
     copy_id: Callable[[str], str] | None = None,
     before_commit: Callable[[], None] = lambda: None,
     expected_root: bytes | None = None,
+    leave_out: Collection[str] = (),
 ) -> None:
     """Convert a checkpoint. See `ckptcore.copy` with a layout.
 
     Args:
-        source, destination, layout, overwrite, context, transforms: see `ckptcore.copy`.
+        source, destination, layout, overwrite, context, transforms, leave_out: see `ckptcore.copy`.
         progress: called with the bytes of arrays done and in total, from any thread.
         copy_id: returns the save id to write, for the save id of the source. None: a new save id.
         before_commit: called before the commit; again if the source is replaced and converted again. Its error stops
@@ -83,7 +85,9 @@ def convert_checkpoint(
     refuse_destination(resolve_location(source, runtime_of(context).storages), to)
     refuse_to_replace(to, overwrite, foreign_checkpoints(context))
     counted = ByteProgress(progress)
-    conversion = _Conversion(to, chosen, overwrite, counted, context, transforms, copy_id, before_commit, expected_root)
+    conversion = _Conversion(
+        to, chosen, overwrite, counted, context, transforms, leave_out, copy_id, before_commit, expected_root
+    )
     reading = conversion.reading_context
     ConsistentRead(source, reading, open_either).retry_if_replaced(functools.partial(conversion.convert, source))
     counted.end()
@@ -98,6 +102,7 @@ class _Conversion:
         progress: ByteProgress,
         context: Context,
         transforms: Transforms,
+        leave_out: Collection[str],
         copy_id: Callable[[str], str] | None,
         before_commit: Callable[[], None],
         expected_root: bytes | None,
@@ -106,6 +111,7 @@ class _Conversion:
         self._expected_root = expected_root
         self._copy_id = copy_id
         self._transforms = transforms
+        self._leave_out = leave_out
         self._destination = destination
         self._layout = layout
         self._overwrite = overwrite
@@ -123,7 +129,7 @@ class _Conversion:
             self._remove_previous_attempt()
             raise SourceReplacedError
         if isinstance(found, Checkpoint):
-            self._convert_single(found)
+            self._convert_single(source, found)
         elif self._transforms:
             raise TransformError(
                 f"{found.location.display} contains several checkpointables, and transforms apply to one tree. Convert "
@@ -132,8 +138,9 @@ class _Conversion:
         else:
             self._convert_composite(source, found)
 
-    def _convert_single(self, opened: Checkpoint) -> None:
+    def _convert_single(self, source: AnyLocation, found: Checkpoint) -> None:
         """Write a checkpoint of one tree, or of files."""
+        opened = found
         if self._transforms:
             opened = self._transformed(opened)
         refuse_further(opened, self._destination)
@@ -141,7 +148,9 @@ class _Conversion:
         save_id = new_save_id() if self._copy_id is None or root is None else self._copy_id(root.save_id)
         if keeps_others(CommitTarget(self._destination, self._overwrite)):
             self._layout = self._layout.with_own_names(save_id) or self._layout
-        self._write(save_id, [self._part("", "", opened, save_id, own=False)], None, opened)
+        part = self._part("", "", opened, save_id, own=False)
+        self._check_left_out(source, found)
+        self._write(save_id, [part], None, opened)
 
     def _transformed(self, opened: Checkpoint) -> Checkpoint:
         """Apply the transforms.
@@ -173,7 +182,12 @@ class _Conversion:
                 members[name] = member
                 opened = self._open(composite, name, directory, source)
                 parts.append(self._part(name, directory, opened, save_id, own=member.processes is not None))
+        self._check_left_out(source, composite)
         self._write(save_id, parts, members, composite)
+
+    def _check_left_out(self, source: AnyLocation, found: Checkpoint | CompositeCheckpoint) -> None:
+        """Check that no state is lost. With transforms, the caller chooses among the tensors."""
+        check_left_out(found, source, self._leave_out, self.reading_context, tensors=not self._transforms)
 
     def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: AnyLocation) -> Checkpoint:
         try:

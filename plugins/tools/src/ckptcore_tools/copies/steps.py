@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ckptcore.commit.location import LocationLike, SubPath
@@ -40,12 +40,14 @@ class StepsCopyReport:
             Without a root, ckptcore cannot tell whether it is the same checkpoint.
         deleted_at_source: steps that were deleted at the source before they were copied.
         damaged: the error of each step that is damaged at the source. These were not copied.
+        left_out: files next to the steps that were not copied, such as ``latest_checkpointed_iteration.txt``.
     """
 
     steps: Mapping[int, CopyReport] = field(default_factory=dict)
     skipped: tuple[int, ...] = ()
     deleted_at_source: tuple[int, ...] = ()
     damaged: Mapping[int, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +88,7 @@ def copy_run(
             copy.step(step)
             counted.end_step()
     counted.report(0, 0)
-    return copy.report()
+    return replace(copy.report(), left_out=_other_files(from_steps))
 
 
 def _choose_steps(source: StepDirectory, steps: Collection[int] | None) -> Sequence[int]:
@@ -118,6 +120,13 @@ def _no_steps(source: StepDirectory) -> str:
         f"{source.display} has no committed steps, but {', '.join(map(repr, names[:_SHOWN]))}: copy a checkpoint "
         "without a step by ckptcore.copy"
     )
+
+
+def _other_files(source: StepDirectory) -> tuple[str, ...]:
+    """Return the files in a directory of steps that are no steps. Its metadata is in a hidden directory."""
+    steps = set(source.list_names().values())
+    names = [name for name in source.store.list_names() if not name.startswith(".") and name not in steps]
+    return tuple(sorted([name for name in names if not name.endswith("/")]))
 
 
 def _copy_metadata(source: StorageBackend, destination: StorageBackend, overwrite: Overwrite) -> None:
