@@ -53,7 +53,10 @@ def left_out_of(found: Checkpoint | CompositeCheckpoint, source: AnyLocation, co
     tensors: list[str] = []
     if isinstance(found, CompositeCheckpoint):  # a checkpointable may be a file
         read.update(directory for directories in present_members(found).values() for directory in directories)
-    for prefix, one in _trees(found, source, context):
+    for prefix, opened in _trees(found, source, context):
+        one = opened
+        while one.derived is not None:  # what it is computed from is no part of its tree
+            one = one.derived.sources[0]
         read.update(f"{prefix}{key}" for key in one.objects)
         read.update(f"{prefix}{key}" for _, key, _, _ in extents_of(one))
         errors = [error for record in one.tree.leaves if (error := unreadable_error(record))]
@@ -71,7 +74,7 @@ def left_out_of(found: Checkpoint | CompositeCheckpoint, source: AnyLocation, co
     files = [
         key
         for key in store.list()
-        if key not in read and _has_state(key, suffixes, read) and (key.endswith(".json") or not _is_text(store, key))
+        if key not in read and _has_state(key, suffixes, read) and (key.endswith(".json") or not _is_empty(store, key))
     ]
     return (*sorted(files), *tensors)
 
@@ -149,9 +152,12 @@ def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) 
     return not any(_stem(name).startswith(f"{_stem(other)}.") for other in beside)
 
 
-def _is_text(store: StorageBackend, key: str) -> bool:
-    """Return True for a file with a text in place of a state, such as a pointer of Git LFS."""
-    begin = store.get(key, 0, min(store.size(key), _BEGIN_BYTES))
+def _is_empty(store: StorageBackend, key: str) -> bool:
+    """Return True for a file with a text in place of a state, such as a pointer of Git LFS, or without any tensor."""
+    size = store.size(key)
+    begin = store.get(key, 0, min(size, _BEGIN_BYTES))
+    if key.endswith(".safetensors") and size == 8 + int.from_bytes(begin[:8], "little"):  # it has only a header
+        return True
     return bool(begin) and begin.isascii() and begin.decode().replace("\n", " ").isprintable()
 
 

@@ -196,23 +196,26 @@ def _chosen(checkpoint: Checkpoint, selection: Selection, context: Context) -> f
     if empty:
         first = len(below.tree.leaves)
         stored = {path: first + number for number, (path, _) in enumerate(empty_nodes(below.tree.skeleton))}
+        near = functools.cache(lambda: _Neighbours(tree.paths, chosen))  # only moved containers need it
         chosen |= {
             count + number
             for number, (path, _) in enumerate(empty)
-            if (stored[path] in kept if path in stored else _has_chosen_neighbours(path, tree.paths, chosen))
+            if (stored[path] in kept if path in stored else near().has_chosen(path))
         }
     return frozenset(chosen)
 
 
-def _has_chosen_neighbours(path: TreePath, leaves: Sequence[TreePath], chosen: Collection[int]) -> bool:
-    """Return True if a leaf is chosen in the nearest container above a path that has leaves.
+class _Neighbours:
+    """Leaves near containers without children, which a transform moves together with these leaves."""
 
-    A transform moves a container without children together with these leaves.
-    """
-    for depth in reversed(range(len(path))):
-        if near := [number for number, leaf in enumerate(leaves) if leaf[:depth] == path[:depth]]:
-            return any(number in chosen for number in near)
-    return True
+    def __init__(self, leaves: Sequence[TreePath], chosen: Collection[int]) -> None:
+        self._all = {leaf[:depth] for leaf in leaves for depth in range(len(leaf))}
+        self._chosen = {leaves[number][:depth] for number in chosen for depth in range(len(leaves[number]))}
+
+    def has_chosen(self, path: TreePath) -> bool:
+        """Return True if a leaf is chosen in the nearest container above a path that has leaves."""
+        above = [path[:depth] for depth in reversed(range(len(path))) if path[:depth] in self._all]
+        return not above or above[0] in self._chosen
 
 
 def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[int | None]]:
