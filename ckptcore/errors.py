@@ -54,8 +54,10 @@ Messages name the path or array, and say what failed, why, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Self
 
 from ckptcore.redaction import redacted
 
@@ -129,9 +131,60 @@ class CheckpointError(Exception):
             state |= {name: value for name, value in own.items() if value is not None}
         return _restored, (type(self), self.args), state
 
+    @classmethod
+    @contextmanager
+    def offering(cls, *options: str) -> Iterator[None]:
+        """Name only these options in errors that leave this block. The result also decorates functions.
+
+        A function that calls ckptcore with its own choice of options cannot pass on what an error proposes.
+
+        Args:
+            options: names of the options that the caller of the block can pass, such as ``"overwrite"``.
+        """
+        try:
+            yield
+        except cls as error:
+            if error.args and isinstance(text := error.args[0], str):
+                for option, pattern, remedy in _REMEDIES:
+                    if option not in options:
+                        text = re.sub(pattern, remedy, text)
+                error.args = (text, *error.args[1:])
+            raise
+
     def add_note(self, note: str, /) -> None:
         """Add a line that is printed below the error. Secrets in URLs are printed as ``***``."""
         super().add_note(redacted(note))
+
+
+_REMEDIES: Final = (
+    (
+        "matching",
+        r"To allow intended differences, pass matching=(Matching\([^)]*\))",
+        r"Only a program that calls ckptcore.load_into itself can allow intended differences, with ckptcore.\1",
+    ),
+    ("matching", r" and matching=(Matching\([^)]*\))", r" and \1"),
+    (
+        "transforms",
+        r"\bwith transforms=(\[.*?\]) of ckptcore",
+        r"by a call of ckptcore.load_into with the transforms \1 of ckptcore",
+    ),
+    (
+        "transforms",
+        r"\bpass transforms=(\[.*?\]) of ckptcore",
+        r"call ckptcore.load_into with the transforms \1 of ckptcore",
+    ),
+    ("overwrite", r"pass overwrite=True to replace it\.", "delete it with ckptcore.delete to save it again."),
+    ("overwrite", r", pass overwrite=True to replace the whole directory,", ""),
+    ("overwrite", r"pass overwrite=True", "delete it with ckptcore.delete"),
+    ("overwrite", r"pass overwrite='non-atomic'", "delete it with ckptcore.delete first"),
+    (
+        "if_in_use",
+        r"pass if_in_use='take over', which",
+        "open the directory with ckptcore.Checkpointer(directory, if_in_use='take over') and close it, which",
+    ),
+    ("step_names", r"pass step_names=", "open the directory with ckptcore.Checkpointer and the step names "),
+)
+"""Options of functions of ckptcore that errors name, the texts, and what a caller can do who cannot pass the option."""
 
 
 def _restored(error_type: type[CheckpointError], arguments: tuple[object, ...]) -> CheckpointError:

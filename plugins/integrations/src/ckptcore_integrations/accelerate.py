@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     _Accelerator = Any
 else:
     _Accelerator = object
+from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CheckpointMixin"]
 
@@ -37,6 +38,7 @@ _NAMING = "ProjectConfiguration(automatic_checkpoint_naming=True)"
 _UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
+@own_options()
 class CheckpointMixin(_Accelerator):
     """Saves and loads the state of an Accelerator: ``class MyAccelerator(CheckpointMixin, Accelerator)``.
 

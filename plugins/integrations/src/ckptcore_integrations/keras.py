@@ -32,6 +32,7 @@ from ckptcore_integrations.keras_callbacks import (
     neighbours,
     state_of_counters,
 )
+from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CkptcoreCheckpoint", "resume"]
 
@@ -42,6 +43,7 @@ _RESUMED: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()
 which `on_train_begin` of their callbacks would reset."""
 
 
+@own_options()
 class CkptcoreCheckpoint(OrbaxCheckpoint):
     """Saves the state of a model at the end of epochs, or every few batches.
 
@@ -121,7 +123,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             DirectoryInUseError: another program saves into the directory.
         """
         self.wait_until_finished()  # of a training that ended with an exception
-        self._neighbours = neighbours(self, sys._getframe(1))
+        self._neighbours = neighbours(self, sys._getframe())
         directory, self._resumed = _RESUMED.pop(self.model, ("", None))
         if directory != _absolute(self.directory):
             self._resumed = None
@@ -233,6 +235,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         return values
 
 
+@own_options()
 def resume(directory: str, model: Any, *, context: Context | None = None) -> int | None:
     """Load the newest valid step into a compiled model, with its optimizer and metrics if they were saved.
 

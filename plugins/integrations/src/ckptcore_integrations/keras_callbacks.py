@@ -33,7 +33,7 @@ _COUNTERS: Final[Mapping[type, Sequence[str]]] = {
 """The attributes in which callbacks of Keras 3.15 count. The others count nothing."""
 
 
-def neighbours(callback: Callback, caller: FrameType | None) -> Sequence[Callback]:
+def neighbours(callback: Callback, frame: FrameType | None) -> Sequence[Callback]:
     """Return the callbacks of a training, and let `callback` be called after all others.
 
     Keras tells a callback nothing of the others, so this is for methods that a `CallbackList` calls. What the others do
@@ -41,10 +41,12 @@ def neighbours(callback: Callback, caller: FrameType | None) -> Sequence[Callbac
 
     Args:
         callback: one of them.
-        caller: the frame that called its method.
+        frame: the frame of its method.
     """
-    owner = caller.f_locals.get("self") if caller is not None else None
-    if not isinstance(owner, CallbackList) or callback not in owner.callbacks:
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackList):
+        frame = frame.f_back
+    owner = frame.f_locals["self"] if frame is not None else None
+    if owner is None or callback not in owner.callbacks:
         return [callback]
     # A new list, because Keras iterates over the other one now.
     owner.callbacks = [*(other for other in owner.callbacks if other is not callback), callback]

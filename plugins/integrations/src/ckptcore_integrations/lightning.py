@@ -38,6 +38,7 @@ from ckptcore.events import logger_named
 from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
 from ckptcore_integrations.added_files import is_checkpoint
+from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CheckState", "CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
 
@@ -57,6 +58,7 @@ _SHARDED_METADATA: Final = "meta.pt"
 """A file in the directories that Lightning's own sharded strategies write."""
 
 
+@own_options()
 class CkptcoreIO(CheckpointIO):
     """Saves and loads the checkpoints of a Lightning Trainer. Each is a directory.
 
@@ -166,6 +168,7 @@ class CheckState(Callback):
             _by_leader(trainer.strategy, lambda: io.check(state))
 
 
+@own_options()
 class ShardedCheckpoints(Strategy):
     """Mixin for strategies with sharded state: all ranks save and load one checkpoint together.
 

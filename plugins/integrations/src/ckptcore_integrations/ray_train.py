@@ -18,12 +18,14 @@ from ray.train.collective import broadcast_from_rank_zero
 import ckptcore
 from ckptcore import Context
 from ckptcore.protocols import Layout
+from ckptcore_integrations.own_options import own_options
 
 __all__ = ["checkpoint_location", "resume", "save_and_report"]
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 
 
+@own_options()
 def save_and_report(
     step: int,
     checkpointables: Mapping[str, Any],
@@ -77,6 +79,7 @@ def _not_reported(path: str) -> str:
     return next(other for other in itertools.chain([path], others) if other not in reported)
 
 
+@own_options()
 def resume(
     into: Mapping[str, Any], *, layout: str | Layout = "safetensors", context: Context | None = None
 ) -> int | None:

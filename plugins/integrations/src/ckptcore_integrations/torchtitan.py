@@ -41,6 +41,7 @@ from ckptcore.policies import LatestN
 from ckptcore.redaction import redacted_location
 from ckptcore.results import SaveHandle
 from ckptcore.step_names import StepNameFormat, StepNames
+from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CkptcoreManager"]
 
@@ -53,6 +54,7 @@ _CALLS: Final = ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "PERS
 """Opcodes of pickle that name something to import. Without them, a pickle runs no code."""
 
 
+@own_options()
 class CkptcoreManager(BaseCheckpointManager):
     """Saves the steps of a Trainer of TorchTitan, and resumes from the newest valid one.
 

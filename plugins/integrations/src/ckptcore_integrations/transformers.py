@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     _Trainer = Any
 else:
     _Trainer = object
+from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CheckpointMixin", "export_pretrained", "newest_sound"]
 
@@ -77,6 +78,7 @@ _ZIP_ERRORS = (
 _RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
 
 
+@own_options()
 class CheckpointMixin(_Trainer):
     """Saves and resumes a ``transformers.Trainer`` with ckptcore: ``class MyTrainer(CheckpointMixin, Trainer)``.
 
@@ -270,6 +272,7 @@ def newest_sound(directory: str | os.PathLike[str]) -> str | None:
     return found[0]
 
 
+@own_options("overwrite")
 def export_pretrained(
     checkpoint: str | os.PathLike[str], destination: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:

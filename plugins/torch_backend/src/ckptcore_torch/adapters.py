@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptcore
 from ckptcore.errors import (
     AtomicityError,
+    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
@@ -225,6 +226,7 @@ def load_adapter(location: str | os.PathLike[str], *, context: ckptcore.Context 
     return _retry_if_replaced(location, context, load)
 
 
+@CheckpointError.offering("matching")
 def load_adapter_into(
     location: str | os.PathLike[str],
     model: torch.nn.Module,

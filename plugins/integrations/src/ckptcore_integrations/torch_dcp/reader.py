@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 import ckptcore
-from ckptcore.errors import UnsupportedLeafError
+from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     ArrayRecord,
     Attribute,
@@ -159,7 +159,8 @@ class Reader(StorageReader):
         wanted.update(itertools.starmap(opened.sharded, shards.items()))
         target = _target(opened.tree.skeleton, wanted, itertools.count())
         if wanted:
-            ckptcore.load_into(self.path, target, context=self._context)
+            with CheckpointError.offering():
+                ckptcore.load_into(self.path, target, context=self._context)
         return [opened.value(entry, target) for entry in values]
 
 
