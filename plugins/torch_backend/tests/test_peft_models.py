@@ -339,7 +339,7 @@ def test_an_adapter_loads_into_a_model_on_the_meta_device(tmp_path: Path) -> Non
     assert torch.equal(output(fresh), output(model))
 
 
-@pytest.mark.brings("model in a compiled, checkpointed or data-parallel wrapper", "peft", "same")
+@pytest.mark.brings("model in `torch.compile` or `DataParallel`", "peft", "same")
 @pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
 def test_a_model_in_a_wrapper(tmp_path: Path, wrap: Any) -> None:
     model = trained(base_model(), peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
@@ -376,7 +376,7 @@ def test_parts_that_verify_misses(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.brings("adapter in a job with `DistributedDataParallel`, FSDP1 or FSDP2", "peft", "same")
+@pytest.mark.brings("adapter in a job with `DistributedDataParallel`, FSDP2, or FSDP1 (saves only)", "peft", "same")
 @pytest.mark.parametrize(
     "wrapper", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp1", marks=pytest.mark.slow)]
 )
