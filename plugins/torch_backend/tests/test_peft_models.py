@@ -356,6 +356,14 @@ def test_a_model_in_a_wrapper(tmp_path: Path, wrap: Any) -> None:
     assert torch.equal(output(model), result)
 
 
+def test_a_model_that_was_compiled_before_it_got_the_adapter(tmp_path: Path) -> None:
+    model = trained(torch.compile(base_model()), peft.LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
+    save_adapter(tmp_path / "a", model)
+    plain = peft.get_peft_model(base_model(), peft.LoraConfig(**LORA))
+    load_adapter_into(tmp_path / "a", plain)
+    assert equal(adapter_state(plain), adapter_state(model))
+
+
 def test_parts_that_verify_misses(tmp_path: Path) -> None:
     """Half of a pair, and modules that are not stored, which the model may not have had either."""
     model = trained(base_model(), peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))

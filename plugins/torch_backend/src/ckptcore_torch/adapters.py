@@ -319,11 +319,12 @@ def _unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, Mapping[str, torch
     """Return the model inside wrappers of torch.compile and of data-parallel training, and its state dict."""
     own: Mapping[str, torch.Tensor] | None = None
     while True:
-        attribute = next((name for name in _WRAPPED if isinstance(getattr(model, name, None), torch.nn.Module)), None)
+        children = dict(model.named_children())  # models of PEFT forward attributes to the model inside
+        attribute = next((name for name in _WRAPPED if name in children), None)
         if attribute == _OF_FSDP:
             own = model.state_dict() if own is None else own  # only the outermost wrapper can gather its parameters
         if attribute is not None:
-            model = getattr(model, attribute)
+            model = children[attribute]
         elif isinstance(model, DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
         else:
