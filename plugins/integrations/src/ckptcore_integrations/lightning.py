@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -18,8 +19,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.checkpoint.state_dict import (
@@ -38,6 +40,16 @@ from ckptcore.events import logger_named
 from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
 from ckptcore_integrations.added_files import is_checkpoint
+from ckptcore_integrations.hyperparameters import Notes
+from ckptcore_integrations.lightning_disk import (
+    CommitsLater,
+    create_link,
+    install,
+    is_dangling,
+    newest_neighbor,
+    replacing_path,
+    saver_of,
+)
 from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CheckState", "CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
@@ -50,6 +62,16 @@ _T = TypeVar("_T")
 _SHARDED: Final = ("state_dict", "optimizer_states")
 """Entries of a Lightning checkpoint that every rank saves. The leader saves the others."""
 
+_NOTES: Final = frozenset(
+    getattr(kind, f"CHECKPOINT_HYPER_PARAMS_{part}")
+    for kind in (LightningModule, LightningDataModule)
+    for part in ("KEY", "NAME", "TYPE")
+)
+"""Entries of a Lightning checkpoint with the hyperparameters of the module and of the data."""
+
+_REQUEUED: Final = "hpc_ckpt_"
+"""Start of the names of the checkpoints that Lightning saves before it lets SLURM start the job again."""
+
 _ALONE: Final = JobOptions(coordinator=SingleProcess())
 
 _ONLY_SHARDED: Final = "checkpoints are saved by all ranks, as sharded state, which any number of ranks can load"
@@ -59,7 +81,7 @@ _SHARDED_METADATA: Final = "meta.pt"
 
 
 @own_options()
-class CkptcoreIO(CheckpointIO):
+class CkptcoreIO(CommitsLater, CheckpointIO):
     """Saves and loads the checkpoints of a Lightning Trainer. Each is a directory.
 
     Lightning saves on rank 0 and loads on every rank, so each process works alone. A save replaces an existing
@@ -76,8 +98,9 @@ class CkptcoreIO(CheckpointIO):
             layout: the on-disk format of arrays.
             context: options, such as those of storages. Its job must not be set.
             asynchronous: True to write in the background, from a copy. Errors are raised by the next save or load, or
-                at the end of the run. Checkpoints are removed once the running save has been committed. A save that
-                replaces a file of Lightning waits for its commit.
+                at the end of the run. Links are created, and checkpoints removed, once the running save has been
+                committed. Where Lightning looks at the disk it waits, and so does a save that replaces a file of
+                Lightning or after which SLURM ends the job.
 
         Raises:
             ValueError: the Context has options of a job.
@@ -85,26 +108,37 @@ class CkptcoreIO(CheckpointIO):
         self._layout = layout
         self._context = _alone(context)
         self._asynchronous = asynchronous
+        self._notes = Notes(_NOTES, layout=layout, context=self._context)
         self._running: SaveHandle | None = None
+        self._links: list[Future[None]] = []
         self._to_remove: list[_Path] = []
 
     def check(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint can be saved. See `ckptcore.check`."""
-        ckptcore.check(checkpoint, layout=self._layout, context=self._context)
+        ckptcore.check(self._notes.plain(checkpoint), layout=self._layout, context=self._context)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save a checkpoint to a path or URL. See `ckptcore.save`.
+
+        Hyperparameters of any type are saved. One warning names those that a load returns as text.
 
         Raises:
             TypeError: there are `storage_options`; give them to the Context.
         """
         _refuse_storage_options(storage_options)
-        self._finish()
+        self.wait()
+        checkpoint = self._notes.plain(checkpoint)
         _recover(path, self._context)
         if _is_of_lightning(path):
-            self._save(ckptcore.save, _beside(path), checkpoint)
+            self._save(ckptcore.save, replacing_path(path), checkpoint)
             _replace(path, self._context)
+        elif os.path.basename(path).startswith(_REQUEUED) and "://" not in os.fspath(path):
+            # Lightning reads the numbers in all names that contain this, also of hidden directories of a killed save.
+            written = os.path.join(os.path.dirname(path), "requeued" + os.path.basename(path).removeprefix(_REQUEUED))
+            self._save(ckptcore.save, written, checkpoint)
+            os.rename(written, path)
         else:
+            _create_parent(path)
             self._running = self._save(ckptcore.save_async if self._asynchronous else ckptcore.save, path, checkpoint)
 
     def _save(self, save: Callable[..., SaveHandle | None], path: _Path, state: dict[str, Any]) -> SaveHandle | None:
@@ -119,13 +153,16 @@ class CkptcoreIO(CheckpointIO):
             TypeError: `map_location` is a function or a mapping of devices.
         """
         device = _device(map_location)
-        self._finish()
+        self.wait()
         location = _to_load(path, self._context)
         checkpoint: dict[str, Any] = ckptcore.load(location, framework="torch", context=self._context)
+        self._notes.restore(checkpoint)
         if device is None:
             return checkpoint
-        moved: dict[str, Any] = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.to(device))
-        return moved
+        return {
+            name: part if name in _NOTES else apply_to_collection(part, torch.Tensor, lambda tensor: tensor.to(device))
+            for name, part in checkpoint.items()
+        }
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, if it exists; after the running save, if there is one."""
@@ -136,16 +173,40 @@ class CkptcoreIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for the running save."""
-        self._finish()
+        self.wait()
 
-    def _finish(self) -> None:
-        """Wait for the running save, then delete what was to be removed. A failed save removes nothing."""
+    def wait(self) -> None:
+        """Wait for the running save and its links, then delete what was to be removed. A failed save removes none."""
+        if self._running is not None:
+            self._running.exception()  # Ctrl-C may end this wait, and the next one then waits for the same save
         running, self._running = self._running, None
+        links, self._links = self._links, []
         paths, self._to_remove = self._to_remove, []
         if running is not None:
             running.result()
+        for created in links:
+            created.result()
         for path in paths:
             _delete(path, self._context)
+
+    def link(self, path: str, link: str) -> None:
+        """Link to the checkpoint that was saved last, once it is committed."""
+        running = self._running
+        if running is None:
+            _link(path, link, self._context)
+            return
+
+        def link_once_saved() -> None:
+            running.result()
+            _link(path, link, self._context)
+
+        executor = ThreadPoolExecutor(1)
+        self._links.append(executor.submit(link_once_saved))
+        executor.shutdown(wait=False)
+
+    def step(self, path: str) -> int | None:
+        """Return the global step of a checkpoint, or None if it cannot be read."""
+        return _step(path, self._context)
 
 
 class CheckState(Callback):
@@ -155,21 +216,32 @@ class CheckState(Callback):
     this callback to each Trainer that is created after this module has been imported.
     """
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Check that the strategy of a training uses the `CkptcoreIO`.
+
+        Raises:
+            CheckpointError: it does not, or cannot load what it saves with it.
+        """
+        strategy = trainer.strategy
+        if stage == TrainerFn.FITTING and isinstance(saver_of(strategy.checkpoint_io), CkptcoreIO):
+            for kind, remedy in _STRATEGIES_WITHOUT_IO.items():
+                if isinstance(strategy, kind):
+                    raise CheckpointError(f"plugins=[CkptcoreIO()] with {type(strategy).__name__}: {remedy}")
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check what Lightning would save now. Rank 0 checks, and all ranks raise its error.
 
         Raises:
             UnsupportedLeafError: lists what cannot be saved.
         """
-        io = trainer.strategy.checkpoint_io
-        io = getattr(io, "checkpoint_io", io)  # of a wrapper, such as Lightning's `AsyncCheckpointIO`
-        if isinstance(io, CkptcoreIO) and not isinstance(trainer.strategy, ShardedCheckpoints):
+        io = saver_of(trainer.strategy.checkpoint_io)
+        if isinstance(io, CkptcoreIO):
             state = _state_of(trainer)
             _by_leader(trainer.strategy, lambda: io.check(state))
 
 
 @own_options()
-class ShardedCheckpoints(Strategy):
+class ShardedCheckpoints(CommitsLater, Strategy):
     """Mixin for strategies with sharded state: all ranks save and load one checkpoint together.
 
     Each rank saves its shards of the state dicts of the model and of the optimizers. Rank 0 saves the other entries.
@@ -187,6 +259,8 @@ class ShardedCheckpoints(Strategy):
         super().__init__(**options)
         self._checkpoint_layout = layout
         self._checkpoint_context = context or Context()
+        self._alone = replace(self._checkpoint_context, job=_ALONE)
+        self._notes = Notes(_NOTES, layout=layout, context=self._alone)
 
     def on_train_start(self) -> None:
         """Check that the state can be saved. Lightning calls this on all ranks before the first step.
@@ -208,22 +282,21 @@ class ShardedCheckpoints(Strategy):
         """
         _refuse_storage_options(storage_options)
         own = self._own(checkpoint)
-        alone = replace(self._checkpoint_context, job=_ALONE)
 
         def prepare() -> tuple[_Path, bool]:
-            _recover(filepath, alone)
+            _recover(filepath, self._alone)
             return filepath, _is_of_lightning(filepath)
 
         path, replaces = _by_leader(self, prepare)
         ckptcore.save(
-            _beside(path) if replaces else path,
+            replacing_path(path) if replaces else path,
             own,
             layout=self._checkpoint_layout,
             overwrite=True,
             context=self._checkpoint_context,
         )
         if replaces:
-            _by_leader(self, lambda: _replace(path, alone))
+            _by_leader(self, lambda: _replace(path, self._alone))
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the state of the model, and of the optimizers when fitting. Return the other entries.
@@ -233,8 +306,7 @@ class ShardedCheckpoints(Strategy):
         Raises:
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
         """
-        alone = replace(self._checkpoint_context, job=_ALONE)
-        path = _by_leader(self, lambda: _to_load(checkpoint_path, alone))
+        path = _by_leader(self, lambda: _to_load(checkpoint_path, self._alone))
         model, module = self.model, self.lightning_module
         assert model is not None and module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
@@ -254,16 +326,29 @@ class ShardedCheckpoints(Strategy):
         others: dict[str, Any] = ckptcore.load(
             path, framework="torch", select=~ckptcore.select.glob(*_SHARDED), context=self._checkpoint_context
         )
-        return {name: value for name, value in others.items() if name not in _SHARDED}
+        self._notes.restore(others)
+        return others
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete a checkpoint, if it exists. Only rank 0 deletes."""
         if self.is_global_zero:
-            _delete(filepath, replace(self._checkpoint_context, job=_ALONE))
+            _delete(filepath, self._alone)
+
+    def wait(self) -> None:
+        """Do nothing: no save runs in the background."""
+
+    def link(self, path: str, link: str) -> None:
+        """Link to a checkpoint."""
+        _link(path, link, self._alone)
+
+    def step(self, path: str) -> int | None:
+        """Return the global step of a checkpoint, or None if it cannot be read."""
+        return _step(path, self._alone)
 
     def _own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the entries that this rank saves."""
-        return {name: value for name, value in checkpoint.items() if self.is_global_zero or name in _SHARDED}
+        own = {name: value for name, value in checkpoint.items() if self.is_global_zero or name in _SHARDED}
+        return self._notes.plain(own)
 
 
 class CkptcoreFSDPStrategy(ShardedCheckpoints, FSDPStrategy):
@@ -292,6 +377,20 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
         if not save_distributed_checkpoint:
             raise ValueError(f"save_distributed_checkpoint=False: {_ONLY_SHARDED}. Leave it True")
         super().__init__(save_distributed_checkpoint=True, **options)
+
+
+_STRATEGIES_WITHOUT_IO: Final[dict[type[Strategy], str]] = {
+    ShardedCheckpoints: "this strategy saves by itself. Leave out the plugin, and give its options to the strategy",
+    FSDPStrategy: "this strategy cannot load what a CheckpointIO saves. Use strategy=CkptcoreFSDPStrategy() instead",
+    ModelParallelStrategy: (
+        "this strategy cannot load what a CheckpointIO saves. Use strategy=CkptcoreModelParallelStrategy() instead"
+    ),
+    DeepSpeedStrategy: (
+        "DeepSpeed saves by itself, and no CheckpointIO is used. Leave out the plugin, or shard the training by "
+        "strategy=CkptcoreFSDPStrategy()"
+    ),
+}
+"""Strategies that do not work with a `CkptcoreIO`, and what to do."""
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
@@ -361,7 +460,7 @@ def _device(map_location: object) -> torch.device | None:
 def _delete(path: _Path, context: Context) -> None:
     """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
     with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
-        ckptcore.delete(_beside(path), context=context)
+        ckptcore.delete(replacing_path(path), context=context)
     if _is_of_lightning(path):
         _remove(path)
         return
@@ -397,50 +496,41 @@ def _remove(path: _Path) -> None:
         os.unlink(path)
 
 
-def _beside(path: _Path) -> str:
-    """Return the location for a checkpoint until it can replace a file of Lightning.
-
-    `ckpt_path="last"` finds it for ``last.ckpt``, so that a run that is killed in `_replace` resumes from it.
-    """
-    start, suffix = os.path.splitext(os.fspath(path))
-    return f"{start}.replacing{suffix}"
-
-
 def _replace(path: _Path, context: Context) -> None:
     """Replace what is of Lightning by the checkpoint next to it. At each moment, one of the two is complete."""
-    beside = _beside(path)
+    replacing = replacing_path(path)
     _remove(path)
     if "://" in os.fspath(path):  # object stores cannot rename
-        ckptcore.copy(beside, path, context=context)
-        ckptcore.delete(beside, context=context)
+        ckptcore.copy(replacing, path, context=context)
+        ckptcore.delete(replacing, context=context)
     else:
-        os.rename(beside, path)
+        os.rename(replacing, path)
 
 
 def _recover(path: _Path, context: Context) -> None:
     """Finish a replacement of a process that was killed before its last step."""
-    beside = _beside(path)
-    if "://" not in beside:
+    replacing = replacing_path(path)
+    if "://" not in replacing:
         _rename_back(path)
-    elif _is_complete(beside, context) and not _is_of_lightning(path):
+    elif _is_complete(replacing, context) and not _is_of_lightning(path):
         if not _is_complete(path, context):
-            ckptcore.copy(beside, path, overwrite=True, context=context)
-        ckptcore.delete(beside, context=context)
+            ckptcore.copy(replacing, path, overwrite=True, context=context)
+        ckptcore.delete(replacing, context=context)
 
 
 def _to_load(path: _Path, context: Context) -> _Path:
     """Return where the checkpoint of a path is, also after a replacement that was killed. All processes may do this."""
-    beside = _beside(path)
-    if "://" not in beside:
+    replacing = replacing_path(path)
+    if "://" not in replacing:
         _rename_back(path)
-        return path
-    return beside if not _is_complete(path, context) and _is_complete(beside, context) else path
+        return newest_neighbor(path, lambda found: _step(found, context)) or path if is_dangling(path) else path
+    return replacing if not _is_complete(path, context) and _is_complete(replacing, context) else path
 
 
 def _rename_back(path: _Path) -> None:
     if not os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.rename(_beside(path), path)
+            os.rename(replacing_path(path), path)
 
 
 def _is_complete(location: _Path, context: Context) -> bool:
@@ -449,3 +539,39 @@ def _is_complete(location: _Path, context: Context) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _create_parent(path: _Path) -> None:
+    """Create the directory of a local path now, as Lightning does. The save creates it later, or says why it cannot."""
+    if "://" not in os.fspath(path):
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+
+
+def _link(path: str, link: str, context: Context) -> None:
+    """Replace what is at `link` by a link to a checkpoint."""
+    if os.path.lexists(link):
+        _delete(replacing_path(link), context)
+    create_link(path, link)
+    _delete(replacing_path(link), context)
+
+
+def _step(path: _Path, context: Context) -> int | None:
+    try:
+        state = ckptcore.load(path, select=ckptcore.select.names("global_step"), context=context)
+    except CheckpointError:
+        return None
+    step = state["global_step"]
+    return step if isinstance(step, int) else None
+
+
+def _is_directory(path: _Path) -> bool:
+    """Return True for a checkpoint that is no file of Lightning, also if it is being replaced or its link dangles."""
+    if "://" in os.fspath(path):
+        return not _is_of_lightning(path)
+    return (
+        os.path.isdir(path) or is_dangling(path) or (not os.path.exists(path) and os.path.exists(replacing_path(path)))
+    )
+
+
+install(lambda path, device: CkptcoreIO().load_checkpoint(path, device), _is_directory)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -18,19 +15,16 @@ import torch
 from ckptcore_integrations.lightning import CkptcoreFSDPStrategy, CkptcoreIO, CkptcoreModelParallelStrategy
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from sklearn.datasets import load_digits
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, UnsupportedLeafError
 from ckptcore.events import Event
+from plugins.integrations.tests.trainers import lightning_program
+from plugins.integrations.tests.trainers.lightning_program import Digits, Sharded, fit, same, trainer
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -38,105 +32,6 @@ torch.set_num_threads(1)
 warnings.filterwarnings("ignore", module="lightning|torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of CPUs, workers, loggers and its own calls
-
-DIGITS = load_digits()
-
-
-class Digits(lightning.LightningModule):  # type: ignore[misc]  # without types here
-    """A classifier with dropout and batch normalization. Records the loss and the labels of each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(64, 32),
-            torch.nn.BatchNorm1d(32),
-            torch.nn.ReLU(),
-            torch.nn.Dropout(),
-            torch.nn.Linear(32, 10),
-        )
-        self.seen: list[tuple[float, list[int]]] = []
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        """Return the loss."""
-        images, labels = batch
-        loss = torch.nn.functional.cross_entropy(self.net(images), labels)
-        self.seen.append((float(loss), labels.tolist()))
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        """AdamW, with a schedule."""
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-
-
-class Sharded(Digits):
-    """The classifier, sharded by FSDP2."""
-
-    def configure_model(self) -> None:
-        """Shard the layers."""
-        for layer in (self.net[0], self.net[4]):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-
-class RandomState(lightning.Callback):  # type: ignore[misc]  # without types here
-    """Saves the state of PyTorch's random generator, which Lightning does not save."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the generator."""
-        return {"torch": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state until training starts, because Lightning draws random numbers in between."""
-        self.loaded = state["torch"]
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Restore the state once."""
-        if (loaded := self.__dict__.pop("loaded", None)) is not None:
-            torch.set_rng_state(loaded)
-
-
-def loader() -> StatefulDataLoader:
-    """6 shuffled batches in an epoch; it can resume within one."""
-    rows = TensorDataset(torch.tensor(DIGITS.data[:96], dtype=torch.float32) / 16, torch.tensor(DIGITS.target[:96]))
-    return StatefulDataLoader(rows, batch_size=16, shuffle=True, num_workers=0)
-
-
-def trainer(directory: Path, *, max_steps: int = 12, keep: int = 2, last: Any = True, **options: Any) -> Any:
-    """Return a Trainer that saves every 4th step."""
-    checkpoints = ModelCheckpoint(
-        directory, every_n_train_steps=4, save_top_k=keep, monitor="step", mode="max", save_last=last, filename="{step}"
-    )
-    return lightning.Trainer(
-        max_steps=max_steps,
-        callbacks=[checkpoints, RandomState()],
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # Lightning does not restore its position
-        **options,
-    )
-
-
-def fit(run: Any, module: Any = None, **options: Any) -> Any:
-    """Train, and return the module."""
-    lightning.seed_everything(1, verbose=False)
-    module = module or Digits()
-    run.fit(module, loader(), **options)
-    return module
-
-
-def same(left: Any, right: Any) -> bool:
-    """Compare nested values, tensors bit for bit."""
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
 
 
 @pytest.fixture(scope="module")
@@ -160,33 +55,14 @@ def kill_in_save(directory: Path, number: int, *, asynchronous: bool) -> None:
     fit(trainer(directory, plugins=[CkptcoreIO(asynchronous=asynchronous, context=Context(observers=[kill]))]))
 
 
-def start(call: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Start a process that calls a function of this module."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    return subprocess.Popen(
-        [sys.executable, "-c", f"import test_lightning as t; from pathlib import Path; t.{call}"],
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", **environment},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    )
-
-
-def run_job(call: str, size: int) -> None:
-    """Call a function of this module in a job of Lightning."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = str(chosen.getsockname()[1])
-    ranks = [start(call, LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(size)]
-    errors = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors)
-
-
 @pytest.mark.system
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
 def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, *, asynchronous: bool) -> None:
     module, expected, _ = uninterrupted
     directory = tmp_path / "run"
-    ended = start(f"kill_in_save(Path({str(directory)!r}), 4, asynchronous={asynchronous})")
+    ended = lightning_program.start(
+        f"kill_in_save(Path({str(directory)!r}), 4, asynchronous={asynchronous})", "test_lightning"
+    )
     assert ended.wait(240) == -signal.SIGKILL, ended.communicate()[1].decode()
     assert (tmp_path / "writes").read_text().endswith("last.ckpt")  # killed while it replaced this checkpoint
 
@@ -424,7 +300,7 @@ def fit_locked(directory: Path) -> None:
 
 @pytest.mark.system
 def test_all_ranks_know_what_cannot_be_saved(tmp_path: Path) -> None:
-    run_job(f"fit_locked(Path({str(tmp_path / 'run')!r}))", 2)
+    lightning_program.run_job(f"fit_locked(Path({str(tmp_path / 'run')!r}))", "test_lightning", 2)
     for rank in range(2):
         report = (tmp_path / f"report-{rank}").read_text()
         assert report.startswith("0 ")
@@ -526,7 +402,7 @@ def ddp(directory: Path) -> None:
 
 @pytest.mark.system
 def test_rank_0_saves_and_all_ranks_load(tmp_path: Path) -> None:
-    run_job(f"ddp(Path({str(tmp_path)!r}))", 2)
+    lightning_program.run_job(f"ddp(Path({str(tmp_path)!r}))", "test_lightning", 2)
     assert ckptcore.verify(tmp_path / "last.ckpt").ok
 
 
@@ -604,12 +480,12 @@ def assert_same_state(left: Path, right: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["fsdp", "model parallel"])
 def test_sharded_checkpoints_are_loaded_by_any_number_of_ranks(tmp_path: Path, kind: str) -> None:
-    run_job(f"train_sharded({kind!r}, Path({str(tmp_path)!r}))", 2)
+    lightning_program.run_job(f"train_sharded({kind!r}, Path({str(tmp_path)!r}))", "test_lightning", 2)
     assert sorted(os.listdir(tmp_path)) == ["again", "last.ckpt", "step=12.ckpt", "step=8.ckpt"]
     assert len(list((tmp_path / "last.ckpt").glob("*.distcp"))) == 2  # each rank wrote its shards
     assert_same_state(tmp_path / "last.ckpt", tmp_path / "again" / "last.ckpt")
     assert_same_state(tmp_path / "step=8.ckpt", tmp_path / "again" / "loaded")
-    run_job(f"load_sharded({kind!r}, Path({str(tmp_path)!r}))", 1)
+    lightning_program.run_job(f"load_sharded({kind!r}, Path({str(tmp_path)!r}))", "test_lightning", 1)
     assert_same_state(tmp_path / "step=8.ckpt", tmp_path / "alone" / "loaded")
 
 
