@@ -8,6 +8,7 @@ of them check that the state can be saved.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,9 +33,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import ckptcore
-from ckptcore import Context, Matching
+from ckptcore import PLACEHOLDER, AbstractArray, Context, Matching
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
 from ckptcore.events import logger_named
@@ -268,10 +272,13 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         Raises:
             UnsupportedLeafError: lists what cannot be saved.
             RankFailedError: another rank has such state.
+            CheckpointError: a callback saves sharded tensors.
         """
         super().on_train_start()
         assert self.lightning_module is not None
-        own = self._own(_state_of(self.lightning_module.trainer))
+        state = _state_of(self.lightning_module.trainer)
+        _refuse_other_shards(state)
+        own = self._own(state)
         ckptcore.check(own, layout=self._checkpoint_layout, context=self._checkpoint_context)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
@@ -306,13 +313,14 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         Raises:
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
         """
-        path = _by_leader(self, lambda: _to_load(checkpoint_path, self._alone))
+        path, stored = _by_leader(self, lambda: self._find(checkpoint_path))
         model, module = self.model, self.lightning_module
         assert model is not None and module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
         state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
         if optimizers:
-            state["optimizer_states"] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+            states = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+            state["optimizer_states"] = _with_saved_parameters(states, stored, path)
         ckptcore.load_into(
             path,
             state,
@@ -322,12 +330,17 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         )
         set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=module.strict_loading))
         for optimizer, optimizer_state in zip(optimizers, state.get("optimizer_states", ()), strict=True):
-            set_optimizer_state_dict(model, optimizer, optimizer_state)
-        others: dict[str, Any] = ckptcore.load(
-            path, framework="torch", select=~ckptcore.select.glob(*_SHARDED), context=self._checkpoint_context
-        )
+            # Not strict: a parameter that has had no gradient has no state.
+            set_optimizer_state_dict(model, optimizer, optimizer_state, options=StateDictOptions(strict=False))
+        others: dict[str, Any] = ckptcore.load(path, _others(stored), context=self._checkpoint_context)
+        others = {name: part for name, part in others.items() if name not in _SHARDED}
         self._notes.restore(others)
         return others
+
+    def _find(self, path: _Path) -> tuple[_Path, dict[str, Any]]:
+        """Return where the checkpoint of a path is, and its tree without arrays."""
+        found = _to_load(path, self._alone)
+        return found, ckptcore.metadata(found, context=self._alone).abstract
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete a checkpoint, if it exists. Only rank 0 deletes."""
@@ -378,6 +391,16 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
             raise ValueError(f"save_distributed_checkpoint=False: {_ONLY_SHARDED}. Leave it True")
         super().__init__(save_distributed_checkpoint=True, **options)
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, whose tensors are sharded."""
+        wrapped = getattr(optimizer, "_optimizer", optimizer)  # of Lightning's own class for optimizers
+        is_new = not wrapped.state  # on all ranks, because each has a part of each parameter
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        if is_new:  # PyTorch has made a step to get a state, which the training has not made
+            wrapped.state.clear()
+            state = {**state, "state": {}}
+        return state
+
 
 _STRATEGIES_WITHOUT_IO: Final[dict[type[Strategy], str]] = {
     ShardedCheckpoints: "this strategy saves by itself. Leave out the plugin, and give its options to the strategy",
@@ -391,6 +414,60 @@ _STRATEGIES_WITHOUT_IO: Final[dict[type[Strategy], str]] = {
     ),
 }
 """Strategies that do not work with a `CkptcoreIO`, and what to do."""
+
+
+def _with_saved_parameters(states: list[Any], stored: dict[str, Any], path: _Path) -> list[Any]:
+    """Return states of optimizers with those parameters that have a state in the checkpoint.
+
+    An optimizer has no state for a parameter that has had no gradient yet. PyTorch makes one to load into.
+
+    Raises:
+        CheckpointError: the checkpoint has no optimizers.
+    """
+    saved = stored.get("optimizer_states")
+    if saved is None:
+        raise CheckpointError(
+            f"{os.fspath(path)} has only the model, as save_weights_only=True saves it: the optimizers cannot be "
+            "restored. Resume from another checkpoint, or load the weights into the module before fit()"
+        )
+    known = [set(part["state"]) for part in saved]
+    return [
+        {**state, "state": {name: part for name, part in state["state"].items() if name in names}}
+        for state, names in itertools.zip_longest(states, known[: len(states)], fillvalue=frozenset())
+    ]
+
+
+def _refuse_other_shards(checkpoint: dict[str, Any]) -> None:
+    """Refuse sharded tensors in entries that rank 0 alone saves.
+
+    Raises:
+        CheckpointError: names the entry.
+    """
+
+    def refuse(_: object) -> None:
+        raise CheckpointError(
+            f"{name}: a callback or the module saves sharded tensors in this entry, as WeightAveraging does. Lightning "
+            "cannot restore them: leave the callback out, or train with DDP and CkptcoreIO"
+        )
+
+    for name, part in checkpoint.items():
+        if name not in _SHARDED:
+            apply_to_collection(part, (DTensor, ShardedTensor), refuse)
+
+
+def _others(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return what all ranks load alike: tensors on the CPU, also empty containers, and nothing of the sharded state."""
+
+    def leaf(array: AbstractArray) -> torch.Tensor | AbstractArray:
+        dtype = getattr(torch, array.dtype.name, None)
+        if array.framework == "numpy" or not isinstance(dtype, torch.dtype):
+            return array
+        return torch.empty(array.shape, dtype=dtype, device="meta")
+
+    return {
+        name: PLACEHOLDER if name in _SHARDED else apply_to_collection(part, AbstractArray, leaf)
+        for name, part in stored.items()
+    }
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
