@@ -446,8 +446,8 @@ def _refuse_other_shards(checkpoint: dict[str, Any]) -> None:
 
     def refuse(_: object) -> None:
         raise CheckpointError(
-            f"{name}: a callback or the module saves sharded tensors in this entry, as WeightAveraging does. Lightning "
-            "cannot restore them: leave the callback out, or train with DDP and CkptcoreIO"
+            f"{name}: a callback or the module saves sharded tensors in this entry. Only those of the model and of the "
+            "optimizers can be restored: leave the callback out, or train with DDP and CkptcoreIO"
         )
 
     for name, part in checkpoint.items():
