@@ -280,13 +280,8 @@ AVERAGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.brings(f"average of weights: {name}", "lightning", "same"))
-        for name in AVERAGES
-    ],
-)
+@pytest.mark.brings("averages of weights: `StochasticWeightAveraging`, `WeightAveraging`", "lightning", "same")
+@pytest.mark.parametrize("name", AVERAGES)
 def test_averages_of_weights_resume_as_those_of_lightning(tmp_path: Path, name: str) -> None:
     def train(epochs: int, plugins: list[Any], directory: Path, **options: Any) -> Any:
         saver = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=8, save_top_k=-1)
