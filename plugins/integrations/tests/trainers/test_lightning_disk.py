@@ -396,17 +396,17 @@ def spawn(directory: Path) -> None:
     assert same(dict(module.state_dict()), dict(stored))
 
 
+@pytest.mark.brings("`CkptcoreIO` with `FSDPStrategy` or `CkptcoreFSDPStrategy`", "lightning", "refused")
+@pytest.mark.brings("`CkptcoreIO` with `ModelParallelStrategy`", "lightning", "refused")
+@pytest.mark.brings("`CkptcoreIO` with `DeepSpeedStrategy`", "lightning", "refused")
 @pytest.mark.parametrize(
     ("strategy", "remedy"),
     [
-        pytest.param(strategy, remedy, marks=pytest.mark.brings(f"`CkptcoreIO` with `{name}`", "lightning", "refused"))
-        for strategy, remedy, name in [
-            (FSDPStrategy, "CkptcoreFSDPStrategy", "FSDPStrategy"),
-            (lambda: FSDPStrategy(state_dict_type="sharded"), "CkptcoreFSDPStrategy", "FSDPStrategy"),
-            (ModelParallelStrategy, "CkptcoreModelParallelStrategy", "ModelParallelStrategy"),
-            (DeepSpeedStrategy, "Leave out the plugin", "DeepSpeedStrategy"),
-            (CkptcoreFSDPStrategy, "give its options to the strategy", "CkptcoreFSDPStrategy"),
-        ]
+        (FSDPStrategy, "CkptcoreFSDPStrategy"),
+        (lambda: FSDPStrategy(state_dict_type="sharded"), "CkptcoreFSDPStrategy"),
+        (ModelParallelStrategy, "CkptcoreModelParallelStrategy"),
+        (DeepSpeedStrategy, "Leave out the plugin"),
+        (CkptcoreFSDPStrategy, "give its options to the strategy"),
     ],
 )
 def test_strategies_that_do_not_use_the_io_are_refused_when_training_starts(

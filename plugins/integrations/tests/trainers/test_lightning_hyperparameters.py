@@ -177,10 +177,11 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found.maxlen == expected.maxlen
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.brings(f"hyperparameter: {name}", "lightning", "same")) for name in SAME],
+@pytest.mark.brings(
+    "hyperparameters: paths, times, sets, ranges, enum members, dtypes, dataclasses", "lightning", "same"
 )
+@pytest.mark.brings("hyperparameters: NumPy arrays, tensors, `Namespace`, `DictConfig`", "lightning", "same")
+@pytest.mark.parametrize("name", SAME)
 def test_hyperparameters_come_back_as_themselves(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     io = CkptcoreIO()
     state = {"hyper_parameters": {"value": SAME[name], "all": [SAME[name]]}, "datamodule_hyper_parameters": {"a": {1}}}
@@ -195,13 +196,8 @@ def test_hyperparameters_come_back_as_themselves(tmp_path: Path, name: str, capl
     ckptcore.load(tmp_path / "c")  # without the adapter, in a plain form
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.brings(f"hyperparameter: {name}", "lightning", "plain form"))
-        for name in TEXT
-    ],
-)
+@pytest.mark.brings("hyperparameters: modules, optimizers, functions, classes (as text)", "lightning", "plain form")
+@pytest.mark.parametrize("name", TEXT)
 def test_other_hyperparameters_come_back_as_text_with_one_warning(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
