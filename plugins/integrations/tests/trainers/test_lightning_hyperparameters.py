@@ -178,7 +178,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.brings(
-    "hyperparameters: paths, times, sets, ranges, enum members, dtypes, dataclasses", "lightning", "same"
+    "hyperparameters: paths, times, sets, ranges, enums, dtypes, dataclasses", "lightning", "same"
 )
 @pytest.mark.brings("hyperparameters: NumPy arrays, tensors, `Namespace`, `DictConfig`", "lightning", "same")
 @pytest.mark.parametrize("name", SAME)
