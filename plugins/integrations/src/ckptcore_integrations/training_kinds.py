@@ -1,0 +1,161 @@
+"""Kinds of training: what of a model and its optimizer a checkpoint has, and how it is loaded."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from ckptcore_torch.modules import ModuleHandler
+from ckptcore_torch.named_optimizers import NamedOptimizer
+
+from ckptcore import Context
+
+__all__ = ["Replicated", "Sharded", "TrainingKind", "optimizer_to_load", "training_kind"]
+
+
+class TrainingKind(Protocol):
+    """A kind of training, such as FSDP. All processes call the methods together.
+
+    Attributes:
+        is_whole: True if each process has all weights of a model.
+        context: the Context to save and load with.
+    """
+
+    is_whole: bool
+    context: Context | None
+
+    def model(self, model: Any) -> object:
+        """Return the checkpointable of a model that Accelerate prepared."""
+
+    def optimizer(self, model: Any, optimizer: Any) -> object:
+        """Return the checkpointable of the optimizer of such a model."""
+
+    def others(self, model: Any) -> dict[str, object]:
+        """Return further checkpointables of such a model, by name."""
+
+    def schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
+        """Return the schedulers that none of these checkpointables has."""
+
+    def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
+        """Return the sizes of the weights in bytes, by name; None if they are not saved as whole arrays."""
+
+    def state_dicts(self, *models: Any) -> AbstractContextManager[None]:
+        """Return a context in which these checkpointables are saved and loaded."""
+
+
+class _WithoutOthers:
+    """The methods of kinds whose state is the model, the optimizer and the scheduler."""
+
+    context: Context | None = None
+
+    def others(self, model: Any) -> dict[str, object]:
+        """Return nothing."""
+        return {}
+
+    def schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
+        """Return all of them."""
+        return list(schedulers)
+
+
+class Replicated(_WithoutOthers):
+    """One process, or DistributedDataParallel: each process has the whole model."""
+
+    is_whole = True
+
+    def model(self, model: Any) -> object:
+        """Return the model."""
+        return model
+
+    def optimizer(self, model: Any, optimizer: Any) -> object:
+        """Return the optimizer."""
+        return optimizer
+
+    def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
+        """Return the sizes of all weights, under the names of the plain model."""
+        weights: Any = ModuleHandler().flatten(model)
+        return {name: tensor.nbytes for name, tensor in weights.items()}
+
+    def state_dicts(self, *models: Any) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+
+class Sharded(_WithoutOthers):
+    """FSDP 1 and 2, and other models of DTensors: each process saves and loads its shards.
+
+    The optimizer is saved by the names of the parameters, so that any number of processes can load it, and so that
+    parameters without a gradient, which have no state, are not confused with others.
+    """
+
+    is_whole = False
+
+    def model(self, model: Any) -> object:
+        """Return the model."""
+        return model
+
+    def optimizer(self, model: Any, optimizer: Any) -> object:
+        """Return the optimizer with the model, which has the names of its parameters."""
+        return NamedOptimizer(model, getattr(optimizer, "optimizer", optimizer))
+
+    def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
+        """Return None."""
+        return None
+
+    @contextmanager
+    def state_dicts(self, *models: Any) -> Iterator[None]:
+        """Make FSDP 1 return sharded state dicts. Full ones, which Accelerate may choose, need more memory."""
+        kind = _fsdp()
+        with ExitStack() as stack:
+            for model in models:
+                if kind is not None and kind.fsdp_modules(model):
+                    from torch.distributed.fsdp import StateDictType  # imported already, by those who use FSDP 1
+
+                    stack.enter_context(warnings.catch_warnings())
+                    warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+                    stack.enter_context(kind.state_dict_type(model, StateDictType.SHARDED_STATE_DICT))
+            yield
+
+
+def training_kind(*models: torch.nn.Module, gather_weights: bool = False) -> TrainingKind:
+    """Return the kind of training of prepared models: by their modules and parameters, not by what was configured.
+
+    Accelerate trains with DistributedDataParallel where it cannot do what was configured.
+
+    Args:
+        models: the models.
+        gather_weights: True to save whole weights, where the configuration of DeepSpeed asks for it.
+    """
+    engine = sys.modules.get("deepspeed.runtime.engine")
+    if engine is not None and any(isinstance(model, engine.DeepSpeedEngine) for model in models):
+        from ckptcore_integrations.deepspeed import Engines  # DeepSpeed is imported already, by those who use it
+
+        return Engines(gather_weights=gather_weights)
+    kind = _fsdp()
+    for model in models:
+        if kind is not None and kind.fsdp_modules(model):
+            return Sharded()
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):  # a DTensor
+            return Sharded()
+    return Replicated()
+
+
+def optimizer_to_load(kind: TrainingKind, model: Any, optimizer: Any) -> object:
+    """Return the checkpointable of an optimizer to load into, which takes states by numbers and by names.
+
+    So one process can load what FSDP saved.
+    """
+    found = kind.optimizer(model, optimizer)
+    own = getattr(optimizer, "optimizer", optimizer)
+    if model is not None and kind.is_whole and isinstance(own, torch.optim.Optimizer):
+        return NamedOptimizer(model, own)
+    return found
+
+
+def _fsdp() -> Any:
+    """Return the class of FSDP 1. A model has it only if its module was imported."""
+    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return getattr(module, "FullyShardedDataParallel", None)

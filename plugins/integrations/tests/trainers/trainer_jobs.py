@@ -1,0 +1,73 @@
+"""Jobs of several processes for the tests of trainers, and FSDP of Accelerate on CPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that imports test modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+
+
+def run_job(program: str, size: int, directory: Path, **variables: str) -> list[int]:
+    """Run Python code in each process of a job, and return the exit statuses. A process fails only if one is killed.
+
+    If a process is killed, the others are too, as a launcher does it. Errors are written to files in `directory`.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    job = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    processes = []
+    for rank in range(size):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with (directory / f"errors-{rank}").open("wb") as errors:
+            program_of_rank = [sys.executable, "-c", program]
+            processes.append(subprocess.Popen(program_of_rank, env={**job, **ranks}, stderr=errors))
+    for process in processes:
+        if process.wait() < 0:
+            for other in processes:
+                other.kill()
+    statuses = [process.returncode for process in processes]
+    said = [(directory / f"errors-{rank}").read_text()[-6000:] for rank in range(size)]
+    assert -signal.SIGKILL in statuses or all(status <= 0 for status in statuses), "\n".join(said)
+    return statuses
+
+
+@contextmanager
+def fsdp_on_cpus() -> Iterator[None]:
+    """Let Accelerate use torch's FSDP in a job of CPUs, where version 1.15 silently uses DistributedDataParallel.
+
+    Replaces `AcceleratorState.__init__`: after it, a state of several CPUs that was given an FSDP plugin has
+    `DistributedType.FSDP`, the plugin, and the device "cpu", as a state of several GPUs has.
+    All else is Accelerate's and torch's.
+    """
+    import torch
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    original = AcceleratorState.__init__
+
+    def init(self: Any, *arguments: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        original(self, *arguments, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None and self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            self.device = torch.device("cpu")  # not cpu:0, which FSDP 1 refuses
+            PartialState._shared_state.update(distributed_type=self.distributed_type, device=self.device)
+
+    AcceleratorState.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = original  # type: ignore[method-assign]
