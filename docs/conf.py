@@ -37,6 +37,7 @@ myst_heading_anchors = 3
 
 python_maximum_signature_line_length = 88  # one parameter per line in longer signatures
 autodoc_mock_imports = [
+    "deepspeed",
     "keras",
     "lightning",
     "lightning_utilities",

@@ -36,6 +36,7 @@ PEERS = {
     "ckptcore_integrations.ray_train": "pyarrow",
     "ckptcore_integrations.torchtitan": "torchtitan",
     "ckptcore_integrations.transformers": "accelerate",
+    "deepspeed": "deepspeed",
     "lightning": "lightning",
     "mlflow": "mlflow",
     "ray.train": "pyarrow",

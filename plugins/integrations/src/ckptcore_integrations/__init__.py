@@ -8,6 +8,7 @@ Adapters for libraries that train:
 
 transformers  the Trainer of Hugging Face Transformers
 accelerate    Hugging Face Accelerate
+deepspeed     DeepSpeed
 keras         Keras 3
 lightning     PyTorch Lightning
 torchtitan    TorchTitan

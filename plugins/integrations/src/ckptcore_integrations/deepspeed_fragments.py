@@ -61,32 +61,44 @@ class Fragment:
     group: int = 0
     replicas: int = 1
 
-    def pieces(self, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Return the boxes of the parameter, each with a view of its elements in a tensor like the fragment's."""
+    @property
+    def _is_whole(self) -> bool:
+        """True if the tensor is that of the parameter. It may then have other strides, unlike a flat one."""
+        return tuple(self.tensor.shape) == self.shape and self.count == math.prod(self.shape)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements in a tensor like the fragment's."""
         tensor = tensor.detach()
-        if tuple(tensor.shape) == self.shape and self.count == math.prod(self.shape):
-            yield Box.whole(self.shape), tensor  # it may have other strides, which a flat view cannot have
+        return tensor if self._is_whole else tensor[self.offset : self.offset + self.count]
+
+    def pieces(self, own: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Return the boxes of the parameter, each with a view of its elements."""
+        if self._is_whole:
+            yield Box.whole(self.shape), own
             return
-        position = self.offset
+        position = 0
         for box in boxes_of_range(self.shape, self.start, self.start + self.count):
-            yield box, tensor[position : position + box.size].view(box.shape)
+            yield box, own[position : position + box.size].view(box.shape)
             position += box.size
 
     def array(self, tensor: torch.Tensor) -> ShardedArray:
         """Return the parameter's part of a tensor like the fragment's. It shares memory on the CPU."""
         replica = comm.get_rank() if self.replicas > 1 else 0
-        shards = [ArrayShard(box, host_view(view.cpu()), replica, self.replicas) for box, view in self.pieces(tensor)]
+        shards = [
+            ArrayShard(box, host_view(view), replica, self.replicas)
+            for box, view in self.pieces(self._own(tensor).cpu())
+        ]
         return ShardedArray(self.shape, encoding_of(tensor.dtype).name, shards)
 
     def request(self, dtype: torch.dtype | np.dtype[Any]) -> ShardedArray:
         """Return the request for the elements of the fragment."""
         named = encoding_of(dtype).name if isinstance(dtype, torch.dtype) else dtype
-        return ShardedArray(self.shape, named, [ArrayShard(box) for box, _ in self.pieces(self.tensor)])
+        return ShardedArray(self.shape, named, [ArrayShard(box) for box, _ in self.pieces(self._own(self.tensor))])
 
     def fill(self, tensor: torch.Tensor, loaded: ShardedArray) -> None:
         """Copy the loaded elements into a tensor like the fragment's."""
         elements = {shard.box: shard.elements for shard in loaded.shards}
-        for box, view in self.pieces(tensor):
+        for box, view in self.pieces(self._own(tensor)):
             found = np.ascontiguousarray(elements[box])
             record = ArrayRecord(ArraySpec(found.shape, name_of_dtype(found.dtype)))
             view.copy_(elements_as(found, record, tensor.dtype).view(view.shape))
@@ -134,19 +146,20 @@ def fragments_of(engine: Any) -> list[Fragment]:
     optimizer, names = engine.optimizer, engine.param_names
     kind = type(optimizer)
     if kind is DeepSpeedZeroOptimizer:
-        return list(_flat_fragments(optimizer, optimizer.bit16_groups, names))
+        return list(_flat_fragments(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, names))
     if kind is BF16_Optimizer:
-        return list(_flat_fragments(optimizer, optimizer.bf16_groups, names))
+        return list(_flat_fragments(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, names))
     if kind is DeepSpeedZeroOptimizer_Stage3:
         return list(_stage3_fragments(optimizer, names))
     masters = optimizer.fp32_groups_flat if kind is FP16_Optimizer else optimizer.fp32_groups
     return list(_replicated_fragments(optimizer.fp16_groups, masters, names))
 
 
-def _flat_fragments(optimizer: Any, groups: Sequence[Sequence[Any]], names: Mapping[Any, str]) -> Iterator[Fragment]:
+def _flat_fragments(
+    groups: Sequence[Sequence[Any]], flats: Sequence[torch.Tensor], names: Mapping[Any, str]
+) -> Iterator[Fragment]:
     """ZeRO 1 and 2: a process has a slice of all parameters of a group."""
-    for number, group in enumerate(groups):
-        (flat,) = optimizer.optimizer.param_groups[number]["params"]
+    for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         for parameter in group:
             name, shape, mapping = names[parameter], tuple(parameter.shape), parameter._hp_mapping
             if mapping is None:

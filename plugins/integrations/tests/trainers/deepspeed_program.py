@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging.handlers
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
+from ckptcore_integrations import added_files
 from ckptcore_integrations import deepspeed as ours
+from ckptcore_torch.named_optimizers import NamedOptimizer
 
 import ckptcore
 
@@ -28,6 +33,7 @@ class Net(torch.nn.Module):
         self.embed = torch.nn.Embedding(11, 6)
         self.conv = torch.nn.Conv1d(6, 5, 3, padding=1)
         self.norm = torch.nn.LayerNorm(5)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(2, dtype=torch.long))
         self.scale = torch.nn.Parameter(torch.tensor([1.5]))
         self.frozen = torch.nn.Linear(5, 5)
@@ -44,11 +50,19 @@ class Net(torch.nn.Module):
         hidden = hidden + self.frozen(hidden)
         if step % 2 == 0 if self.alternates else step >= 4:
             hidden = hidden + self.sometimes(hidden)
-        return self.head(torch.tanh(self.out(hidden)))
+        logits: torch.Tensor = self.head(torch.tanh(self.out(hidden)))
+        return logits
 
 
 def build(
-    stage: int, dtype: str = "fp32", *, offload: bool = False, steps: int = 1, alternates: bool = False, **zero: Any
+    stage: int,
+    dtype: str = "fp32",
+    *,
+    optimizer: str = "AdamW",
+    offload: bool = False,
+    steps: int = 1,
+    alternates: bool = False,
+    **zero: Any,
 ) -> Any:
     """Return an engine with an optimizer of two groups and a schedule."""
     torch.manual_seed(0)
@@ -69,14 +83,21 @@ def build(
     if dtype == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1}
     net = Net(alternates=alternates)
-    trained = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
-    groups = [
-        {"params": [parameter for parameter in trained.values() if parameter.dim() > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained.values() if parameter.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    chosen = optimizer_of(net, optimizer)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=chosen, config=config)
     return engine
+
+
+def optimizer_of(net: Net, kind: str = "AdamW") -> torch.optim.Optimizer:
+    """Return an optimizer of two groups."""
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
+    options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    found: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **options)
+    return found
 
 
 def world_size() -> int:
@@ -118,15 +139,17 @@ def state(engine: Any) -> dict[str, Any]:
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         optimizer._hp_optimizer_states_linked = False  # DeepSpeed does it for the first group only
         optimizer._lazy_init_hp_params_optimizer_state()
+    held: dict[str, Any] = next(iter(basic.state.values()), {})
+    slots = [slot for slot, value in held.items() if isinstance(value, torch.Tensor) and value.dim()]
     for parameter, name in engine.param_names.items():
         if parameter.requires_grad and engine.zero_optimization_stage() > 0:
             found[f"fp32.{name}"] = safe_get_full_fp32_param(parameter)
-            for slot in ("exp_avg", "exp_avg_sq") if any(basic.state.values()) else ():
+            for slot in slots:
                 found[f"{slot}.{name}"] = safe_get_full_optimizer_state(parameter, slot)
-    found["step"] = sorted({float(slots["step"]) for slots in basic.state.values() if slots})
+    found["step"] = sorted({float(its["step"]) for its in basic.state.values() if "step" in its})
     found["lr"] = [group["lr"] for group in basic.param_groups]
     found["scale"] = getattr(optimizer, "loss_scale", None)
-    found["schedule"] = engine.lr_scheduler.state_dict()
+    found["schedule"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
     return found
 
 
@@ -136,10 +159,6 @@ def save(engine: Any, directory: str | Path) -> None:
 
 def load(engine: Any, directory: str | Path) -> None:
     ckptcore.load_checkpointables(directory, into=ours.checkpointables(engine), context=ours.with_engines())
-
-
-def start() -> None:
-    deepspeed.init_distributed("gloo", verbose=False)
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any], *, exact: bool = True) -> None:
@@ -172,8 +191,15 @@ def save_and_resume(directory: Path, cases: list[Any]) -> None:
             print("resumed", name, flush=True)
 
 
-def load_elsewhere(directory: Path, pairs: list[Any]) -> None:
-    """Load into engines of other stages, and train on, for each pair: a name, and the arguments of `build`."""
+def load_elsewhere(directory: Path, pairs: list[Any], plain: list[str]) -> None:
+    """Load into engines of other stages, and train on, for each pair: a name, and the arguments of `build`.
+
+    Args:
+        directory: that of `save_and_resume`.
+        pairs: the pairs.
+        plain: names of checkpoints to load into objects of PyTorch as well.
+    """
+    load_plainly(directory, plain)
     for name, stage, dtype, options in pairs:
         saved, later = torch.load(directory / f"{name}.pt", weights_only=False)
         engine = build(stage, dtype, **options)
@@ -182,17 +208,336 @@ def load_elsewhere(directory: Path, pairs: list[Any]) -> None:
         common = saved.keys() & found.keys()
         print("loaded", name, stage, options, flush=True)
         compare({key: found[key] for key in common}, {key: saved[key] for key in common})
-        if stage == 0 or "fp32.embed.weight" not in saved:
-            continue  # without ZeRO, parameters without a gradient are not stepped
+        if dtype != "fp32" or stage == 0 or "fp32.embed.weight" not in saved:
+            continue  # 16 bits are rounded differently; without ZeRO, parameters without a gradient are not stepped
         train(engine, 6)
         found = state(engine)
         common = [key for key in later.keys() & found.keys() if key != "step"]
         compare({key: found[key] for key in common}, {key: later[key] for key in common}, exact=False)
 
 
+def load_plainly(directory: Path, names: list[str]) -> None:
+    """Load into objects of PyTorch."""
+    for name in names:
+        saved, _ = torch.load(directory / f"{name}.pt", weights_only=False)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name[:4]]
+        net = Net(alternates=False).to(dtype)
+        optimizer = optimizer_of(net)
+        into = {"model": net, "optimizer": NamedOptimizer(net, optimizer)}
+        ckptcore.load_checkpointables(directory / name, into=into)
+        for weight, tensor in net.state_dict().items():
+            assert torch.equal(tensor.float(), saved[f"model.{weight}"]), weight
+        for weight, parameter in net.named_parameters():
+            for slot in ("exp_avg", "exp_avg_sq") if f"exp_avg.{weight}" in saved else ():
+                assert torch.equal(optimizer.state[parameter][slot], saved[f"{slot}.{weight}"]), (slot, weight)
+
+
+def refusals(directory: Path) -> None:
+    """Make engines whose state cannot be saved."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    layers = [torch.nn.Linear(2, 2)]
+    pipeline = deepspeed.PipelineModule(layers=layers, num_stages=1, loss_fn=torch.nn.MSELoss())
+    engine, *_ = deepspeed.initialize(model=pipeline, model_parameters=pipeline.parameters(), config=config)
+    expect_refusal("PipelineEngine", lambda: ours.checkpointables(engine))
+    hpz = build(3, zero_hpz_partition_size=2)
+    expect_refusal("zero_hpz_partition_size", lambda: ours.checkpointables(hpz))
+    never = {"zero_hpz_partition_size": 2}
+    expect_refusal("zero_hpz_partition_size", lambda: AcceleratedRun(directory, 3, zero=never))
+    run = TrainerRun(directory, 3, zero=never)
+    expect_refusal("zero_hpz_partition_size", lambda: run.train(6))
+    assert not (directory / "run" / "checkpoint-2").exists()
+
+
+def warning_about_gradients(directory: Path) -> None:
+    """Save in the middle of an accumulation of gradients, and after it."""
+    logged = logging.handlers.BufferingHandler(100)
+    logging.getLogger("ckptcore.integrations.deepspeed").addHandler(logged)
+    engine = build(2, steps=2)
+    for number in range(2):
+        tokens = torch.zeros(2, 4, dtype=torch.long)
+        engine.backward(engine(tokens, 0).sum())
+        engine.step()
+        save(engine, directory / "checkpoint")
+        assert [record.levelname for record in logged.buffer] == ["WARNING"], number
+    assert "gradients of some micro batches" in logged.buffer[0].getMessage()
+    assert ckptcore.load(directory / "checkpoint" / "engine")["micro_steps"] == 2
+
+
+def expect_refusal(name: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except NotImplementedError as error:
+        assert name in str(error), error
+        assert "engine.save_checkpoint(directory)" in str(error), error
+    else:
+        raise AssertionError(f"{name} was not refused")
+
+
+class BareRun:
+    """An engine by itself. It is saved at every second step."""
+
+    def __init__(self, directory: Path, stage: int, dtype: str = "bf16", **options: Any) -> None:
+        self.directory = directory / "checkpoint"
+        self.engine = build(stage, dtype, **options)
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        while self.engine.global_steps < steps:
+            losses += train(self.engine, self.engine.global_steps + 1)
+            if self.engine.global_steps % 2 == 0:
+                keep_state(self, self.directory.parent, losses)
+                ckptcore.save_checkpointables(
+                    self.directory,
+                    ours.checkpointables(self.engine),
+                    context=ours.with_engines(),
+                    overwrite=True,
+                    strategy=added_files.SaveWithFiles(files={}),
+                )
+        return losses
+
+    def resume(self) -> None:
+        load(self.engine, self.directory)
+        self.loaded = self.state()
+
+    def state(self) -> dict[str, Any]:
+        return state(self.engine)
+
+
+class AcceleratedRun:
+    """An Accelerator with a plugin of DeepSpeed, whose state is saved at every second step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        stage: int,
+        *,
+        dummies: bool = True,
+        ours: bool = True,
+        in_background: bool = False,
+        zero: dict[str, Any] | None = None,
+    ) -> None:
+        from accelerate import Accelerator, DeepSpeedPlugin
+        from accelerate.utils import DummyOptim, DummyScheduler, ProjectConfiguration
+        from ckptcore_integrations.accelerate import CheckpointMixin
+
+        accept_cpus()
+        self.directory = directory
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 8 // world_size(),
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": stage, **(zero or {})},
+            "bf16": {"enabled": True},
+        }
+        if dummies:
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+            config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}}
+        kind: Any = type("Checkpointed", (CheckpointMixin, Accelerator), {}) if ours else Accelerator
+        self.accelerator = kind(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            project_config=ProjectConfiguration(str(directory), automatic_checkpoint_naming=True),
+        )
+        self.accelerator.save_in_background = in_background
+        torch.manual_seed(0)
+        net = Net(alternates=False)
+        if dummies:
+            optimizer: Any = DummyOptim(net.parameters(), lr=0.01)
+            scheduler: Any = DummyScheduler(optimizer, warmup_num_steps=20)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.engine, self.optimizer, self.scheduler = self.accelerator.prepare(net, optimizer, scheduler)
+
+    def train(self, steps: int) -> list[float]:
+        losses: list[float] = []
+        while self.engine.global_steps < steps:
+            step = self.engine.global_steps
+            tokens = torch.randint(0, 11, (8, 4), generator=torch.Generator().manual_seed(step))
+            part = tokens.chunk(world_size())[rank()]
+            loss = torch.nn.functional.cross_entropy(self.engine(part, step).float().flatten(0, 1), part.flatten())
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(loss.item())
+            if (step + 1) % 2 == 0:
+                keep_state(self, self.directory, losses)
+                self.accelerator.save_state()
+        return losses
+
+    def resume(self) -> None:
+        self.accelerator.load_state()
+        self.loaded = self.state()
+
+    def state(self) -> dict[str, Any]:
+        return {**state(self.engine), "scheduler": self.scheduler.state_dict()}
+
+
+class TrainerRun:
+    """A Trainer with a configuration of DeepSpeed, which saves at every second of 6 steps."""
+
+    def __init__(
+        self,
+        directory: Path,
+        stage: int,
+        *,
+        ours: bool = True,
+        scheduler: bool = False,
+        gather: bool = True,
+        adapters: bool = False,
+        zero: dict[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        from ckptcore_integrations.transformers import CheckpointMixin
+        from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+
+        accept_cpus()
+        self.directory = directory
+        self.losses: list[float] = []
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gather, **(zero or {})},
+        }
+        if scheduler:
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+            config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+        run = self
+        self.loaded: dict[str, Any] = {}
+
+        class Observed(Trainer):
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                loss = super().training_step(*args, **kwargs)
+                run.losses.append(float(loss))
+                return loss
+
+        class Keep(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step % 2 == 0:
+                    keep_state(run, directory, run.losses)
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                run.loaded = run.state()
+
+        torch.manual_seed(0)
+        sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        sizes |= {"vocab_size": 17, "num_labels": 10}
+        model: Any = BertForSequenceClassification(BertConfig(**sizes))
+        if adapters:
+            from peft import LoraConfig, get_peft_model  # slow
+
+            lora = LoraConfig(
+                r=2, target_modules=["query", "value"], modules_to_save=["classifier"], task_type="SEQ_CLS"
+            )
+            model = get_peft_model(model, lora)
+        rows = [{"input_ids": torch.randint(0, 17, (12,)), "labels": number % 10} for number in range(64)]
+        kind: Any = type("Checkpointed", (CheckpointMixin, Observed), {}) if ours else Observed
+        arguments = TrainingArguments(
+            str(directory / "run"),
+            deepspeed=config,
+            report_to=[],
+            disable_tqdm=True,
+            learning_rate=1e-2,
+            **{
+                "max_steps": 6,
+                "save_steps": 2,
+                "per_device_train_batch_size": 8 // world_size() // given.get("gradient_accumulation_steps", 1),
+                **given,
+            },
+        )
+        self.trainer = kind(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:16], callbacks=[Keep()])
+
+    @property
+    def engine(self) -> Any:
+        return self.trainer.model_wrapped
+
+    def train(self, steps: int) -> list[float]:
+        self.trainer.train(resume_from_checkpoint=getattr(self, "newest", None))
+        assert self.trainer.state.global_step == steps
+        return self.losses
+
+    def resume(self) -> None:
+        self.newest = str(self.directory / "run" / "checkpoint-4")
+
+    def state(self) -> dict[str, Any]:
+        return {**state(self.engine), "scheduler": self.trainer.lr_scheduler.state_dict()}
+
+
+def accept_cpus() -> None:
+    """Let Accelerate see the processes of a job on CPUs: with DeepSpeed it only looks for accelerators, and finds 1."""
+    from accelerate.state import DistributedType, PartialState
+
+    PartialState._prepare_backend = lambda self, *_: ("gloo", DistributedType.MULTI_CPU)
+
+
+def keep_state(run: Any, directory: Path, losses: list[float]) -> None:
+    """Write the state to a file, for `resume`."""
+    found = run.state()
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save((found, losses), directory / f"state-{run.engine.global_steps}-{rank()}.pt")
+
+
+RUNS: dict[str, Any] = {"bare": BareRun, "accelerate": AcceleratedRun, "trainer": TrainerRun}
+
+
+def train_until_killed(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
+    """Train 6 steps, and kill the first process in the third save, when the files are written."""
+    commit = added_files._CommitWithFiles.commit
+    run = RUNS[kind](directory, stage, **options)
+
+    def killed(self: Any, payloads: Any) -> None:
+        if (directory / "state-6-0.pt").exists():
+            (directory / "written").write_text("\n".join(map(str, directory.rglob("*"))))
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(self, payloads)
+
+    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    run.train(6)
+
+
+def train_to_end(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
+    """Train 6 steps, with three saves."""
+    RUNS[kind](directory, stage, **options).train(6)
+
+
+def train_to_the_best(directory: Path, stage: int, options: dict[str, Any]) -> None:
+    """Train 6 steps with the Trainer, which then loads the step with the highest loss."""
+    run = TrainerRun(directory, stage, **options)
+    run.train(6)
+    best = run.trainer.state.best_global_step
+    assert best < 6
+    kept, _ = torch.load(directory / f"state-{best}-{rank()}.pt", weights_only=False)
+    found = run.state()
+    names = [name for name in kept if name.startswith(("model.", "fp32."))]
+    compare({name: found[name] for name in names}, {name: kept[name] for name in names})
+
+
+def resume(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
+    """Resume from the second save, and compare the state after 6 steps with the earlier run."""
+    run = RUNS[kind](directory, stage, **options)
+    (loaded, _), (expected, losses) = (
+        torch.load(directory / f"state-{step}-{rank()}.pt", weights_only=False) for step in (4, 6)
+    )
+    run.resume()
+    found = run.train(6)
+    assert found == losses[-len(found) :]
+    assert len(found) == len(losses) // 3
+    compare(run.loaded, loaded)
+    compare(run.state(), expected)
+
+
+def resume_elsewhere(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
+    """Resume from the second save of a job with another number of processes, and train on."""
+    run = RUNS[kind](directory, stage, **options)
+    loaded, _ = torch.load(directory / "state-4-0.pt", weights_only=False)
+    run.resume()
+    run.train(6)
+    common = loaded.keys() & run.loaded.keys()
+    compare({name: run.loaded[name] for name in common}, {name: loaded[name] for name in common})
+
+
 if __name__ == "__main__":
-    start()
     arguments = json.loads(sys.argv[1])
+    deepspeed.init_distributed("gloo", verbose=False)
     globals()[arguments[0]](Path(arguments[1]), *arguments[2:])
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
