@@ -64,7 +64,7 @@ class _WithoutOthers:
 class Replicated(_WithoutOthers):
     """One process, or DistributedDataParallel: each process has the whole model."""
 
-    is_whole: ClassVar[bool] = True
+    is_whole = True
 
     def model(self, model: Any) -> object:
         """Return the model."""
@@ -91,7 +91,7 @@ class Sharded(_WithoutOthers):
     parameters without a gradient, which have no state, are not confused with others.
     """
 
-    is_whole: ClassVar[bool] = False
+    is_whole = False
 
     def model(self, model: Any) -> object:
         """Return the model."""

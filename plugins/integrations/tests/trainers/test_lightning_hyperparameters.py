@@ -177,9 +177,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found.maxlen == expected.maxlen
 
 
-@pytest.mark.brings(
-    "hyperparameters: paths, times, sets, ranges, enums, dtypes, dataclasses", "lightning", "same"
-)
+@pytest.mark.brings("hyperparameters: paths, times, sets, ranges, enums, dtypes, dataclasses", "lightning", "same")
 @pytest.mark.brings("hyperparameters: NumPy arrays, tensors, `Namespace`, `DictConfig`", "lightning", "same")
 @pytest.mark.parametrize("name", SAME)
 def test_hyperparameters_come_back_as_themselves(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
