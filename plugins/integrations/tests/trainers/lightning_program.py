@@ -133,8 +133,8 @@ def start(call: str, module: str, **environment: str) -> subprocess.Popen[bytes]
     )
 
 
-def run_job(call: str, module: str, size: int) -> None:
-    """Call a function of a module of this directory in a job of Lightning."""
+def run_job(call: str, module: str, size: int, status: int = 0) -> None:
+    """Call a function of a module of this directory in a job of Lightning. All ranks end with the same status."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = str(chosen.getsockname()[1])
@@ -142,4 +142,4 @@ def run_job(call: str, module: str, size: int) -> None:
         start(call, module, LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(size)
     ]
     errors = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors)
+    assert [rank.returncode for rank in ranks] == [status] * size, "\n".join(errors)

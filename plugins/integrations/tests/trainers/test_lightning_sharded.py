@@ -72,7 +72,7 @@ class Parts(lightning.LightningModule):  # type: ignore[misc]  # without types h
 
 
 class TwoOptimizers(Parts):
-    """Two optimizers, the second of which steps later, by manual optimization."""
+    """Two optimizers, the second of which steps later, by manual optimization. FSDP 1 of PyTorch refuses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,8 @@ def build(kind: str, model: str, size: int, directory: Path, *callbacks: Any, **
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
         made = type("ShardedModel", (made,), {"configure_model": configure_model})
-    options = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1, "save_last": "link", **options}
+    every = 2 if model == "parts" else 1  # each optimizer counts a step, and the number is odd at the end
+    options = {"filename": "{step}", "every_n_train_steps": every, "save_top_k": -1, "save_last": "link", **options}
     run = lightning.Trainer(
         max_epochs=1,
         callbacks=[ModelCheckpoint(directory, **options), *callbacks],
@@ -210,9 +211,9 @@ def resume_killed(kind: str, size: int, directory: Path) -> None:
     assert module.losses == losses[4:]
 
 
-def job(call: str, size: int) -> None:
+def job(call: str, size: int, status: int = 0) -> None:
     """Call a function of this module in a job."""
-    run_job(call, "test_lightning_sharded", size)
+    run_job(call, "test_lightning_sharded", size, status)
 
 
 @pytest.mark.system
@@ -220,8 +221,7 @@ def job(call: str, size: int) -> None:
     ("kind", "model"),
     [
         ("fsdp", "parts"),
-        ("model parallel", "parts"),
-        pytest.param("fsdp", "two optimizers", marks=pytest.mark.slow),
+        pytest.param("model parallel", "parts", marks=pytest.mark.slow),
         ("model parallel", "two optimizers"),
     ],
 )
@@ -235,8 +235,9 @@ def test_sharded_models_resume_with_all_parameters(tmp_path: Path, kind: str, mo
 
 @pytest.mark.slow
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["fsdp", "model parallel"])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    ("kind", "model"), [("fsdp", "parts"), ("model parallel", "parts"), ("model parallel", "two optimizers")]
+)
 def test_sharded_models_resume_on_other_numbers_of_processes(tmp_path: Path, kind: str, model: str) -> None:
     job(f"train({kind!r}, {model!r}, 2, Path({str(tmp_path)!r}))", 2)
     for size in (4, 1):
@@ -249,6 +250,5 @@ def test_sharded_models_resume_on_other_numbers_of_processes(tmp_path: Path, kin
 @pytest.mark.parametrize("kind", ["fsdp", "model parallel"])
 def test_a_killed_sharded_run_resumes(tmp_path: Path, kind: str) -> None:
     job(f"train({kind!r}, 'parts', 2, Path({str(tmp_path)!r}))", 2)
-    with pytest.raises(AssertionError, match="-9"):
-        job(f"kill({kind!r}, Path({str(tmp_path)!r}))", 2)
+    job(f"kill({kind!r}, Path({str(tmp_path)!r}))", 2, status=-signal.SIGKILL)
     job(f"resume_killed({kind!r}, 4, Path({str(tmp_path)!r}))", 4)
