@@ -119,8 +119,8 @@ class CheckpointMixin(_Accelerator):
             The directory.
 
         Raises:
-            NotImplementedError: for DeepSpeed, FSDP, Megatron-LM, XLA, ``save_on_each_node`` and arguments that are not
-                supported.
+            NotImplementedError: for Megatron-LM, XLA, ``save_on_each_node``, parts of DeepSpeed that are not supported,
+                and arguments that are not supported.
             ValueError: there is no directory to save to, or the named directory exists.
             CheckpointError: the save failed. An earlier checkpoint is unchanged.
         """

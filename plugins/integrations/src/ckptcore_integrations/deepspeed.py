@@ -27,7 +27,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from ckptcore_torch.named_optimizers import NamedOptimizer
@@ -104,7 +104,7 @@ def _default_context() -> Context:
 class Engines:
     """The kind of training with DeepSpeed: a `ckptcore_integrations.training_kinds.TrainingKind`."""
 
-    is_whole: ClassVar[bool] = False
+    is_whole = False
 
     def __init__(self, *, gather_weights: bool = False) -> None:
         """Choose how weights are saved.

@@ -8,7 +8,6 @@ of them check that the state can be saved.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -430,10 +429,10 @@ def _with_saved_parameters(states: list[Any], stored: dict[str, Any], path: _Pat
             f"{os.fspath(path)} has only the model, as save_weights_only=True saves it: the optimizers cannot be "
             "restored. Resume from another checkpoint, or load the weights into the module before fit()"
         )
-    known = [set(part["state"]) for part in saved]
+    known = [set(part["state"]) for part in saved] + [set()] * len(states)
     return [
         {**state, "state": {name: part for name, part in state["state"].items() if name in names}}
-        for state, names in itertools.zip_longest(states, known[: len(states)], fillvalue=frozenset())
+        for state, names in zip(states, known, strict=False)
     ]
 
 
