@@ -115,19 +115,17 @@ def _bring_back(directory: Path) -> None:
 
 
 def newest_sound_step(directory: Path) -> str | None:
-    """Return the path of the newest sound step, or None if there is no step. See `newest_sound`.
+    """Return the path of the newest sound step, or None if there is none. See `newest_sound`.
 
     Raises:
-        CheckpointError: a step cannot be judged, or all steps are damaged.
+        CheckpointError: a step cannot be judged.
     """
     _bring_back(directory)
-    damage = {}
     for step, path in reversed(steps_of(directory).items()):
         try:
             _judge(Path(path), step)
         except _DAMAGE as error:
             logger.warning("%s is skipped: %s", path, error)
-            damage[path] = str(error)
         except (_UnknownError, CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"{path}: cannot tell whether this step is complete: {error}. It is not skipped, because a run that "
@@ -136,12 +134,6 @@ def newest_sound_step(directory: Path) -> str | None:
             ) from error
         else:
             return path
-    if damage:
-        listed = "; ".join(f"{path}: {problem}" for path, problem in damage.items())
-        raise CheckpointError(
-            f"{directory}: every step is damaged: {listed}. Restore one of them from a copy. To begin again at step 0, "
-            "move these directories away"
-        )
     return None
 
 

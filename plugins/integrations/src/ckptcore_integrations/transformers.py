@@ -394,11 +394,11 @@ def newest_sound(directory: str | os.PathLike[str]) -> str | None:
         directory: the ``output_dir`` of the Trainer. It may be missing.
 
     Returns:
-        The path of ``checkpoint-<step>``, or None if there is no such directory.
+        The path of ``checkpoint-<step>``, or None if there is none to resume from.
 
     Raises:
         CheckpointError: a step newer than all sound ones cannot be judged, for example because it has files that are
-            not known, or because it cannot be read. Or all steps are damaged.
+            not known, or because it cannot be read.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     found: list[str | CheckpointError | None] = [None]

@@ -227,11 +227,6 @@ def test_damage_is_found(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="damaged"):
             trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     (tmp_path / "checkpoint-4" / "checkpoint.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="every step is damaged.* move these directories away") as caught:
-        newest_sound(tmp_path)
-    assert all(f"checkpoint-{step}: " in str(caught.value) for step in (4, 8, 12))
-    for step in (4, 8, 12):
-        (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"damaged-{step}")
     assert newest_sound(tmp_path) is None
     assert newest_sound(tmp_path / "missing") is None
 
@@ -281,8 +276,7 @@ def test_compressed_members_are_not_expanded(tmp_path: Path, compression: int) -
     content = path.read_bytes()
     with pytest.raises(CorruptCheckpointError, match="compressed members, which torch.save does not write"):
         check_zip(path)
-    with pytest.raises(CheckpointError, match="every step is damaged.*pytorch_model.bin has compressed members"):
-        newest_sound(tmp_path)
+    assert newest_sound(tmp_path) is None
     torch.save({"w": torch.ones(2)}, path)
     check_zip(path)
     path.write_bytes(content)
