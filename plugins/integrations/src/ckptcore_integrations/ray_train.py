@@ -98,6 +98,7 @@ def resume(
     Raises:
         UnsupportedLeafError: lists what cannot be saved or restored.
         RankFailedError: another worker has such objects.
+        PartialLoadError: another number of workers saved an object, each its own state. All others were loaded.
     """
     ckptcore.check_checkpointables(into, layout=layout, context=context)
     checkpoint = ray.train.get_checkpoint()
