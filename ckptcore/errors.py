@@ -13,6 +13,7 @@
     ├── UnsupportedVersionError        (ValueError)         a newer version of ckptcore wrote the checkpoint
     ├── CompositeCheckpointError       (ValueError)         it has several checkpointables, and one tree is required
     ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists how
+    │   └── PartialLoadError                                some objects were not loaded, and all others were
     ├── TransformError                 (ValueError)         a transform failed, or does not fit the stored tree
     ├── UnknownPathError               (KeyError)           an open checkpoint has no such path
     ├── InsufficientMemoryError        (MemoryError)        there is not enough memory for an array; says how much
@@ -85,6 +86,7 @@ __all__ = [
     "NotSharedError",
     "ObjectNotFoundError",
     "OnlyStepError",
+    "PartialLoadError",
     "PluginConflictError",
     "PluginError",
     "RankFailedError",

@@ -12,7 +12,7 @@ import functools
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -118,7 +118,7 @@ def where(predicate: Predicate) -> Selection:
 
     Args:
         predicate: called with the path and the abstract leaf of each leaf of the tree, and with each container
-            without children: ``{}``, ``[]`` or ``()``.
+            without children: ``{}``, ``[]`` or ``()``. It selects a container that lacks an attribute it asks for.
 
     Raises:
         TypeError: the argument is not callable.
@@ -218,7 +218,15 @@ class _Where(Selection):
 
     def leaves(self, table: LeafTable) -> frozenset[int]:
         leaves = zip(table.texts, table.describe(), strict=True)
-        return frozenset([number for number, (text, leaf) in enumerate(leaves) if self.predicate(text, leaf)])
+        return frozenset([number for number, (text, leaf) in enumerate(leaves) if self._selects(text, leaf)])
+
+    def _selects(self, text: str, leaf: object) -> bool:
+        try:
+            return bool(self.predicate(text, leaf))
+        except AttributeError:
+            if isinstance(leaf, Sized) and not leaf:
+                return True  # a container, of which a predicate about arrays says nothing
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ _STATE: Final = re.compile(
 """Names of files that hold the state of a training. Configs, tokenizers and texts hold none."""
 
 _OTHER_FORMATS: Final = re.compile(
-    r"(pytorch_model|tf_model|flax_model|diffusion_pytorch_model|diffusion_flax_model|model|consolidated)\b.*"
+    r"(pytorch_model|tf_model|flax_model|diffusion_pytorch_model|diffusion_flax_model|model|consolidated)\b"
+    r".*\.(bin|safetensors|h5|hdf5|msgpack|pth|npz)"
 )
 """Names of the weights of one model, which repositories have in several formats next to each other."""
 
@@ -36,6 +37,11 @@ _ARGUMENTS: Final = "training_args.bin"
 
 _FOLDERS: Final = ("original", "onnx", "openvino", "coreml")
 """Folders in repositories of models, with the same weights for other software."""
+
+_OF_THEIR_OWN: Final = re.compile(
+    r"(checkpoint|step|epoch|iter)[-_=]?\w*\d+(\.ckpt)?|wandb|mlruns|runs|logs|lightning_logs"
+)
+"""Folders in the directory of a run that are other steps, or logs."""
 
 _MOST_NAMED: Final = 8
 _BEGIN_BYTES: Final = 16
@@ -67,7 +73,7 @@ def left_out_of(found: Checkpoint | CompositeCheckpoint, source: AnyLocation, co
             if lost := [name for name in unused if name not in names]:
                 more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
                 tensors.append(f"{prefix}{key}: {', '.join(lost[:_MOST_NAMED])}{more}")
-            elif not unused:
+            elif not unused and not _is_empty(location.store, f"{prefix}{key}"):
                 tensors.append(f"{prefix}{key}")  # no index names this file
     suffixes = {key.rpartition(".")[2] for key in read}
     store = location.store
@@ -141,24 +147,29 @@ def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) 
     folders: Sequence[str] = directory.split("/") if directory else ()
     if not _STATE.fullmatch(name) or name == _ARGUMENTS or any(folder.startswith(".") for folder in folders):
         return False
-    if folders and folders[0] in _FOLDERS:
+    if folders and (folders[0] in _FOLDERS or _OF_THEIR_OWN.fullmatch(folders[0])):
         return False
-    if not _OTHER_FORMATS.fullmatch(name):
+    beside = {other.rpartition("/")[2] for other in read if other.rpartition("/")[0] == directory}
+    suffix = name.rpartition(".")[2]
+    if suffix in ("bin", "safetensors") and any(_stem(other) == _stem(name) for other in beside):
+        return suffix in read_suffixes  # the same weights in another format, or a shard
+    if not beside or not _OTHER_FORMATS.fullmatch(name):
         return True
-    if name.rpartition(".")[2] not in read_suffixes or name.startswith("consolidated"):
+    if suffix not in read_suffixes or name.startswith("consolidated"):
         return False
     # a variant such as model.fp16.safetensors has the same weights in another dtype; a shard has others
-    beside = {other.rpartition("/")[2] for other in read if other.rpartition("/")[0] == directory}
     return not any(_stem(name).startswith(f"{_stem(other)}.") for other in beside)
 
 
 def _is_empty(store: StorageBackend, key: str) -> bool:
     """Return True for a file with a text in place of a state, such as a pointer of Git LFS, or without any tensor."""
     size = store.size(key)
+    if not size:
+        return True
     begin = store.get(key, 0, min(size, _BEGIN_BYTES))
     if key.endswith(".safetensors") and size == 8 + int.from_bytes(begin[:8], "little"):  # it has only a header
         return True
-    return bool(begin) and begin.isascii() and begin.decode().replace("\n", " ").isprintable()
+    return begin.isascii() and begin.decode().replace("\n", " ").isprintable()
 
 
 def _stem(name: str) -> str:

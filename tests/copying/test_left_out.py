@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptcore
@@ -174,3 +175,21 @@ def test_files_next_to_the_steps_of_a_run(tmp_path: Path) -> None:
     report = ckptcore.copy_steps(tmp_path / "run", tmp_path / "copy")
     assert report.left_out == ("latest_checkpointed_iteration.txt",)
     assert (tmp_path / "copy" / "iter_0000020" / "common.pt").exists()
+
+
+def test_empty_files_and_steps_next_to_a_model_are_no_loss(tmp_path: Path) -> None:
+    """PyTorch writes empty files for ranks without items; a Trainer writes the final model next to its steps."""
+    state = {"a": torch.ones(2), "b": torch.zeros(3)}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "dcp", thread_count=8))
+    (tmp_path / "dcp" / "__7_0.distcp").touch()
+    ckptcore.copy(tmp_path / "dcp", tmp_path / "copy", layout="safetensors")
+    assert ckptcore.verify(tmp_path / "dcp").left_out == ()
+    run = tmp_path / "run"
+    (run / "checkpoint-10").mkdir(parents=True)
+    save_file(state, run / "model.safetensors")
+    torch.save(state, run / "checkpoint-10" / "optimizer.pt")
+    ckptcore.copy(run, tmp_path / "copy2", layout="dcp")
+    (run / "2_Dense").mkdir()
+    torch.save(state, run / "2_Dense" / "pytorch_model.bin")
+    with pytest.raises(TreeMismatchError, match=r"2_Dense/pytorch_model\.bin"):
+        ckptcore.copy(run, tmp_path / "copy3", layout="dcp")

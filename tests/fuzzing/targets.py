@@ -418,7 +418,7 @@ TARGETS: Final[Mapping[str, Target]] = {
         _replaced_safetensors, (reads.load_safetensors, reads.slice_safetensors), (CheckpointError, SafetensorError)
     ),
     "dcp-replacement": Target(_replaced_dcp, (reads.load_dcp,), (CheckpointError, CheckpointException)),
-    "trainer": Target(_trainer, (reads.find_sound,), ()),
+    "trainer": Target(_trainer, (reads.find_sound,), (CheckpointError,)),
     "copy": Target(_copied, (reads.list_manifest, reads.copy, reads.convert), writes=True),
 }
 """By name, every kind of file."""

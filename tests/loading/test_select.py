@@ -418,3 +418,9 @@ def test_containers_without_children_after_transforms(tmp_path: Path) -> None:
     assert loaded(~select.names("model")).keys() == {"optimizer", "schedulers", "loops"}
     added = ckptcore.load(tmp_path / "c", select=select.names("schedulers"), transforms=[Default("x", 1)])
     assert added == {"x": 1, "schedulers": []}
+
+
+def test_a_predicate_about_arrays_does_not_fail_on_a_container(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.ones(2, np.float32), "n": np.ones(2, np.int64), "empty": [], "none": {}})
+    chosen = select.where(lambda _, leaf: leaf.dtype.name == "float32")  # type: ignore[attr-defined]
+    assert ckptcore.load(tmp_path / "c", select=chosen).keys() == {"w", "empty", "none"}

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from ckptcore_torch.names import plain_module_name, plain_names
+from ckptcore_torch.names import plain_module_names, plain_names
 from torch.nn.modules.batchnorm import _NormBase
 
-from ckptcore_integrations.training_kinds import Replicated
-
-__all__ = ["Adapters", "adapter_tensors", "frozen_names", "gathered_adapters", "has_adapters", "outside_of_adapters"]
-
-
-class Adapters(Replicated):
-    """A model with adapters, whole in each process.
-
-    PEFT writes files of the adapters, which `PeftModel.from_pretrained` opens. They have no trainable parameters
-    outside of adapters, no prompt encoders and no running statistics, and may have another dtype. So a resume does not
-    read them, but the tensors that `adapter_tensors` returns.
-    """
-
-    def model(self, model: Any) -> object:
-        """Return the tensors."""
-        return adapter_tensors(getattr(model, "module", model) if is_data_parallel(model) else model)
-
-    def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
-        """Return None: PEFT needs no index of weights."""
-        return None
+__all__ = [
+    "adapter_tensors",
+    "frozen_names",
+    "gathered_adapters",
+    "has_adapters",
+    "is_data_parallel",
+    "outside_of_adapters",
+]
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
@@ -53,11 +41,11 @@ def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _names(model: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names in a state dict of what the training may change."""
-    prefixes = tuple(_prefixes(model))
+    parts = set(_parts(model))
     named = model.named_parameters(remove_duplicate=False)
     trainable = set(plain_names(model, [name for name, parameter in named if parameter.requires_grad]).values())
     for name, plain in plain_names(model, state).items():
-        if isinstance(state[name], torch.Tensor) and (plain in trainable or f"{plain}.".startswith(prefixes)):
+        if isinstance(state[name], torch.Tensor) and (plain in trainable or _is_below(plain, parts)):
             yield name
 
 
@@ -70,10 +58,10 @@ def frozen_names(model: torch.nn.Module) -> set[str]:
 
 def outside_of_adapters(model: torch.nn.Module) -> list[str]:
     """Return the names of trainable parameters that are in no adapter: PEFT does not write them."""
-    prefixes = tuple(_prefixes(model))
+    parts = set(_parts(model))
     named = model.named_parameters(remove_duplicate=False)
     names = plain_names(model, [name for name, parameter in named if parameter.requires_grad]).values()
-    return [name for name in names if not f"{name}.".startswith(prefixes)]
+    return [name for name in names if not _is_below(name, parts)]
 
 
 def gathered_adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -101,19 +89,27 @@ def _whole(tensor: Any) -> Any:
     return tensor.detach().cpu()
 
 
-def _prefixes(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the beginnings of the plain names of adapters and running statistics."""
+def _is_below(name: str, parts: Collection[str]) -> bool:
+    """Return True if a name is one of the parts, or is in one of them."""
+    segments = name.split(".")
+    return any(".".join(segments[:count]) in parts for count in range(1, len(segments) + 1))
+
+
+def _parts(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the plain names of adapters and running statistics."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # installed, if a model has adapters
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    for name, module in model.named_modules():
-        plain = plain_module_name(model, name)
+    modules = dict(model.named_modules())
+    plain_of = plain_module_names(model, modules)
+    for name, module in modules.items():
+        plain = plain_of[name]
         own = f"{plain}." if plain else ""
         if isinstance(module, BaseTunerLayer):
-            yield from (f"{own}{part}." for part in (*module.adapter_layer_names, *module.other_param_names))
+            yield from (f"{own}{part}" for part in (*module.adapter_layer_names, *module.other_param_names))
         elif isinstance(module, AuxiliaryTrainingWrapper):
-            yield from (f"{own}{part}." for part, _ in module.named_children() if part != "original_module")
+            yield from (f"{own}{part}" for part, _ in module.named_children() if part != "original_module")
         elif isinstance(module, _NormBase):
-            yield from (f"{own}{buffer}." for buffer, _ in module.named_buffers(recurse=False))
+            yield from (f"{own}{buffer}" for buffer, _ in module.named_buffers(recurse=False))
         elif plain == "prompt_encoder":
-            yield own
+            yield plain

@@ -29,6 +29,7 @@ class OptimizerState:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of its parameters."""
         return list(self.engine.optimizer.optimizer.param_groups)
 
     def slots(self, fragment: Fragment) -> dict[str, Any]:

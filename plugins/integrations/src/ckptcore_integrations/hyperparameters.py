@@ -50,6 +50,7 @@ _ATOMS: Final = (type(None), bool, int, float, complex, str, bytes)
 _MOST_LEVELS: Final = 50
 _MOST_CHARACTERS: Final = 1000
 _ARRAY: Final = "numpy.ndarray"
+_FROZEN: Final = "parameter without gradients"
 _TYPES: Final = "ckptcore_types"
 """The entry of a saved state with the types of its values, as JSON."""
 
@@ -94,10 +95,14 @@ class Notes:
     def restore(state: dict[str, Any]) -> None:
         """Replace the notes of a loaded state by values of their types, where that is safe. Others remain plain."""
         types = state.pop(_TYPES, None)
-        for *path, name in json.loads(types) if isinstance(types, str) else ():
+        try:
+            typed = [(path, name) for *path, name in json.loads(types)] if isinstance(types, str) else []
+        except (TypeError, ValueError, RecursionError):  # a hostile checkpoint
+            return
+        for path, name in typed:
             try:
                 _replace_at(state, path, functools.partial(_decode, name))
-            except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError):
+            except Exception:  # noqa: BLE001  # of any constructor; a note does not stop a load
                 continue  # another version of a library, a class that is not imported, or a hostile checkpoint
 
     def _is_savable(self, array: object) -> bool:
@@ -182,7 +187,8 @@ class _Conversion:
         if not self._is_savable(value):
             return self._text(value, path)
         if not isinstance(value, np.generic) and type(value) is not torch.Tensor:
-            self.types.append([*path, _name(type(value))])
+            is_frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
+            self.types.append([*path, _FROZEN if is_frozen else _name(type(value))])
         return value
 
     def _container(self, value: Any, path: _Path) -> object:
@@ -375,7 +381,7 @@ _KINDS: Final[Mapping[str, _Kind]] = {
     "pairs": _Kind(list, dict),  # a dict with a key that is neither text nor a number
     "set": _Kind(list, set),
     "frozenset": _Kind(list, frozenset),
-    "bytearray": _Kind(bytes, bytearray),
+    "bytearray": _Kind(bytes, lambda content: bytearray(memoryview(content))),  # a number would be a size
     "range": _Kind(lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     "slice": _Kind(lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
     "collections.deque": _Kind(
@@ -427,6 +433,7 @@ _KINDS: Final[Mapping[str, _Kind]] = {
     "torch.device": _of_text(torch.device),
     "torch.Size": _Kind(list, torch.Size),
     "torch.nn.parameter.Parameter": _Kind(lambda value: value, torch.nn.Parameter),
+    _FROZEN: _Kind(lambda value: value, lambda tensor: torch.nn.Parameter(tensor, requires_grad=False)),
     **{_name(type(np.dtype(code))): _Kind(lambda value: value.str, np.dtype) for code in "?bhilqBHILQefdgFDGSUmM"},
     "omegaconf.dictconfig.DictConfig": _Kind(_config_parts, _config),
     "omegaconf.listconfig.ListConfig": _Kind(_config_parts, _config),

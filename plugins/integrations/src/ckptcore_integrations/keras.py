@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any, Final, Literal
 
 import keras  # type: ignore[import-untyped]  # ships no types
 from keras.callbacks import OrbaxCheckpoint  # type: ignore[import-untyped]
@@ -38,9 +38,9 @@ __all__ = ["CkptcoreCheckpoint", "resume"]
 
 logger = logger_named("ckptcore.integrations.keras")
 
-_RESUMED: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()
-"""By model, the directory and the step that `resume` loaded. The next training begins with the counters of that step,
-which `on_train_begin` of their callbacks would reset."""
+_RESUMED: Final = "_ckptcore_resumed"
+"""Attribute of a model: by directory, the step that `resume` loaded. The next training begins with the counters of that
+step, which `on_train_begin` of their callbacks would reset."""
 
 
 @own_options()
@@ -111,6 +111,8 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         self._context = context
         self._neighbours: Sequence[Any] = [self]
         self._known_steps: set[int] = set()  # in the directory, when a training or a save began
+        self._last_saved: int | None = None
+        self._saved_model: Callable[[], Any] = lambda: None  # the model of that step, if it exists
         self._resumed: int | None = None
         self._is_first_epoch = True
         self._running: Future[None] | None = None
@@ -124,9 +126,9 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         """
         self.wait_until_finished()  # of a training that ended with an exception
         self._neighbours = neighbours(self, sys._getframe())
-        directory, self._resumed = _RESUMED.pop(self.model, ("", None))
-        if directory != _absolute(self.directory):
-            self._resumed = None
+        self._resumed = vars(self.model).get(_RESUMED, {}).pop(_absolute(self.directory), None)
+        if self._saved_model() is not self.model:
+            self._last_saved = None
         self._is_first_epoch = True
         with self._open() as checkpointer:
             checkpointer.check_checkpointables(self._values())
@@ -146,7 +148,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             return
         last = max(self._known_steps, default=-1)
         first = epoch if self.save_freq == "epoch" else self._total_batches_seen + 1
-        if last >= first:
+        if last > first or (last == first and last != self._last_saved):
             raise CheckpointExistsError(
                 f"{redacted_location(self.directory)} has steps up to {last}, and this training would save step "
                 f"{first} and later ones. To go on, call resume(directory, model), and pass initial_epoch= of the next "
@@ -183,12 +185,13 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         try:
             self._expect_known(checkpointer)
             # A training that was set back to a step saves the later ones again.
-            overwrite = self._resumed is not None or step in self._known_steps
+            overwrite = self._resumed is not None or step == self._last_saved
             checkpointer.save_checkpointables(step, self._values(), metrics=metrics, overwrite=overwrite)
         except BaseException:
             checkpointer.close()
             raise
         self._known_steps.add(step)
+        self._last_saved, self._saved_model = step, weakref.ref(self.model)
         thread = ThreadPoolExecutor(1, "ckptcore-keras")
         self._running = thread.submit(checkpointer.close)
         thread.shutdown(wait=False)
@@ -257,7 +260,7 @@ def resume(directory: str, model: Any, *, context: Context | None = None) -> int
     with contextlib.suppress(CheckpointNotFoundError), CheckpointReader(directory, context=context) as reader:
         reader.load_checkpointables(into={"pytree": model})
         assert reader.restored_step is not None
-        _RESUMED[model] = _absolute(directory), reader.restored_step
+        vars(model)[_RESUMED] = {_absolute(directory): reader.restored_step}  # Keras would track an attribute
         return reader.restored_step
     return None
 

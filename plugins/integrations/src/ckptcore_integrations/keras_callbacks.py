@@ -17,6 +17,7 @@ from keras.callbacks import (  # type: ignore[import-untyped]
     OrbaxCheckpoint,
     ReduceLROnPlateau,
 )
+from keras.src.callbacks.monitor_callback import MonitorCallback  # type: ignore[import-untyped]
 
 from ckptcore.events import logger_named
 
@@ -67,6 +68,8 @@ def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any]) -> N
             callback.load_state_dict(stored[name])
         else:
             vars(callback).update(stored[name])
+            if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
+                callback._set_monitor_op()  # Keras does so at the end of the first epoch; a batch may compare before
 
 
 class RandomGenerators:

@@ -13,8 +13,9 @@ from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.named_optimizers import NamedOptimizer
 
 from ckptcore import Context
+from ckptcore_integrations.adapters import adapter_tensors, is_data_parallel
 
-__all__ = ["Replicated", "Sharded", "TrainingKind", "optimizer_to_load", "training_kind"]
+__all__ = ["Adapters", "Replicated", "Sharded", "TrainingKind", "optimizer_to_load", "training_kind"]
 
 
 class TrainingKind(Protocol):
@@ -82,6 +83,23 @@ class Replicated(_WithoutOthers):
     def state_dicts(self, *models: Any) -> AbstractContextManager[None]:
         """Return a context that changes nothing."""
         return nullcontext()
+
+
+class Adapters(Replicated):
+    """A model with adapters, whole in each process.
+
+    PEFT writes files of the adapters, which `PeftModel.from_pretrained` opens. They have no trainable parameters
+    outside of adapters, no prompt encoders and no running statistics, and may have another dtype. So a resume does not
+    read them, but the tensors that `adapter_tensors` returns.
+    """
+
+    def model(self, model: Any) -> object:
+        """Return the tensors."""
+        return adapter_tensors(getattr(model, "module", model) if is_data_parallel(model) else model)
+
+    def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
+        """Return None: PEFT needs no index of weights."""
+        return None
 
 
 class Sharded(_WithoutOthers):

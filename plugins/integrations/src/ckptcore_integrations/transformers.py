@@ -36,7 +36,7 @@ import ckptcore
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
-from ckptcore_integrations.adapters import Adapters, frozen_names, gathered_adapters, has_adapters, outside_of_adapters
+from ckptcore_integrations.adapters import frozen_names, gathered_adapters, has_adapters, outside_of_adapters
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -46,7 +46,7 @@ from ckptcore_integrations.added_files import (
     read_files,
 )
 from ckptcore_integrations.trainer_steps import delete_old_steps, delete_set_aside, newest_sound_step, set_aside
-from ckptcore_integrations.training_kinds import TrainingKind, optimizer_to_load, training_kind
+from ckptcore_integrations.training_kinds import Adapters, TrainingKind, optimizer_to_load, training_kind
 
 if TYPE_CHECKING:
     from ckptcore.results import SaveHandle

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from ckptcore_torch.names import plain_module_name
+from ckptcore_torch.names import plain_module_names
 
 __all__ = ["Loaders"]
 
@@ -60,7 +60,7 @@ class Loaders:
         """Return the loaders with the names of the parts in the plain model."""
 
         def plain(names: frozenset[str]) -> frozenset[str]:
-            return frozenset([plain_module_name(module, name) for name in names])
+            return frozenset(plain_module_names(module, names).values())
 
         return Loaders(plain(self.parts), plain(self.of_own_entries), plain(self.of_extra_state), self.are_foreign)
 

@@ -17,7 +17,7 @@ from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.copies import ModuleCopy
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.module_loaders import Loaders
-from ckptcore_torch.names import has_wrappers, plain_module_name, plain_names, wrapper_parts
+from ckptcore_torch.names import has_wrappers, plain_module_names, plain_names, wrapper_parts
 from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import identity_of, is_sharded, is_uninitialized, overlaps_itself, same_memory
 
@@ -208,7 +208,7 @@ def _with_plain_names(module: torch.nn.Module, state: Any) -> Any:
     if not has_wrappers(module):
         return state
     parts = getattr(state, "_metadata", {})
-    return _rename(state, plain_names(module, state), {part: plain_module_name(module, part) for part in parts})
+    return _rename(state, plain_names(module, state), plain_module_names(module, parts))
 
 
 def _with_module_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
@@ -216,7 +216,8 @@ def _with_module_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
     if state.keys() == own.keys() or not has_wrappers(module):
         return state
     own_name = {plain: name for name, plain in plain_names(module, own).items()}
-    own_part = {plain_module_name(module, name): name for name, _ in module.named_modules()}
+    parts = plain_module_names(module, [name for name, _ in module.named_modules()])
+    own_part = {plain: name for name, plain in parts.items()}
     return _rename(state, {name: own_name.get(name, name) for name in state}, own_part)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ckptcore.errors import NameCollisionError
 
-__all__ = ["has_wrappers", "plain_module_name", "plain_names", "wrapper_parts"]
+__all__ = ["has_wrappers", "plain_module_names", "plain_names", "wrapper_parts"]
 
 _WRAPPERS: Final[tuple[tuple[str, str, str], ...]] = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -54,9 +54,10 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
     return found
 
 
-def plain_module_name(module: torch.nn.Module, name: str) -> str:
-    """Return the name of a module inside `module` in the plain model."""
-    return _plain_name(module, name, _wrappers_in(module)) if name else name
+def plain_module_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return, by the names of modules inside `module`, their names in the plain model."""
+    wrappers = _wrappers_in(module)
+    return {name: _plain_name(module, name, wrappers) if name else name for name in names}
 
 
 def has_wrappers(module: torch.nn.Module) -> bool:
