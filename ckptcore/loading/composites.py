@@ -173,11 +173,9 @@ class CompositeLoad:
             raise self._partial_load(loaded)
         return loaded
 
-    def _partial_load(self, loaded: Mapping[str, object]) -> TreeMismatchError:
+    def _partial_load(self, loaded: Mapping[str, object]) -> PartialLoadError:
         """Return the error that names only the objects that were not loaded."""
         errors = list(self._refused.values())
-        if not loaded and len(errors) == 1:
-            return errors[0]
         others = f"{format_names(loaded)} was loaded. " if loaded else ""
         differences = [line for error in errors for line in error.differences]
         return PartialLoadError(f"{others}{'. '.join(map(str, errors))}", differences, list(self._refused))

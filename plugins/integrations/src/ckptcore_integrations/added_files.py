@@ -77,7 +77,7 @@ def check_files(directory: str | os.PathLike[str]) -> Sequence[str]:
     """
     digests = ckptcore.metadata(directory).custom.get("files")
     if not isinstance(digests, dict):
-        raise CorruptCheckpointError(f"{os.fspath(directory)} has no list of files: another program saved it")
+        raise CheckpointError(f"{os.fspath(directory)} has no list of files: another program saved it")
     for name, digest in digests.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:

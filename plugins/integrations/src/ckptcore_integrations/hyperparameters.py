@@ -102,8 +102,9 @@ class Notes:
         for path, name in typed:
             try:
                 _replace_at(state, path, functools.partial(_decode, name))
-            except Exception:  # noqa: BLE001  # of any constructor; a note does not stop a load
-                continue  # another version of a library, a class that is not imported, or a hostile checkpoint
+            except Exception as error:  # noqa: BLE001  # of any constructor; a note does not stop a load
+                # another version of a library, a class that is not imported, or a hostile checkpoint
+                logger.debug("%s stays in its plain form: %s", _dotted(tuple(path)), error)
 
     def _is_savable(self, array: object) -> bool:
         try:

@@ -325,10 +325,12 @@ def _forget_states_not_saved(objects: Mapping[str, Any], stored: Any) -> None:
     if optimizers is None or not isinstance(saved := stored.get(OPTIMIZER), Mapping):
         return
     optimizers.state_dict()  # makes the states
+    parts = [key.split(".") for key in saved if key.startswith("state.")]
+    names = {".".join(key[1:count]) for key in parts for count in range(2, len(key))}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if not any(key.startswith(f"state.{name}.") for key in saved):
+                if name not in names:
                     optimizer.state.pop(parameter, None)
 
 

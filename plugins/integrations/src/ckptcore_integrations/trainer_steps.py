@@ -21,7 +21,15 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 from ckptcore.events import logger_named
 from ckptcore_integrations.added_files import MISSING_FILE, check_files, is_checkpoint, open_file
 
-__all__ = ["check_zip", "delete_old_steps", "delete_set_aside", "newest_sound_step", "set_aside", "steps_of"]
+__all__ = [
+    "bring_back",
+    "check_zip",
+    "delete_old_steps",
+    "delete_set_aside",
+    "newest_sound_step",
+    "set_aside",
+    "steps_of",
+]
 
 logger = logger_named("ckptcore.integrations.transformers")
 
@@ -107,7 +115,8 @@ def delete_set_aside(step: str) -> None:
     shutil.rmtree(step + _ASIDE, ignore_errors=True)
 
 
-def _bring_back(directory: Path) -> None:
+def bring_back(directory: Path) -> None:
+    """Rename steps back that were set aside by a save that was not committed."""
     for name in os.listdir(directory) if directory.is_dir() else []:
         step = directory / name.removesuffix(_ASIDE)
         if name.endswith(_ASIDE) and not step.exists():
@@ -120,7 +129,7 @@ def newest_sound_step(directory: Path) -> str | None:
     Raises:
         CheckpointError: a step cannot be judged.
     """
-    _bring_back(directory)
+    bring_back(directory)
     for step, path in reversed(steps_of(directory).items()):
         try:
             _judge(Path(path), step)

@@ -45,7 +45,12 @@ from ckptcore_integrations.added_files import (
     is_checkpoint,
     read_files,
 )
-from ckptcore_integrations.trainer_steps import delete_old_steps, delete_set_aside, newest_sound_step, set_aside
+from ckptcore_integrations.trainer_steps import (
+    delete_old_steps,
+    delete_set_aside,
+    newest_sound_step,
+    set_aside,
+)
 from ckptcore_integrations.training_kinds import Adapters, TrainingKind, optimizer_to_load, training_kind
 
 if TYPE_CHECKING:
@@ -206,6 +211,9 @@ class CheckpointMixin(_Trainer):
         if kind.is_whole:
             return None
         if self.is_deepspeed_enabled:
+            engine = self.model_wrapped
+            if engine.zero_optimization_partition_weights() and not engine.zero_gather_16bit_weights_on_model_save():
+                return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)  # type: ignore[no-any-return]  # untyped
             return self.accelerator.get_state_dict(self.model_wrapped)  # type: ignore[no-any-return]  # untyped
         return gathered_adapters(self.model_wrapped)
 
@@ -405,7 +413,7 @@ def newest_sound(directory: str | os.PathLike[str]) -> str | None:
     if not distributed or torch.distributed.get_rank() == 0:
         try:
             found = [newest_sound_step(Path(directory))]
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             if not distributed:
                 raise
             found = [CheckpointError(str(error))]  # without its cause, which may not be picklable
@@ -462,6 +470,9 @@ def _refuse_unsupported(trainer: Any) -> None:
     unsupported = {
         "XLA and SageMaker": args.parallel_mode.value in ("tpu", "sagemaker_model_parallel"),
         "PeftMixedModel, which PEFT does not save": type(trainer.model).__name__ == "PeftMixedModel",
+        "a model that Transformers sharded when it was loaded (distributed_config)": getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        ),
         "save_on_each_node with FSDP or DeepSpeed": args.save_on_each_node
         and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
     }
