@@ -101,6 +101,8 @@ class CheckpointMixin(_Trainer):
         """Check that the state can be saved, and train. See ``transformers.Trainer.train``."""
         _refuse_unsupported(self)
         self._nodes = _number_of_nodes(self.args) if self.args.save_on_each_node else 1
+        if self.args.should_save:
+            bring_back(Path(self.args.output_dir))
         check = _CheckState(self)
         self.add_callback(check)
         try:
