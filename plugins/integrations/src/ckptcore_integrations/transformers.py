@@ -46,6 +46,7 @@ from ckptcore_integrations.added_files import (
     read_files,
 )
 from ckptcore_integrations.trainer_steps import (
+    bring_back,
     delete_old_steps,
     delete_set_aside,
     newest_sound_step,
