@@ -480,7 +480,7 @@ def _refuse_unsupported(trainer: Any) -> None:
         and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
     }
     members = {"model", "optimizer", "scheduler", "random", "scaler"} & set(getattr(trainer.model, "peft_config", {}))
-    unsupported[f"an adapter with the name {min(members, default='')!r}: another part has it, rename it"] = bool(
+    unsupported[f"an adapter with the name {min(members, default='')!r}, which another part has: rename it"] = bool(
         members
     )
     for name, used in unsupported.items():
