@@ -29,6 +29,7 @@ from ckptcore_integrations.added_files import (
     is_checkpoint,
     read_files,
 )
+from ckptcore_integrations.own_options import own_options
 from ckptcore_integrations.random_states import keeping_random_states, problem_with_random_states
 from ckptcore_integrations.training_kinds import optimizer_to_load, training_kind
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     _Accelerator = Any
 else:
     _Accelerator = object
-from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CheckpointMixin"]
 

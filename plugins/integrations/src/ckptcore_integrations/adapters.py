@@ -30,13 +30,14 @@ def is_data_parallel(model: torch.nn.Module) -> bool:
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what the training of a model may change, by names of its state dict. The tensors are not copied.
+    """Return what the training of a model may change, by plain names. The tensors are not copied.
 
     This is every trainable parameter, every tensor of every adapter, also of those that are not active, and the running
     statistics of normalizations.
     """
     state = model.state_dict()
-    return {name: state[name] for name in _names(model, state)}
+    plain = plain_names(model, state)
+    return {plain[name]: state[name] for name in _names(model, state)}
 
 
 def _names(model: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[str]:

@@ -144,7 +144,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             return
         self._is_first_epoch = False
         if self._resumed is not None:
-            self._load_others(self._resumed)
+            self._load_others(self._resumed, epoch)
             return
         last = max(self._known_steps, default=-1)
         first = epoch if self.save_freq == "epoch" else self._total_batches_seen + 1
@@ -213,12 +213,12 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
                 "began. End one of them, or train in another directory"
             )
 
-    def _load_others(self, step: int) -> None:
+    def _load_others(self, step: int, epoch: int) -> None:
         """Load what Keras, or reading the first batch to build the model, changes at the start of a training."""
         with CheckpointReader(self.directory, context=self._context) as reader:
             stored = reader.metadata(step).checkpointables
             if "callbacks" in stored:
-                load_counters(self._neighbours, reader.load_checkpointables(step, ["callbacks"])["callbacks"])
+                load_counters(self._neighbours, reader.load_checkpointables(step, ["callbacks"])["callbacks"], epoch)
             if "random" in stored:
                 try:
                     reader.load_checkpointables(step, into={"random": PerProcess(RandomGenerators())})

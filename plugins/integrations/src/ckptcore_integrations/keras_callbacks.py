@@ -16,6 +16,7 @@ from keras.callbacks import (  # type: ignore[import-untyped]
     ModelCheckpoint,
     OrbaxCheckpoint,
     ReduceLROnPlateau,
+    SwapEMAWeights,
 )
 from keras.src.callbacks.monitor_callback import MonitorCallback  # type: ignore[import-untyped]
 
@@ -30,6 +31,7 @@ _COUNTERS: Final[Mapping[type, Sequence[str]]] = {
     ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     ModelCheckpoint: ("best", "_batches_seen_since_last_saving"),
     OrbaxCheckpoint: ("best", "_batches_seen_since_last_saving", "_total_batches_seen"),
+    SwapEMAWeights: ("_ema_weights_in_model",),
 }
 """The attributes in which callbacks of Keras 3.15 count. The others count nothing."""
 
@@ -59,8 +61,8 @@ def state_of_counters(callbacks: Iterable[Callback]) -> dict[str, Any]:
     return {name: _state(callback) for name, callback in _named(callbacks).items()}
 
 
-def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any]) -> None:
-    """Give callbacks their counters. One that was not saved is named in a warning, and starts again."""
+def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any], epoch: int) -> None:
+    """Give callbacks their counters at the start of an epoch. One that was not saved is named, and starts again."""
     for name, callback in _named(callbacks).items():
         if name not in stored:
             logger.warning("%s has no saved counters, and starts again", name)
@@ -68,6 +70,8 @@ def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any]) -> N
             callback.load_state_dict(stored[name])
         else:
             vars(callback).update(stored[name])
+            if isinstance(callback, SwapEMAWeights):
+                callback.on_epoch_begin(epoch)  # again: now it knows that the model has the averages
             if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
                 callback._set_monitor_op()  # Keras does so at the end of the first epoch; a batch may compare before
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,6 +46,7 @@ from ckptcore_integrations.added_files import (
     is_checkpoint,
     read_files,
 )
+from ckptcore_integrations.own_options import own_options
 from ckptcore_integrations.trainer_steps import (
     bring_back,
     delete_old_steps,
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
     _Trainer = Any
 else:
     _Trainer = object
-from ckptcore_integrations.own_options import own_options
 
 __all__ = ["CheckpointMixin", "export_pretrained", "newest_sound"]
 
@@ -216,7 +217,8 @@ class CheckpointMixin(_Trainer):
         if self.is_deepspeed_enabled:
             engine = self.model_wrapped
             if engine.zero_optimization_partition_weights() and not engine.zero_gather_16bit_weights_on_model_save():
-                return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)  # type: ignore[no-any-return]  # untyped
+                gathered: dict[str, Any] = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+                return gathered
             return self.accelerator.get_state_dict(self.model_wrapped)  # type: ignore[no-any-return]  # untyped
         return gathered_adapters(self.model_wrapped)
 
@@ -264,7 +266,9 @@ class CheckpointMixin(_Trainer):
             return
         with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
             exported = Path(name, Path(checkpoint_folder).name)
-            _export(Path(checkpoint_folder), exported, overwrite=False, context=_ALONE)
+            for nested in _export(Path(checkpoint_folder), exported, overwrite=False, context=_ALONE):
+                (exported / nested).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(checkpoint_folder, nested), exported / nested)
             self.args.hub_strategy = HubStrategy.EVERY_SAVE  # upload the model alone from there
             try:
                 super()._push_from_checkpoint(os.fspath(exported))
@@ -345,7 +349,8 @@ class CheckpointMixin(_Trainer):
         if checkpoint is None or not is_checkpoint(checkpoint):
             super()._load_scaler(checkpoint)
         elif "scaler" in _members(checkpoint):
-            ckptcore.load_checkpointables(checkpoint, into={"scaler": self.accelerator.scaler})
+            context = _ALONE if self._has_own_disks() else None
+            ckptcore.load_checkpointables(checkpoint, into={"scaler": self.accelerator.scaler}, context=context)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_checkpoint(checkpoint):
@@ -443,28 +448,34 @@ def export_pretrained(
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or the destination exists.
     """
-    _export(Path(checkpoint), destination, overwrite=overwrite, context=None)
+    directory = Path(checkpoint)
+    if nested := [name for name in check_files(directory) if "/" in name]:
+        raise CheckpointError(
+            f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the model and the "
+            "tokenizer from the checkpoint with from_pretrained, and call save_pretrained of both"
+        )
+    _export(directory, destination, overwrite=overwrite, context=None)
 
 
 def _export(
     directory: Path, destination: str | os.PathLike[str], *, overwrite: bool, context: ckptcore.Context | None
-) -> None:
+) -> Sequence[str]:
+    """Copy the model and the files next to it. Return the names of the files in subdirectories, which are not copied.
+
+    Raises:
+        CheckpointError: see `export_pretrained`.
+    """
     names = [name for name in check_files(directory) if name not in (_INDEX, _STATE, "training_args.bin")]
     if any(name.endswith("adapter_config.json") for name in names):
         raise CheckpointError(
             f"{directory} has an adapter of PEFT, and no whole model. Open it with "
             f"PeftModel.from_pretrained(model, {str(directory)!r}), and call save_pretrained of the result"
         )
-    nested = [name for name in names if "/" in name]
-    if nested:
-        raise CheckpointError(
-            f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the model and the "
-            "tokenizer from the checkpoint with from_pretrained, and call save_pretrained of both"
-        )
-    files = [directory / name for name in names]
+    files = [directory / name for name in names if "/" not in name]
     ckptcore.copy(
         directory, destination, subtree="model", files=files, layout=_ONE_FILE, overwrite=overwrite, context=context
     )
+    return [name for name in names if "/" in name]
 
 
 def _refuse_unsupported(trainer: Any) -> None:

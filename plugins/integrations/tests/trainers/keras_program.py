@@ -131,6 +131,29 @@ def train_with_callbacks(directory: Path, epochs: int = 10, **options: Any) -> N
     )
 
 
+def train_with_averages(directory: Path) -> None:
+    """Train with `SwapEMAWeights`: one run without a break, and one that an exception ends in the third epoch."""
+
+    def run(place: Path, *others: Any) -> dict[str, str]:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, name="out")], name="model")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9, name="adam"), loss)
+        step = resume(str(place), model)
+        began = 0 if step is None else step + 1
+        checkpoint = CkptcoreCheckpoint(str(place))
+        callbacks = [checkpoint, keras.callbacks.SwapEMAWeights(swap_on_epoch=True), *others]
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(Batches(began), epochs=4, initial_epoch=began, shuffle=False, verbose=0, callbacks=callbacks)
+        checkpoint.wait_until_finished()
+        return digest(model)
+
+    whole = run(directory / "whole")
+    run(directory / "interrupted", _Interrupt())
+    print(json.dumps(run(directory / "interrupted") == whole))
+
+
 def kill_in_third_save(directory: Path) -> None:
     """Train, and kill this process when the files of the third save are written, before its commit."""
 

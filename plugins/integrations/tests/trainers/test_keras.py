@@ -62,6 +62,12 @@ def test_callbacks_and_shuffled_data_resume_bit_for_bit(tmp_path: Path, backend:
     assert resumed["variables"] == whole["variables"]
 
 
+@pytest.mark.brings("averages of weights by `SwapEMAWeights`, in the model between epochs", "keras", "same")
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
+def test_swapped_averages_resume_bit_for_bit(tmp_path: Path, backend: str) -> None:
+    assert run(backend, "train_with_averages(d)", tmp_path)
+
+
 @pytest.mark.brings("a new training in a directory with steps, without `resume`", "keras", "refused")
 @pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_an_interrupted_training_owns_nothing(tmp_path: Path, backend: str) -> None:
