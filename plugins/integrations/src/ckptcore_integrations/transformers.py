@@ -449,7 +449,9 @@ def export_pretrained(
         CheckpointError: the checkpoint is missing or damaged, or the destination exists.
     """
     directory = Path(checkpoint)
-    if nested := [name for name in check_files(directory) if "/" in name]:
+    names = check_files(directory)
+    _refuse_adapters(directory, names)
+    if nested := [name for name in names if "/" in name]:
         raise CheckpointError(
             f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the model and the "
             "tokenizer from the checkpoint with from_pretrained, and call save_pretrained of both"
@@ -466,16 +468,20 @@ def _export(
         CheckpointError: see `export_pretrained`.
     """
     names = [name for name in check_files(directory) if name not in (_INDEX, _STATE, "training_args.bin")]
-    if any(name.endswith("adapter_config.json") for name in names):
-        raise CheckpointError(
-            f"{directory} has an adapter of PEFT, and no whole model. Open it with "
-            f"PeftModel.from_pretrained(model, {str(directory)!r}), and call save_pretrained of the result"
-        )
+    _refuse_adapters(directory, names)
     files = [directory / name for name in names if "/" not in name]
     ckptcore.copy(
         directory, destination, subtree="model", files=files, layout=_ONE_FILE, overwrite=overwrite, context=context
     )
     return [name for name in names if "/" in name]
+
+
+def _refuse_adapters(directory: Path, names: Sequence[str]) -> None:
+    if any(name.endswith("adapter_config.json") for name in names):
+        raise CheckpointError(
+            f"{directory} has an adapter of PEFT, and no whole model. Open it with "
+            f"PeftModel.from_pretrained(model, {str(directory)!r}), and call save_pretrained of the result"
+        )
 
 
 def _refuse_unsupported(trainer: Any) -> None:
