@@ -1,4 +1,4 @@
-"""Runs whose steps have unknown names: they continue, or an error says what is there."""
+"""Continue runs whose steps have unknown names, or raise an error that names what is there."""
 
 from __future__ import annotations
 
