@@ -115,11 +115,11 @@ def in_thread(call: Callable[[], Any]) -> Any:
 def assert_equal(found: Any, expected: Any, default: Any) -> None:
     """Compare bytes, dtypes, weak types and shardings. Uncommitted arrays are on the default device."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         if isinstance(other, int):
             assert one == other and type(one) is int
             continue
-        assert (one.dtype, one.committed) == (other.dtype, other.committed)
+        assert (one.dtype, one.committed) == (other.dtype, other.committed), jax.tree_util.keystr(path)
         assert one.sharding == other.sharding if other.committed else one.devices() == {default}
         if not jax.config.jax_enable_x64:  # with 64-bit numbers, JAX makes no arrays of a weak float32
             assert getattr(one, "weak_type", None) == getattr(other, "weak_type", None)
