@@ -7,9 +7,7 @@ of them check that the state can be saved.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +16,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -38,20 +35,22 @@ from torch.optim import Optimizer
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Context, Matching
 from ckptcore.context import JobOptions, SingleProcess
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
-from ckptcore_integrations.added_files import is_checkpoint
 from ckptcore_integrations.hyperparameters import Notes
-from ckptcore_integrations.lightning_disk import (
-    CommitsLater,
-    create_link,
-    install,
-    is_dangling,
-    newest_neighbor,
-    replacing_path,
-    saver_of,
+from ckptcore_integrations.lightning_disk import CommitsLater, install, replacing_path, saver_of
+from ckptcore_integrations.lightning_paths import (
+    create_parent,
+    delete,
+    finish_replacement,
+    is_directory,
+    is_of_lightning,
+    recover,
+    replace_by_link,
+    step_of,
+    to_load,
 )
 from ckptcore_integrations.own_options import own_options
 
@@ -78,9 +77,6 @@ _REQUEUED: Final = "hpc_ckpt_"
 _ALONE: Final = JobOptions(coordinator=SingleProcess())
 
 _ONLY_SHARDED: Final = "checkpoints are saved by all ranks, as sharded state, which any number of ranks can load"
-
-_SHARDED_METADATA: Final = "meta.pt"
-"""A file in the directories that Lightning's own sharded strategies write."""
 
 
 @own_options()
@@ -131,17 +127,17 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         _refuse_storage_options(storage_options)
         self.wait()
         checkpoint = self._notes.plain(checkpoint)
-        _recover(path, self._context)
-        if _is_of_lightning(path):
+        recover(path, self._context)
+        if is_of_lightning(path):
             self._save(ckptcore.save, replacing_path(path), checkpoint)
-            _replace(path, self._context)
+            finish_replacement(path, self._context)
         elif os.path.basename(path).startswith(_REQUEUED) and "://" not in os.fspath(path):
             # Lightning reads the numbers in all names that contain this, also of hidden directories of a killed save.
             written = os.path.join(os.path.dirname(path), "requeued" + os.path.basename(path).removeprefix(_REQUEUED))
             self._save(ckptcore.save, written, checkpoint)
             os.rename(written, path)
         else:
-            _create_parent(path)
+            create_parent(path)
             self._running = self._save(ckptcore.save_async if self._asynchronous else ckptcore.save, path, checkpoint)
 
     def _save(self, save: Callable[..., SaveHandle | None], path: _Path, state: dict[str, Any]) -> SaveHandle | None:
@@ -157,7 +153,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         """
         device = _device(map_location)
         self.wait()
-        location = _to_load(path, self._context)
+        location = to_load(path, self._context)
         checkpoint: dict[str, Any] = ckptcore.load(location, framework="torch", context=self._context)
         self._notes.restore(checkpoint)
         if device is None:
@@ -170,7 +166,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, if it exists; after the running save, if there is one."""
         if self._running is None:
-            _delete(path, self._context)
+            delete(path, self._context)
         else:
             self._to_remove.append(path)
 
@@ -190,18 +186,18 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         for created in links:
             created.result()
         for path in paths:
-            _delete(path, self._context)
+            delete(path, self._context)
 
     def link(self, path: str, link: str) -> None:
         """Link to the checkpoint that was saved last, once it is committed."""
         running = self._running
         if running is None:
-            _link(path, link, self._context)
+            replace_by_link(path, link, self._context)
             return
 
         def link_once_saved() -> None:
             running.result()
-            _link(path, link, self._context)
+            replace_by_link(path, link, self._context)
 
         executor = ThreadPoolExecutor(1)
         self._links.append(executor.submit(link_once_saved))
@@ -209,7 +205,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
 
     def step(self, path: str) -> int | None:
         """Return the global step of a checkpoint, or None if it cannot be read."""
-        return _step(path, self._context)
+        return step_of(path, self._context)
 
 
 class CheckState(Callback):
@@ -290,8 +286,8 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         own = self._own(checkpoint)
 
         def prepare() -> tuple[_Path, bool]:
-            _recover(filepath, self._alone)
-            return filepath, _is_of_lightning(filepath)
+            recover(filepath, self._alone)
+            return filepath, is_of_lightning(filepath)
 
         path, replaces = _by_leader(self, prepare)
         ckptcore.save(
@@ -302,7 +298,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
             context=self._checkpoint_context,
         )
         if replaces:
-            _by_leader(self, lambda: _replace(path, self._alone))
+            _by_leader(self, lambda: finish_replacement(path, self._alone))
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the state of the model, and of the optimizers when fitting. Return the other entries.
@@ -338,24 +334,24 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
     def _find(self, path: _Path) -> tuple[_Path, dict[str, Any]]:
         """Return where the checkpoint of a path is, and its tree without arrays."""
-        found = _to_load(path, self._alone)
+        found = to_load(path, self._alone)
         return found, ckptcore.metadata(found, context=self._alone).abstract
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete a checkpoint, if it exists. Only rank 0 deletes."""
         if self.is_global_zero:
-            _delete(filepath, self._alone)
+            delete(filepath, self._alone)
 
     def wait(self) -> None:
         """Do nothing: no save runs in the background."""
 
     def link(self, path: str, link: str) -> None:
         """Link to a checkpoint."""
-        _link(path, link, self._alone)
+        replace_by_link(path, link, self._alone)
 
     def step(self, path: str) -> int | None:
         """Return the global step of a checkpoint, or None if it cannot be read."""
-        return _step(path, self._alone)
+        return step_of(path, self._alone)
 
     def _own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the entries that this rank saves."""
@@ -533,121 +529,4 @@ def _device(map_location: object) -> torch.device | None:
     )
 
 
-def _delete(path: _Path, context: Context) -> None:
-    """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
-    with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
-        ckptcore.delete(replacing_path(path), context=context)
-    if _is_of_lightning(path):
-        _remove(path)
-        return
-    with contextlib.suppress(CheckpointNotFoundError):
-        ckptcore.delete(path, context=context)
-
-
-# --- files of Lightning -----------------------------------------------------------------------------------------------
-
-
-def _is_of_lightning(path: _Path) -> bool:
-    """Return True for what Lightning itself replaces and removes: a file, a link, or a directory of sharded state.
-
-    A link may be of `save_last="link"`: a save through it would replace another checkpoint.
-    """
-    if "://" in os.fspath(path):
-        try:
-            return bool(get_filesystem(path).isfile(os.fspath(path)))
-        except (ImportError, ValueError):
-            return False  # fsspec, and so Lightning, does not know the storage
-    if os.path.islink(path) or os.path.isfile(path):
-        return True
-    return os.path.isfile(os.path.join(path, _SHARDED_METADATA)) and not is_checkpoint(path)
-
-
-def _remove(path: _Path) -> None:
-    """Remove what is of Lightning."""
-    if "://" in os.fspath(path):
-        get_filesystem(path).rm(os.fspath(path))
-    elif os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
-
-
-def _replace(path: _Path, context: Context) -> None:
-    """Replace what is of Lightning by the checkpoint next to it. At each moment, one of the two is complete."""
-    replacing = replacing_path(path)
-    _remove(path)
-    if "://" in os.fspath(path):  # object stores cannot rename
-        ckptcore.copy(replacing, path, context=context)
-        ckptcore.delete(replacing, context=context)
-    else:
-        os.rename(replacing, path)
-
-
-def _recover(path: _Path, context: Context) -> None:
-    """Finish a replacement of a process that was killed before its last step."""
-    replacing = replacing_path(path)
-    if "://" not in replacing:
-        _rename_back(path)
-    elif _is_complete(replacing, context) and not _is_of_lightning(path):
-        if not _is_complete(path, context):
-            ckptcore.copy(replacing, path, overwrite=True, context=context)
-        ckptcore.delete(replacing, context=context)
-
-
-def _to_load(path: _Path, context: Context) -> _Path:
-    """Return where the checkpoint of a path is, also after a replacement that was killed. All processes may do this."""
-    replacing = replacing_path(path)
-    if "://" not in replacing:
-        _rename_back(path)
-        return newest_neighbor(path, lambda found: _step(found, context)) or path if is_dangling(path) else path
-    return replacing if not _is_complete(path, context) and _is_complete(replacing, context) else path
-
-
-def _rename_back(path: _Path) -> None:
-    if not os.path.lexists(path):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.rename(replacing_path(path), path)
-
-
-def _is_complete(location: _Path, context: Context) -> bool:
-    try:
-        ckptcore.metadata(location, context=context)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _create_parent(path: _Path) -> None:
-    """Create the directory of a local path now, as Lightning does. The save creates it later, or says why it cannot."""
-    if "://" not in os.fspath(path):
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-
-
-def _link(path: str, link: str, context: Context) -> None:
-    """Replace what is at `link` by a link to a checkpoint."""
-    if os.path.lexists(link):
-        _delete(replacing_path(link), context)
-    create_link(path, link)
-    _delete(replacing_path(link), context)
-
-
-def _step(path: _Path, context: Context) -> int | None:
-    try:
-        state = ckptcore.load(path, select=ckptcore.select.names("global_step"), context=context)
-    except CheckpointError:
-        return None
-    step = state["global_step"]
-    return step if isinstance(step, int) else None
-
-
-def _is_directory(path: _Path) -> bool:
-    """Return True for a checkpoint that is no file of Lightning, also if it is being replaced or its link dangles."""
-    if "://" in os.fspath(path):
-        return not _is_of_lightning(path)
-    return (
-        os.path.isdir(path) or is_dangling(path) or (not os.path.exists(path) and os.path.exists(replacing_path(path)))
-    )
-
-
-install(lambda path, device: CkptcoreIO().load_checkpoint(path, device), _is_directory)
+install(lambda path, device: CkptcoreIO().load_checkpoint(path, device), is_directory)

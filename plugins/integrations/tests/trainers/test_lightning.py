@@ -145,14 +145,14 @@ def test_a_run_that_is_killed_while_it_replaces_a_file_resumes(
     before = trainer(tmp_path, max_steps=12, keep=-1, last=True, plugins=[CkptcoreIO()])
     with monkeypatch.context() as patch, pytest.raises(Killed):
         if name == "_remove":
-            patch.setattr("ckptcore_integrations.lightning._remove", kill)
+            patch.setattr("ckptcore_integrations.lightning_paths._remove", kill)
         else:
             rename = os.rename
 
             def renamed(source: Any, target: Any, **options: Any) -> None:
                 kill() if os.path.exists(tmp_path / "last.replacing.ckpt") else rename(source, target, **options)
 
-            patch.setattr("ckptcore_integrations.lightning.os.rename", renamed)
+            patch.setattr("ckptcore_integrations.lightning_paths.os.rename", renamed)
         fit(before, ckpt_path=str(tmp_path / "step=8.ckpt"))
     after = trainer(tmp_path, max_steps=16, keep=-1, last=True, plugins=[CkptcoreIO()])
     resumed = fit(after, ckpt_path="last")
@@ -454,7 +454,7 @@ class FailToReplace(lightning.Callback):  # type: ignore[misc]  # without types 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Expect an error on all ranks."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckptcore_integrations.lightning._remove", self._refuse)
+            patch.setattr("ckptcore_integrations.lightning_paths._remove", self._refuse)
             with pytest.raises((PermissionError, CheckpointError), match="not permitted"):
                 trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath) / "kept")
 

@@ -1,0 +1,153 @@
+"""Paths of Lightning's checkpoints, and how a checkpoint replaces what Lightning wrote at one of them.
+
+At a path can be a checkpoint, a file or a directory that Lightning wrote itself, or a link to another path. Lightning
+replaces and removes all of them, and so does its adapter. The next save or load finishes a replacement that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+import ckptcore
+from ckptcore import Context
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore_integrations.added_files import is_checkpoint
+from ckptcore_integrations.lightning_disk import create_link, is_dangling, newest_neighbor, replacing_path
+
+__all__ = [
+    "create_parent",
+    "delete",
+    "finish_replacement",
+    "is_directory",
+    "is_of_lightning",
+    "recover",
+    "replace_by_link",
+    "step_of",
+    "to_load",
+]
+
+_Path: TypeAlias = str | Path
+
+_SHARDED_METADATA: Final = "meta.pt"
+"""A file in the directories that Lightning's own sharded strategies write."""
+
+
+def is_of_lightning(path: _Path) -> bool:
+    """Return True for what Lightning itself replaces and removes: a file, a link, or a directory of sharded state.
+
+    A link may be of `save_last="link"`: a save through it would replace another checkpoint.
+    """
+    if "://" in os.fspath(path):
+        try:
+            return bool(get_filesystem(path).isfile(os.fspath(path)))
+        except (ImportError, ValueError):
+            return False  # fsspec, and so Lightning, does not know the storage
+    if os.path.islink(path) or os.path.isfile(path):
+        return True
+    return os.path.isfile(os.path.join(path, _SHARDED_METADATA)) and not is_checkpoint(path)
+
+
+def delete(path: _Path, context: Context) -> None:
+    """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
+    with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
+        ckptcore.delete(replacing_path(path), context=context)
+    if is_of_lightning(path):
+        _remove(path)
+        return
+    with contextlib.suppress(CheckpointNotFoundError):
+        ckptcore.delete(path, context=context)
+
+
+def _remove(path: _Path) -> None:
+    """Remove what is of Lightning."""
+    if "://" in os.fspath(path):
+        get_filesystem(path).rm(os.fspath(path))
+    elif os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def finish_replacement(path: _Path, context: Context) -> None:
+    """Replace what is of Lightning by the checkpoint next to it. At each moment, one of the two is complete."""
+    replacing = replacing_path(path)
+    _remove(path)
+    if "://" in os.fspath(path):  # object stores cannot rename
+        ckptcore.copy(replacing, path, context=context)
+        ckptcore.delete(replacing, context=context)
+    else:
+        os.rename(replacing, path)
+
+
+def recover(path: _Path, context: Context) -> None:
+    """Finish a replacement of a process that was killed before its last step."""
+    replacing = replacing_path(path)
+    if "://" not in replacing:
+        _rename_back(path)
+    elif _is_complete(replacing, context) and not is_of_lightning(path):
+        if not _is_complete(path, context):
+            ckptcore.copy(replacing, path, overwrite=True, context=context)
+        ckptcore.delete(replacing, context=context)
+
+
+def to_load(path: _Path, context: Context) -> _Path:
+    """Return where the checkpoint of a path is, also after a replacement that was killed. All processes may do this."""
+    replacing = replacing_path(path)
+    if "://" not in replacing:
+        _rename_back(path)
+        return newest_neighbor(path, lambda found: step_of(found, context)) or path if is_dangling(path) else path
+    return replacing if not _is_complete(path, context) and _is_complete(replacing, context) else path
+
+
+def _rename_back(path: _Path) -> None:
+    if not os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.rename(replacing_path(path), path)
+
+
+def _is_complete(location: _Path, context: Context) -> bool:
+    try:
+        ckptcore.metadata(location, context=context)
+    except CheckpointError:
+        return False
+    return True
+
+
+def create_parent(path: _Path) -> None:
+    """Create the directory of a local path now, as Lightning does. The save creates it later, or says why it cannot."""
+    if "://" not in os.fspath(path):
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+
+
+def replace_by_link(path: str, link: str, context: Context) -> None:
+    """Replace what is at `link` by a link to a checkpoint."""
+    if os.path.lexists(link):
+        delete(replacing_path(link), context)
+    create_link(path, link)
+    delete(replacing_path(link), context)
+
+
+def step_of(path: _Path, context: Context) -> int | None:
+    """Return the global step of a checkpoint, or None if it cannot be read."""
+    try:
+        state = ckptcore.load(path, select=ckptcore.select.names("global_step"), context=context)
+    except CheckpointError:
+        return None
+    step = state["global_step"]
+    return step if isinstance(step, int) else None
+
+
+def is_directory(path: _Path) -> bool:
+    """Return True for a checkpoint that is no file of Lightning, also if it is being replaced or its link dangles."""
+    if "://" in os.fspath(path):
+        return not is_of_lightning(path)
+    return (
+        os.path.isdir(path) or is_dangling(path) or (not os.path.exists(path) and os.path.exists(replacing_path(path)))
+    )
