@@ -155,8 +155,8 @@ class _Conversion:
             return self._container(value, path)
         if isinstance(value, np.ndarray | np.generic | torch.Tensor):
             return self._array(value, path)
-        if isinstance(value, enum.Enum) and isinstance(value.name, str):
-            return self._of_program("enum", value.name, value, path)
+        if isinstance(value, enum.Enum):
+            return self._of_program("enum", value.name or "", value, path)  # a flag without members has no name
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return self._of_program("named tuple", self._parts(tuple(value), path), value, path)
         if (name := _name(kind)) in _KINDS:
@@ -297,7 +297,8 @@ def _decode(name: str, plain: Any) -> object:
     if not isinstance(found, type):
         raise TypeError(f"{module}.{qualname} is no class that is imported")
     if kind == "enum" and issubclass(found, enum.Flag):
-        return functools.reduce(operator.or_, [found.__members__[member] for member in plain.split("|")])
+        members = [found.__members__[member] for member in plain.split("|") if member]
+        return functools.reduce(operator.or_, members, found(0))
     if kind == "enum" and issubclass(found, enum.Enum):
         return found.__members__[plain]
     if kind == "named tuple" and issubclass(found, tuple) and len(plain) == len(getattr(found, "_fields", ())):

@@ -85,6 +85,7 @@ SAME: dict[str, Any] = {
     "enum": Mode.EXACT,
     "int enum": Level.LOW,
     "flags": Parts.A | Parts.B,
+    "flag without a member": Parts(0),
     "set": {1, "a", (2, Mode.FAST)},
     "frozenset": frozenset({1.5}),
     "tuple": (1, [2, (3, Path("b"))]),
@@ -157,7 +158,6 @@ TEXT: dict[str, tuple[Any, Any]] = {
     "tensor on the meta device": (torch.ones(1, device="meta"), None),
     "sparse tensor": (torch.eye(2).to_sparse(), None),
     "array of objects": (np.array([object()]), None),
-    "flag without a member": (Parts(0), None),
     "generator": (torch.Generator(), None),
     "text in a set": ({len}, {"len"}),
 }
