@@ -34,6 +34,10 @@ _PARTNERS: Final = {"lora_A": "lora_B", "lora_B": "lora_A"} | {
 }
 
 
+_HEADS: Final[tuple[JSON, ...]] = ("classifier", "score")
+"""PEFT adds both to ``modules_to_save`` of a classifier, which has one of them."""
+
+
 class AdapterGaps(NamedTuple):
     """Gaps of an adapter.
 
@@ -62,8 +66,8 @@ def adapter_gaps(config: Mapping[str, JSON], names: Collection[str]) -> AdapterG
         listed = config.get(option)
         if option == "target_modules" and part != "lora_":
             continue  # others share their parameters between modules
-        if isinstance(listed, list) and (absent := list(_not_stored(listed, names))):
-            # PEFT lists modules that a model may have or not, such as "classifier" and "score"
+        if isinstance(listed, list) and (absent := _not_stored(listed, names)):
+            # a program may list modules that its model does not have
             (lacking if option == "modules_to_save" and len(absent) == len(listed) else unjudged).append(
                 f"no array of {option} {', '.join(absent)[:200]}"
             )
@@ -86,6 +90,8 @@ def _unpaired(names: Collection[str]) -> Iterable[str]:
                 yield pair
 
 
-def _not_stored(listed: Iterable[JSON], names: Iterable[str]) -> Iterable[str]:
+def _not_stored(listed: Iterable[JSON], names: Iterable[str]) -> list[str]:
     dotted = [f".{name}." for name in names]
-    return [str(module) for module in listed if not any(f".{module}." in name for name in dotted)]
+    absent = [module for module in listed if not any(f".{module}." in name for name in dotted)]
+    has_head = any(module in _HEADS and module not in absent for module in listed)
+    return [str(module) for module in absent if not (has_head and module in _HEADS)]

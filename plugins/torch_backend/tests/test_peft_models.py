@@ -383,6 +383,17 @@ def test_parts_that_verify_misses(tmp_path: Path) -> None:
     assert report.ok and report.unjudged == ("adapter_config.json: no array of target_modules query",)
 
 
+def test_a_classifier_is_complete_with_one_of_its_two_heads(tmp_path: Path) -> None:
+    """PEFT adds the names of both heads to the config, and a model has one."""
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
+    save_adapter(tmp_path / "a", peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS")))
+    report = ckptcore.verify(tmp_path / "a")
+    assert report.ok and report.unjudged == ()
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["score", ["a"]]}))
+    assert not ckptcore.verify(tmp_path / "a").ok
+
+
 @pytest.mark.system
 @pytest.mark.brings("adapter in a job with `DistributedDataParallel`, FSDP2, or FSDP1 (saves only)", "peft", "same")
 @pytest.mark.parametrize(
