@@ -137,6 +137,11 @@ def test_adapters_of_transformers(tmp_path: Path) -> None:
     assert "adapter_model.safetensors" in os.listdir(tmp_path / "checkpoint-8")
 
 
+def test_a_compiled_model_has_the_same_names() -> None:
+    model = task("lora")()[0]
+    assert list(adapter_tensors(torch.compile(model, backend="eager"))) == list(adapter_tensors(model))
+
+
 def test_a_run_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
     run = plain.trainer(tmp_path, plain.Observed, task("lora"), max_steps=8)
     run.train()

