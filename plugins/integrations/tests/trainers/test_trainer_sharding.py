@@ -56,15 +56,17 @@ def task(adapters: bool) -> Any:
 LORA = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], lora_dropout=0.1)
 
 
-def trainer(directory: Path, version: int, kind: Any = plain.Checkpointed, *, adapters: bool = False) -> Any:
-    """Return a trainer with 32 rows in a batch, in any number of processes; without FSDP if it is one."""
+def trainer(
+    directory: Path, version: int, kind: Any = plain.Checkpointed, *, adapters: bool = False, **others: Any
+) -> Any:
+    """Return a trainer with 16 rows in a batch, in any number of processes; without FSDP if it is one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     options: dict[str, Any] = {"per_device_train_batch_size": 16 // size, "max_steps": 8}
     if size > 1:
         config = {"version": version, "sync_module_states": False, "state_dict_type": "SHARDED_STATE_DICT"}
         config["transformer_layer_cls_to_wrap"] = ["BertLayer"]
         options |= {"ddp_backend": "gloo", "fsdp": True, "fsdp_config": config}
-    return plain.trainer(directory, kind, task(adapters), **options)
+    return plain.trainer(directory, kind, task(adapters), **options | others)
 
 
 def be_killed(first: str, second: str, version: int, *, adapters: bool) -> None:

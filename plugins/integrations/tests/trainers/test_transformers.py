@@ -93,10 +93,9 @@ def trainer(directory: Path, kind: type[Observed] = Checkpointed, task: Any = im
     """Return a trainer of a small model: 6 steps in an epoch, saved at every 4th of 12."""
     set_seed(0)
     model, rows = task()
-    given = {"max_steps": 12, "save_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 16, **options}
-    arguments = TrainingArguments(
-        str(directory), use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=1e-3, seed=3, **given
-    )
+    given = {"max_steps": 12, "save_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 16, "use_cpu": True}
+    given |= options
+    arguments = TrainingArguments(str(directory), report_to=[], disable_tqdm=True, learning_rate=1e-3, seed=3, **given)
     return kind(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:32])
 
 
