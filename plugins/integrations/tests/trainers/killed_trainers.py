@@ -43,21 +43,25 @@ class KerasOnJax:
     def fit(self, directory: Path, model: Any, process: Process, began: int, ended: int) -> None:
         """Train some epochs. Every second job saves in the background."""
         in_background = process.attempt % 2 == 1
-        callback = self.program.keras.callbacks.LambdaCallback
-        callbacks = [
-            callback(on_epoch_end=lambda epoch, _: process.begin(epoch, self.digest(model))),
-            self.program.CkptcoreCheckpoint(
-                str(directory), max_to_keep=2, layout=self.layout, save_on_background=in_background
-            ),
-            callback(on_epoch_end=lambda epoch, _: None if in_background else process.saved(epoch)),
-        ]
+        saver = self.program.CkptcoreCheckpoint(
+            str(directory), max_to_keep=2, layout=self.layout, save_on_background=in_background
+        )
+        save = saver._save_checkpoint  # the callback is called after all others, so none of them sees that it has saved
+
+        def save_and_say(step: int, logs: Any = None) -> None:
+            process.begin(step, self.digest(model))
+            save(step, logs)
+            if not in_background:
+                process.saved(step)
+
+        saver._save_checkpoint = save_and_say
         model.fit(
             self.program.Batches(began),
             initial_epoch=began,
             epochs=ended,
             shuffle=False,
             verbose=0,
-            callbacks=callbacks,
+            callbacks=[saver],
         )
         for epoch in range(began, ended):
             process.saved(epoch)
