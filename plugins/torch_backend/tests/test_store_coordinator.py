@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import ClassVar, TypeVar, cast
 
 import pytest
 import torch.distributed as dist
@@ -19,35 +18,33 @@ from ckptcore.protocols import Coordinator
 pytestmark = pytest.mark.system
 
 T = TypeVar("T")
+LARGEST_JOB = 4
 
 
-def _rank(file: str, rank: int, size: int, timeout_seconds: float, job: bytes, port: int) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    """Start processes for all tests, because each of them imports PyTorch. Each works on one rank at a time."""
+    with ProcessPoolExecutor(LARGEST_JOB, multiprocessing.get_context("spawn")) as pool:
+        TestStoreCoordinator.processes = pool
+        yield
+
+
+def _run_rank(job: bytes, port: int, rank: int, size: int, timeout_seconds: float) -> object:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    work = pickle.loads(job)
-    try:
-        result = work(StoreCoordinator(store, rank, size, timeout_seconds=timeout_seconds))
-        outcome: tuple[bool, object] = (True, result)
-    except Exception as error:  # noqa: BLE001  # the parent raises it again
-        outcome = (False, error)
-    Path(file).write_bytes(pickle.dumps(outcome))
+    return pickle.loads(job)(StoreCoordinator(store, rank, size, timeout_seconds=timeout_seconds))
 
 
 class TestStoreCoordinator(CoordinatorTests):
+    processes: ClassVar[ProcessPoolExecutor]
+
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
+        assert size <= LARGEST_JOB  # all ranks of a job run at once
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        with tempfile.TemporaryDirectory() as directory:
-            files = [f"{directory}/{rank}" for rank in range(size)]
-            processes = [
-                context.Process(target=_rank, args=(file, rank, size, timeout_seconds, pickle.dumps(job), server.port))
-                for rank, file in enumerate(files)
-            ]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
-            outcomes = [pickle.loads(Path(file).read_bytes()) for file in files]
-        errors = [value for ok, value in outcomes if not ok]
+        work = pickle.dumps(job)
+        ranks = [
+            self.processes.submit(_run_rank, work, server.port, rank, size, timeout_seconds) for rank in range(size)
+        ]
+        errors = [error for rank in ranks if isinstance(error := rank.exception(), Exception)]
         if errors:
             raise ExceptionGroup(f"{len(errors)} of {size} ranks failed", errors)
-        return [value for _, value in outcomes]
+        return [cast(T, rank.result()) for rank in ranks]
