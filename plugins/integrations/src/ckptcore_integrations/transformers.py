@@ -149,7 +149,10 @@ class CheckpointMixin(_Trainer):
         kind = self._kind()
         with kind.state_dicts(self.model_wrapped):
             weights = self._weights_to_write(kind)
-        files = self._other_files(weights) if self.args.should_save else {}
+        # To name the weights, PEFT asks modules for their state, which FSDP 1 gathers: all processes must take part.
+        is_collective = bool(weights) and not kind.is_whole
+        written = self._other_files(weights) if self.args.should_save or is_collective else {}
+        files = written if self.args.should_save else {}
         if self.args.should_save and os.path.isdir(location) and not is_checkpoint(location):
             set_aside(location)  # a plain Trainer wrote it, and would write into it again
         save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables

@@ -38,7 +38,7 @@ class Augmented(torch.utils.data.Dataset[torch.Tensor]):
     """Rows with noise from the generators of NumPy and PyTorch."""
 
     def __len__(self) -> int:
-        return 48
+        return 96
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return index + torch.rand(4) + float(np.random.rand())
@@ -81,7 +81,7 @@ class Run:
         self.accelerator: Any = kind(cpu=True, dataloader_config=data, fsdp_plugin=plugin, kwargs_handlers=unused)
         model = Network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        rows = torch.arange(48.0)[:, None].expand(48, 4)
+        rows = torch.arange(96.0)[:, None].expand(96, 4)
         self.dataset = dataset or (WithRandomState(Augmented()) if workers else Rows(rows))
         loader = torch.utils.data.DataLoader(
             self.dataset, batch_size=4, shuffle=True, num_workers=workers, generator=torch.Generator()

@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from ckptcore_integrations import lightning as adapter
+from ckptcore_integrations import lightning_paths
 from ckptcore_integrations.lightning import CheckState, CkptcoreFSDPStrategy, CkptcoreIO
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
@@ -112,7 +112,7 @@ def test_a_run_leaves_the_names_of_lightning(tmp_path: Path, name: str, io: str)
 def kill_at_link(directory: Path, number: int, *, asynchronous: bool) -> None:
     """Train, and kill this process between a commit and the link to it."""
     links = []
-    create = adapter.create_link
+    create = lightning_paths.create_link
 
     def kill(path: str, link: str) -> None:
         links.append(path)
@@ -120,7 +120,7 @@ def kill_at_link(directory: Path, number: int, *, asynchronous: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         create(path, link)
 
-    adapter.create_link = kill
+    lightning_paths.create_link = kill
     fit(trainer(directory, last="link", keep=1, plugins=[CkptcoreIO(asynchronous=asynchronous)]))
 
 
