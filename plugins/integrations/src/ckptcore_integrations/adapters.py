@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from ckptcore_torch.names import plain_module_names, plain_names
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 __all__ = [
@@ -75,19 +76,10 @@ def gathered_adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {plain[name]: _whole(own[name]) for name in _names(model, own)}
 
 
-def _whole(tensor: Any) -> Any:
-    """Return the elements of a DTensor or ShardedTensor, in every process."""
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    elif hasattr(tensor, "local_shards"):
-        parts: list[Any] = [None] * torch.distributed.get_world_size()
-        own = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu()) for shard in tensor.local_shards()]
-        torch.distributed.all_gather_object(parts, own)
-        whole = torch.empty(tensor.size(), dtype=tensor.dtype)
-        for offsets, part in (shard for shards in parts for shard in shards):
-            whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
-        return whole
-    return tensor.detach().cpu()
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a DTensor, in every process."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu()
 
 
 def _is_below(name: str, parts: Collection[str]) -> bool:

@@ -91,7 +91,8 @@ class CheckpointMixin(_Trainer):
             continues. A failed save then raises at the next save, or at the end of the training.
 
     Raises:
-        NotImplementedError: by `train`, with XLA, SageMaker, `PeftMixedModel`, or ``save_on_each_node`` with shards.
+        NotImplementedError: by `train`, with XLA, SageMaker, `PeftMixedModel`, adapters with FSDP 1, or
+            ``save_on_each_node`` with shards.
         UnsupportedLeafError: by `train`, before the first step; lists what cannot be saved or restored.
     """
 
@@ -149,10 +150,7 @@ class CheckpointMixin(_Trainer):
         kind = self._kind()
         with kind.state_dicts(self.model_wrapped):
             weights = self._weights_to_write(kind)
-        # To name the weights, PEFT asks modules for their state, which FSDP 1 gathers: all processes must take part.
-        is_collective = bool(weights) and not kind.is_whole
-        written = self._other_files(weights) if self.args.should_save or is_collective else {}
-        files = written if self.args.should_save else {}
+        files = self._other_files(weights) if self.args.should_save else {}
         if self.args.should_save and os.path.isdir(location) and not is_checkpoint(location):
             set_aside(location)  # a plain Trainer wrote it, and would write into it again
         save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables
@@ -509,6 +507,11 @@ def _refuse_unsupported(trainer: Any) -> None:
                 f"CheckpointMixin does not support {name}. Remove CheckpointMixin from the bases of "
                 f"{type(trainer).__name__}, so that the Trainer writes its own checkpoints"
             )
+    if has_adapters(trainer.model) and trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise NotImplementedError(
+            "CheckpointMixin does not support adapters with FSDP 1: PEFT does not find them in modules that "
+            "FullyShardedDataParallel wraps, and saves files without them. Set fsdp_config={'version': 2}"
+        )
 
 
 def _number_of_nodes(args: Any) -> int:
