@@ -507,7 +507,7 @@ def _refuse_unsupported(trainer: Any) -> None:
                 f"CheckpointMixin does not support {name}. Remove CheckpointMixin from the bases of "
                 f"{type(trainer).__name__}, so that the Trainer writes its own checkpoints"
             )
-    if has_adapters(trainer.model) and trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+    if has_adapters(trainer.model) and trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
         raise NotImplementedError(
             "CheckpointMixin does not support adapters with FSDP 1: PEFT does not find them in modules that "
             "FullyShardedDataParallel wraps, and saves files without them. Set fsdp_config={'version': 2}"
