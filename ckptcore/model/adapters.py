@@ -33,7 +33,6 @@ _PARTNERS: Final = {"lora_A": "lora_B", "lora_B": "lora_A"} | {
     f"lora_embedding_{one}": f"lora_embedding_{other}" for one, other in ("AB", "BA")
 }
 
-
 _HEADS: Final[tuple[JSON, ...]] = ("classifier", "score")
 """PEFT adds both to ``modules_to_save`` of a classifier, which has one of them."""
 

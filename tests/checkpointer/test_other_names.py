@@ -1,4 +1,4 @@
-"""Continue runs whose steps have unknown names, or raise an error that names what is there."""
+"""Runs whose steps have unknown names: they continue, or an error lists the names in their directory."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ class _Conversion:
             return self._container(value, path)
         if isinstance(value, np.ndarray | np.generic | torch.Tensor):
             return self._array(value, path)
-        if isinstance(value, enum.Enum):
-            return self._of_program("enum", value.name or "", value, path)  # a flag without members has no name
+        if isinstance(value, enum.Enum) and _is_named(value):
+            return self._of_program("enum", value.name or "", value, path)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return self._of_program("named tuple", self._parts(tuple(value), path), value, path)
         if (name := _name(kind)) in _KINDS:
@@ -277,6 +277,13 @@ def _replace_at(container: Any, path: Sequence[Any], replace: Callable[[Any], ob
     parts = list(container) if isinstance(container, tuple) else container
     parts[path[0]] = _replace_at(parts[path[0]], path[1:], replace)
     return tuple(parts) if isinstance(container, tuple) else parts
+
+
+def _is_named(value: enum.Enum) -> bool:
+    """Return True if the names of members tell the value: a flag can have bits without a name."""
+    if not value.name:
+        return bool(value == type(value)(0))
+    return all(member in type(value).__members__ for member in value.name.split("|"))
 
 
 def _decode(name: str, plain: Any) -> object:

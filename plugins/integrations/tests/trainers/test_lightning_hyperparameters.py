@@ -44,6 +44,14 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
+class Bits(enum.IntFlag):
+    A = 1
+
+
+class KeptBits(enum.Flag, boundary=enum.KEEP):
+    A = 1
+
+
 class Parts(enum.Flag):
     A = 1
     B = 2
@@ -158,6 +166,8 @@ TEXT: dict[str, tuple[Any, Any]] = {
     "tensor on the meta device": (torch.ones(1, device="meta"), None),
     "sparse tensor": (torch.eye(2).to_sparse(), None),
     "array of objects": (np.array([object()]), None),
+    "flag with a bit without a name": (Bits(8), 8),
+    "flag with a member and such a bit": (KeptBits(9), None),
     "generator": (torch.Generator(), None),
     "text in a set": ({len}, {"len"}),
 }
