@@ -34,6 +34,7 @@ __all__ = [
     "SubPath",
     "absolute_location",
     "commit_method",
+    "expanded_location",
     "open_address",
     "open_directory",
     "resolve_location",
@@ -46,6 +47,10 @@ _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 
 _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
 """A URL after `pathlib.Path`, which removes a slash. As a path it would begin with a directory named ``scheme:``."""
+
+
+_VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
+"""A variable that no shell and no configuration replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +296,40 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
     return storages.open(*_address(directory), to_write)
 
 
+def expanded_location(location: LocationLike) -> str:
+    """Return a path or URL as text, with the home directory in place of ``~`` at the beginning of a path.
+
+    Raises:
+        InvalidLocationError: it is neither a path nor a URL, or it has a variable that nothing replaced. A local
+            directory that has such a name can be used if it exists.
+    """
+    try:
+        text = os.fspath(location)
+    except TypeError as error:
+        raise InvalidLocationError(
+            f"expected a path or a URL as the location, found an object of type {type(location).__name__}; "
+            "the location is the first argument, and the state the second"
+        ) from error
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidLocationError(f"{text!r} is not a location; give a path or a URL such as 'memory://name/step_1'")
+    if text.startswith("~"):
+        expanded = os.path.expanduser(text)
+        if expanded == text and not os.path.lexists(text.partition("/")[0]):
+            raise InvalidLocationError(
+                f"{redacted_location(text)!r}: cannot find the home directory for {text.partition('/')[0]!r}; give the "
+                "absolute path, or './~...' for a directory of that name"
+            )
+        text = expanded
+    for variable in _VARIABLE.finditer(text) if "$" in text else ():
+        named = text[: variable.end()] + text[variable.end() :].partition("/")[0]
+        if "://" in text.partition("$")[0] or not os.path.lexists(named):
+            raise InvalidLocationError(
+                f"{redacted_location(text)!r} has the variable {variable[0]!r}, which was not replaced by its value; "
+                "pass os.path.expandvars(location) if it is an environment variable"
+            )
+    return text
+
+
 def _address(location: AnyLocation) -> tuple[str, str]:
     """Return the scheme of a location, and its address: an absolute path or a URL.
 
@@ -302,15 +341,7 @@ def _address(location: AnyLocation) -> tuple[str, str]:
     if isinstance(location, SubPath):
         scheme, address = _address(location.location)
         return scheme, f"{address.rstrip('/')}/{location.directory}"
-    try:
-        text = os.fspath(location)
-    except TypeError as error:
-        raise InvalidLocationError(
-            f"expected a path or a URL as the location, found an object of type {type(location).__name__}; "
-            "the location is the first argument, and the state the second"
-        ) from error
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidLocationError(f"{text!r} is not a location; give a path or a URL such as 'memory://name/step_1'")
+    text = expanded_location(location)
     matched = _URL.fullmatch(text)
     if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
         raise InvalidLocationError(

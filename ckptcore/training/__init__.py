@@ -4,6 +4,7 @@
 path. `PathDirectory` is the implementation of the core. Other implementations can use it.
 """
 
+from ckptcore.commit.location import expanded_location
 from ckptcore.training.path_directory import PathDirectory
 from ckptcore.training.run_directory import (
     OwnedRun,
@@ -24,4 +25,5 @@ __all__ = [
     "RunSteps",
     "SavedStep",
     "StepTarget",
+    "expanded_location",
 ]

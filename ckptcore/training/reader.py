@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from ckptcore.commit.location import AnyLocation, LocationLike
+from ckptcore.commit.location import AnyLocation, LocationLike, expanded_location
 from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointNotFoundError, PartialLoadError
 from ckptcore.events import Recording
@@ -361,7 +361,7 @@ class CheckpointReader(StepReader):
         """
         names, context = check_step_names(step_names), context or default_context()
         if isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory):
-            lasting: object = os.path.abspath(directory)  # the working directory may change
+            lasting: object = os.path.abspath(expanded_location(directory))  # the working directory may change
         else:
             lasting = directory
         self._options = {"directory": lasting, "step_names": step_names}

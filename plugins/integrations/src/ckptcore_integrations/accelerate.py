@@ -21,6 +21,7 @@ import ckptcore
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, PartialLoadError
 from ckptcore.events import logger_named
+from ckptcore.training import expanded_location
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -176,7 +177,7 @@ class CheckpointMixin(_Accelerator):
                 ``require_random_states`` is True.
         """
         self.wait_for_checkpoint()
-        directory = self._newest_directory() if input_dir is None else Path(input_dir).expanduser()
+        directory = self._newest_directory() if input_dir is None else Path(expanded_location(input_dir))
         if not is_checkpoint(directory):
             super().load_state(str(directory), load_kwargs, **kwargs)
             if problem := problem_with_random_states(directory, self.process_index):
@@ -337,10 +338,10 @@ class CheckpointMixin(_Accelerator):
                 raise ValueError(
                     "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            return Path(output_dir).expanduser()
+            return Path(expanded_location(output_dir))
         if self.project_dir is None:
             raise ValueError(f"{_NAMING} needs project_dir as well: set ProjectConfiguration(project_dir=...)")
-        directory = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+        directory = Path(expanded_location(self.project_dir), "checkpoints", f"checkpoint_{self.save_iteration}")
         if directory.exists():
             raise ValueError(
                 f"{directory} exists. Set accelerator.project_configuration.iteration to the number of the next save"
@@ -350,7 +351,7 @@ class CheckpointMixin(_Accelerator):
     def _newest_directory(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
             raise ValueError(f"load_state needs input_dir, or {_NAMING} and project_dir")
-        found = _directories(Path(self.project_dir, "checkpoints"))
+        found = _directories(Path(expanded_location(self.project_dir), "checkpoints"))
         if not found:
             raise ValueError(f"{self.project_dir} has no checkpoint to load")
         return found[-1]
@@ -361,7 +362,10 @@ class CheckpointMixin(_Accelerator):
 
         config = self.project_configuration
         if config.automatic_checkpoint_naming and self.project_dir is not None:  # without it, no save has a number
-            numbers = [_number(directory) + 1 for directory in _directories(Path(self.project_dir, "checkpoints"))]
+            numbers = [
+                _number(directory) + 1
+                for directory in _directories(Path(expanded_location(self.project_dir), "checkpoints"))
+            ]
             config.iteration = max(gather_object([config.iteration, *numbers[-1:]]))
 
     def _delete_old(self, saved: Path) -> None:

@@ -26,6 +26,7 @@ from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy
 from ckptcore.protocols import Layout
 from ckptcore.redaction import redacted_location
+from ckptcore.training import expanded_location
 from ckptcore_integrations.keras_callbacks import (
     RandomGenerators,
     load_counters,
@@ -266,7 +267,7 @@ def resume(directory: str, model: Any, *, context: Context | None = None) -> int
 
 
 def _absolute(directory: str) -> str:
-    return directory if "://" in directory else os.path.abspath(directory)
+    return directory if "://" in directory else os.path.abspath(expanded_location(directory))
 
 
 def _process() -> tuple[int, int]:

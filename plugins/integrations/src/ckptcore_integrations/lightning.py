@@ -39,6 +39,7 @@ from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
+from ckptcore.training import expanded_location
 from ckptcore_integrations.hyperparameters import Notes
 from ckptcore_integrations.lightning_disk import CommitsLater, install, replacing_path, saver_of
 from ckptcore_integrations.lightning_paths import (
@@ -126,6 +127,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         """
         _refuse_storage_options(storage_options)
         self.wait()
+        path = expanded_location(path)
         checkpoint = self._notes.plain(checkpoint)
         recover(path, self._context)
         if is_of_lightning(path):
@@ -153,7 +155,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         """
         device = _device(map_location)
         self.wait()
-        location = to_load(path, self._context)
+        location = to_load(expanded_location(path), self._context)
         checkpoint: dict[str, Any] = ckptcore.load(location, framework="torch", context=self._context)
         self._notes.restore(checkpoint)
         if device is None:
@@ -165,6 +167,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, if it exists; after the running save, if there is one."""
+        path = expanded_location(path)
         if self._running is None:
             delete(path, self._context)
         else:
@@ -283,7 +286,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
             TypeError: there are `storage_options`; give them to the Context.
         """
         _refuse_storage_options(storage_options)
-        own = self._own(checkpoint)
+        own, filepath = self._own(checkpoint), expanded_location(filepath)
 
         def prepare() -> tuple[_Path, bool]:
             recover(filepath, self._alone)
@@ -308,7 +311,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         Raises:
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
         """
-        path, stored = _by_leader(self, lambda: self._find(checkpoint_path))
+        path, stored = _by_leader(self, lambda: self._find(expanded_location(checkpoint_path)))
         model, module = self.model, self.lightning_module
         assert model is not None and module is not None
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
@@ -340,7 +343,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete a checkpoint, if it exists. Only rank 0 deletes."""
         if self.is_global_zero:
-            delete(filepath, self._alone)
+            delete(expanded_location(filepath), self._alone)
 
     def wait(self) -> None:
         """Do nothing: no save runs in the background."""

@@ -14,6 +14,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.redaction import redacted_location
+from ckptcore.training import expanded_location
 
 __all__ = ["Reference", "uploadable_copy"]
 
@@ -45,7 +46,7 @@ class Reference(NamedTuple):
             CheckpointError: there is no checkpoint, or other software wrote it.
             ValueError: the URL has a secret.
         """
-        text = os.fspath(location)
+        text = expanded_location(location)
         if not _URL.match(text):
             text = os.path.abspath(text)
         elif redacted_location(text) != text:

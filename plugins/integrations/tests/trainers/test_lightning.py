@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, InvalidLocationError, UnsupportedLeafError
 from ckptcore.events import Event
 from plugins.integrations.tests.trainers import lightning_program
 from plugins.integrations.tests.trainers.lightning_program import Digits, Sharded, fit, same, trainer
@@ -316,6 +316,20 @@ def test_storage_urls() -> None:
     io.remove_checkpoint("memory://lightning/a.ckpt")  # as Lightning's
     with pytest.raises(CheckpointNotFoundError):
         io.load_checkpoint("memory://lightning/a.ckpt")
+
+
+def test_the_home_directory_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    io = CkptcoreIO()
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, "~/runs/a.ckpt")
+    assert (tmp_path / "home/runs/a.ckpt").is_dir()
+    assert io.load_checkpoint("~/runs/a.ckpt")["state_dict"]["w"].tolist() == [1, 1]
+    io.remove_checkpoint("~/runs/a.ckpt")
+    assert not (tmp_path / "home/runs/a.ckpt").exists()
+    with pytest.raises(InvalidLocationError, match="NOWHERE"):
+        io.save_checkpoint({"state_dict": {}}, "$NOWHERE/runs/a.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_tensors_go_to_the_device_of_map_location(tmp_path: Path) -> None:

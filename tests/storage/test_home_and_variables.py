@@ -1,0 +1,89 @@
+"""``~`` and variables in locations: the home directory, and an error, instead of directories of that name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ckptcore_tiers import TieredDirectory
+from ckptcore_tools.cli.application import application
+from click.testing import CliRunner
+
+import ckptcore
+from ckptcore.errors import InvalidLocationError
+
+STATE = {"w": np.arange(3.0)}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory, and another working directory."""
+    found = tmp_path / "home"
+    (tmp_path / "work").mkdir()
+    found.mkdir()
+    monkeypatch.setenv("HOME", str(found))
+    monkeypatch.chdir(tmp_path / "work")
+    return found
+
+
+def _run(directory: object) -> None:
+    with ckptcore.Checkpointer(directory) as checkpointer:  # type: ignore[arg-type]  # several kinds
+        checkpointer.save(1, STATE)
+
+
+WAYS: dict[str, Callable[[str], object]] = {
+    "save": lambda path: ckptcore.save(f"{path}/run/step_1", STATE),
+    "pathlib": lambda path: ckptcore.save(Path(f"{path}/run/step_1"), STATE),
+    "Checkpointer": lambda path: _run(f"{path}/run"),
+    "far tier": lambda path: _run(TieredDirectory("near", f"{path}/run")),
+    "near tier": lambda path: _run(TieredDirectory(f"{path}/run", "far")),
+    "copy": lambda path: (ckptcore.save("source", STATE), ckptcore.copy("source", f"{path}/run/step_1")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_home_directory(way: str, home: Path) -> None:
+    WAYS[way]("~")
+    assert (home / "run").is_dir() and not Path("~").exists()
+    with ckptcore.CheckpointReader("~/run") as reader:
+        assert reader.load(1)["w"].tolist() == [0, 1, 2]
+    assert CliRunner().invoke(application, ["steps", "~/run"]).exit_code == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variable", ["$NOWHERE", "${NOWHERE}", "runs_$NOWHERE", "~nobody-of-that-name"])
+def test_a_variable_is_not_a_name(way: str, variable: str, home: Path) -> None:
+    with pytest.raises(InvalidLocationError, match="expandvars|home directory"):
+        WAYS[way](variable)
+    assert not {"run", variable} & {path.name for path in Path().iterdir()}
+    with pytest.raises(InvalidLocationError, match="expandvars|home directory"):
+        ckptcore.CheckpointReader(f"{variable}/run")
+
+
+def test_variables_in_urls() -> None:
+    for url in ("memory://$NOWHERE/run", "s3://bucket/$NOWHERE/run", "gs://bucket/run_${NOWHERE}/a"):
+        with pytest.raises(InvalidLocationError, match=r"\$.*expandvars"):
+            ckptcore.save(url, STATE)
+
+
+def test_directories_that_have_such_names(home: Path) -> None:
+    """They are used if they exist, or if the name says that it is one."""
+    ckptcore.save("./~/step_1", STATE)
+    Path("cost$team").mkdir()
+    ckptcore.save("cost$team/step_1", STATE)
+    for path in ("./~/step_1", "cost$team/step_1", "a$1"):
+        if path == "a$1":
+            ckptcore.save(path, STATE)
+        assert ckptcore.load(path)["w"].tolist() == [0, 1, 2]
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container with the id of a user who has no name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 987654321)
+    with pytest.raises(InvalidLocationError, match="cannot find the home directory for '~'"):
+        ckptcore.save("~/run", STATE)
+    assert list(tmp_path.iterdir()) == []
