@@ -1,103 +1,241 @@
-"""Settings of a bucket: options before the environment, the environment before files; and errors
-that list the options.
-"""
+"""Settings of a bucket: options, then what AWS's own client finds; and errors that list the options."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from ckptcore_s3.credentials import ChainCredentials, Credentials
+from ckptcore_s3.credentials import Credentials
 from ckptcore_s3.plugin import S3Plugin
 from ckptcore_s3.service import S3Service
+from ckptcore_s3.sessions import Place
 from ckptcore_s3.settings import OPTIONS, settings_of
 from ckptcore_s3.signing import signed_headers
 
 from ckptcore import Context
 from ckptcore.errors import InvalidLocationError, StorageCredentialsError
-from ckptcore.protocols import StorageOptions
+from ckptcore.model import JSON
+from ckptcore.protocols import StorageBackend, StorageOptions
 
-NO_FILES = {"AWS_CONFIG_FILE": "/nonexistent/config", "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent/credentials"}
+Write = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Begin without settings of the machine. Writes ``config`` and ``credentials``."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+    def write_files(**files: str) -> None:
+        for name, content in files.items():
+            (tmp_path / name).write_text(content, encoding="utf-8")
+
+    return write_files
+
+
+def place_of(bucket: str, options: Mapping[str, JSON]) -> Place:
+    return S3Service(settings_of(bucket, options)).place()
 
 
 def test_nothing_given() -> None:
-    found = settings_of("bucket", {}, NO_FILES)
-    assert found.region == "us-east-1"
-    assert found.bucket_url == "https://bucket.s3.us-east-1.amazonaws.com"
-    assert found.credentials is None and not found.anonymous
+    found = place_of("bucket", {})
+    assert found == Place("https://s3.amazonaws.com", "https://bucket.s3.amazonaws.com", "us-east-1", None)
+    settings = settings_of("bucket", {})
+    assert settings.credentials is None and not settings.anonymous
 
 
-def test_options_come_before_the_environment() -> None:
-    environment = {
-        **NO_FILES,
-        "AWS_ENDPOINT_URL": "https://general",
-        "AWS_ENDPOINT_URL_S3": "https://of-s3:9000/",
-        "AWS_REGION": "eu-west-1",
-        "AWS_ACCESS_KEY_ID": "id",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_SESSION_TOKEN": "token",
-        "AWS_CA_BUNDLE": "/bundle",
-    }
-    found = settings_of("bucket", {}, environment)
-    assert found.bucket_url == "https://of-s3:9000/bucket"
-    assert (found.region, found.credentials) == ("eu-west-1", Credentials("id", "secret", "token"))
-    assert found.tuning.ca_bundle == "/bundle"
-    given = {"endpoint": "http://mine", "region": "here", "access_key_id": "my", "secret_access_key": "own"}
-    found = settings_of("bucket", given, environment)
-    assert found.bucket_url == "http://mine/bucket"
-    assert (found.region, found.credentials) == ("here", Credentials("my", "own", ""))
-    found = settings_of("bucket", {}, {**environment, "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"})
-    assert found.bucket_url == "https://bucket.s3.eu-west-1.amazonaws.com"
+def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://general")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://of-s3:9000/")
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-2")
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/bundle")
+    assert place_of("bucket", {}) == Place("https://of-s3:9000", "https://of-s3:9000/bucket", "eu-west-1", "/bundle")
+    found = place_of("bucket", {"endpoint": "http://mine", "region": "here", "ca_bundle": "/other"})
+    assert found == Place("http://mine", "http://mine/bucket", "here", "/other")
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    assert place_of("bucket", {}).bucket_url == "https://bucket.s3.eu-west-1.amazonaws.com"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+    assert S3Service(settings_of("bucket", {})).prepare() == Credentials("id", "secret", "token")
+    own = {"access_key_id": "my", "secret_access_key": "own"}
+    assert S3Service(settings_of("bucket", own)).prepare() == Credentials("my", "own", "")
 
 
 @pytest.mark.parametrize(
     ("bucket", "options", "url"),
     [
-        ("with.dots", {}, "https://s3.us-east-1.amazonaws.com/with.dots"),
-        ("bucket", {"addressing_style": "path"}, "https://s3.us-east-1.amazonaws.com/bucket"),
+        ("with.dots", {"region": "eu-west-1"}, "https://s3.eu-west-1.amazonaws.com/with.dots"),
+        ("bucket", {"region": "eu-west-1"}, "https://bucket.s3.eu-west-1.amazonaws.com"),
+        ("bucket", {"addressing_style": "path", "region": "eu-west-1"}, "https://s3.eu-west-1.amazonaws.com/bucket"),
         ("bucket", {"region": "cn-north-1"}, "https://bucket.s3.cn-north-1.amazonaws.com.cn"),
         ("bucket", {"endpoint": "https://host:1/base", "addressing_style": "virtual"}, "https://bucket.host:1/base"),
         ("bucket", {"endpoint": "https://host:1/base/"}, "https://host:1/base/bucket"),
+        ("bucket", {"endpoint": "https://10.0.0.1:1", "addressing_style": "virtual"}, "https://10.0.0.1:1/bucket"),
     ],
 )
-def test_where_the_bucket_is(bucket: str, options: dict[str, str], url: str) -> None:
-    assert settings_of(bucket, options, NO_FILES).bucket_url == url
+def test_where_the_bucket_is(bucket: str, options: dict[str, JSON], url: str) -> None:
+    assert place_of(bucket, options).bucket_url == url
 
 
-def test_files_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, credentials = tmp_path / "config", tmp_path / "credentials"
-    config.write_text(
-        "[default]\nregion = eu-north-1\n[profile training]\nregion = eu-south-1\nservices = local\n"
+HOSTS = {
+    "[default]\nregion=us-west-2": "https://bucket.s3.us-west-2.amazonaws.com",
+    "[default]\nregion=us-west-2\nuse_fips_endpoint=true": "https://bucket.s3-fips.us-west-2.amazonaws.com",
+    "[default]\nregion=us-west-2\nuse_dualstack_endpoint=true": ("https://bucket.s3.dualstack.us-west-2.amazonaws.com"),
+    "[default]\nregion=us-west-2\ns3=\n  addressing_style=path": "https://s3.us-west-2.amazonaws.com/bucket",
+    "[default]\nregion=us-west-2\ns3=\n  use_accelerate_endpoint=true": "https://bucket.s3-accelerate.amazonaws.com",
+    "[default]\nendpoint_url=http://127.0.0.1:9": "http://127.0.0.1:9/bucket",
+    "[default]\nendpoint_url=http://host:9\ns3=\n  addressing_style=virtual": "http://bucket.host:9",
+    "[default]\nservices=ours\n[services ours]\ns3=\n  endpoint_url=http://127.0.0.1:9": "http://127.0.0.1:9/bucket",
+}
+
+
+@pytest.mark.parametrize("file", ["config", "credentials"])
+@pytest.mark.parametrize("content", HOSTS)
+def test_files_say_where_the_bucket_is(content: str, file: str, write: Write) -> None:
+    """As AWS's own clients read them: a request to another host would be signed with the same keys."""
+    import boto3  # type: ignore[import-untyped]  # it has no annotations
+
+    if file == "credentials" and "\n[services" in content:
+        content, services = content.split("\n[services")
+        write(config=f"[services{services}")
+        url = "http://127.0.0.1:9/bucket"
+    else:
+        url = HOSTS[content]
+    write(**{file: content})
+    found = place_of("bucket", {})
+    assert found.bucket_url == url
+    seen: list[str] = []
+    client = boto3.Session(aws_access_key_id="id", aws_secret_access_key="secret").client("s3")
+    client.meta.events.register("before-send.s3", lambda request, **_: seen.append(request.url) or _NOTHING)
+    client.head_object(Bucket="bucket", Key="key")
+    assert seen == [f"{url}/key"]
+    address = S3Service(settings_of("bucket", {})).address("run/").options
+    is_usual = url == "https://bucket.s3.us-west-2.amazonaws.com" or "bucket." not in url
+    assert ("addressing_style" not in address) == is_usual, "tensorstore would use another host"
+
+
+class _Nothing:
+    """An empty answer for botocore."""
+
+    status_code, headers, content = 200, {}, b""
+    raw = None
+
+
+_NOTHING = _Nothing()
+
+
+@pytest.mark.parametrize("variable", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])
+def test_variables_say_where_the_bucket_is(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "true")
+    name = "s3-fips" if "FIPS" in variable else "s3.dualstack"
+    assert place_of("bucket", {"region": "us-west-2"}).bucket_url == f"https://bucket.{name}.us-west-2.amazonaws.com"
+
+
+def test_files_of_profiles(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(
+        config="[default]\nregion = eu-north-1\nca_bundle = /of-config\n"
+        "[profile training]\nregion = eu-south-1\nservices = local\n"
         "[services local]\ns3 =\n  endpoint_url = http://127.0.0.1:9\n",
-        encoding="utf-8",
+        credentials="[training]\naws_access_key_id = id\naws_secret_access_key = secret\naws_session_token = token\n",
     )
-    credentials.write_text(
-        "[training]\naws_access_key_id = id\naws_secret_access_key = secret\naws_session_token = token\n",
-        encoding="utf-8",
-    )
-    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    assert settings_of("bucket", {}).region == "eu-north-1"
-    found = settings_of("bucket", {"profile": "training"})
+    assert place_of("bucket", {}).region == "eu-north-1"
+    assert place_of("bucket", {}).ca_bundle == "/of-config"
+    found = place_of("bucket", {"profile": "training"})
     assert (found.region, found.bucket_url) == ("eu-south-1", "http://127.0.0.1:9/bucket")
-    assert ChainCredentials("training").get() == Credentials("id", "secret", "token")
-    with pytest.raises(StorageCredentialsError, match=r"nobody.*AWS_PROFILE"):
-        settings_of("bucket", {"profile": "nobody"})
-    with pytest.raises(StorageCredentialsError, match="nobody"):
-        ChainCredentials("nobody").get()
-    with pytest.raises(StorageCredentialsError, match="AWS_ACCESS_KEY_ID"):
-        ChainCredentials(None).get()
-    storage = S3Plugin().open("s3://bucket/run", StorageOptions(config={"endpoint": "http://127.0.0.1:9"}))
-    for call in (lambda: storage.get("a"), lambda: list(storage.list()), lambda: storage.put("a", b"")):
-        with pytest.raises(StorageCredentialsError, match="AWS_ACCESS_KEY_ID"):
+    assert S3Service(settings_of("bucket", {"profile": "training"})).prepare() == Credentials("id", "secret", "token")
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    assert place_of("bucket", {}) == found
+
+
+def open_bucket(**options: JSON) -> StorageBackend:
+    return S3Plugin().open("s3://bucket/run", StorageOptions(config=options))
+
+
+def calls_of(storage: StorageBackend) -> Sequence[Callable[[], object]]:
+    return (
+        lambda: storage.get("a"),
+        lambda: list(storage.list()),
+        lambda: storage.put("a", b""),
+        lambda: storage.address,
+        lambda: storage.open_writer("a", 40 << 20).write_at(0, bytes(20 << 20)),
+    )
+
+
+def test_no_credentials(write: Write) -> None:
+    for call in calls_of(open_bucket(endpoint="http://127.0.0.1:9")):
+        if call.__code__.co_names == ("address",):
+            continue  # it needs none
+        with pytest.raises(StorageCredentialsError, match=r"s3://bucket/run.*AWS_ACCESS_KEY_ID"):
             call()
+
+
+@pytest.mark.parametrize("file", ["config", "credentials"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xef\xbb\xbf[default]\nregion=eu-west-1\n", "byte order mark.*save it without"),
+        (b"region=eu-west-1\n", "nable to parse config file"),
+        (b"[default]\nregion=\xff\xfe\n", "nable to parse config file"),
+        (None, "cannot read '.*': Is a directory"),
+    ],
+)
+def test_files_that_cannot_be_read(file: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is None:
+        (tmp_path / file).mkdir()
+    else:
+        (tmp_path / file).write_bytes(content)
+    for call in calls_of(open_bucket(region="eu-west-1")):
+        with pytest.raises(
+            StorageCredentialsError, match=rf"s3://bucket/run.*{message}.*Check ~/\.aws/config"
+        ) as caught:
+            call()
+        assert file in str(caught.value)
+
+
+def test_a_profile_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in calls_of(open_bucket(profile="nobody")):
+        with pytest.raises(StorageCredentialsError, match=r"nobody.*Check ~/\.aws"):
+            call()
+    monkeypatch.setenv("AWS_PROFILE", "somebody")
+    with pytest.raises(StorageCredentialsError, match="somebody"):
+        open_bucket().get("a")
+
+
+@pytest.mark.parametrize("content", [None, b"no certificate"])
+def test_certificates_that_cannot_be_read(content: bytes | None, tmp_path: Path, write: Write) -> None:
+    write(credentials="[default]\naws_access_key_id=id\naws_secret_access_key=secret\n")
+    bundle = tmp_path / "bundle.pem"
+    if content is not None:
+        bundle.write_bytes(content)
+    storage = open_bucket(endpoint="https://127.0.0.1:9", ca_bundle=str(bundle), retries=0)
+    for call in calls_of(storage):
+        if call.__code__.co_names == ("address",):
+            continue
+        with pytest.raises(StorageCredentialsError, match=r"bundle\.pem.*"):
+            call()
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with the id of a user who has no name."""
+    for name in ("HOME", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("os.getuid", lambda: 987654321)
+    with pytest.raises(StorageCredentialsError, match="AWS_ACCESS_KEY_ID"):
+        open_bucket(region="eu-west-1").get("a")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert S3Service(settings_of("bucket", {})).prepare() == Credentials("id", "secret")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +261,17 @@ def test_a_wrong_option_is_an_error(options: dict[str, str | int | bool], messag
 
 
 @pytest.mark.parametrize(
-    "url", ["s3:///run", "s3://", "gs://bucket/run", "s3://bücket/run", "s3://a b/run", "s3://b/a//b", "s3://b/../c"]
+    "url",
+    [
+        "s3:///run",
+        "s3://",
+        "gs://bucket/run",
+        "s3://bücket/run",
+        "s3://a b/run",
+        "s3://b/a//b",
+        "s3://b/../c",
+        "s3://b--x-s3/a",
+    ],
 )
 def test_urls_that_name_no_directory(url: str) -> None:
     with pytest.raises(InvalidLocationError):
@@ -133,7 +281,7 @@ def test_urls_that_name_no_directory(url: str) -> None:
 @pytest.mark.parametrize("endpoint", ["host:9000", "ftp://host", "https://", "https://host?query"])
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(InvalidLocationError, match="endpoint"):
-        settings_of("bucket", {"endpoint": endpoint}, NO_FILES)
+        settings_of("bucket", {"endpoint": endpoint})
 
 
 def test_the_readme_has_every_option() -> None:
@@ -150,7 +298,7 @@ def test_secrets_are_not_shown() -> None:
         "endpoint": "https://host",
     }
     storage = S3Plugin().open("s3://bucket/run", StorageOptions(config=options))
-    settings = settings_of("bucket", options, NO_FILES)
+    settings = settings_of("bucket", options)
     address = S3Service(settings).address("run/ü%/")
     shown = f"{storage!r} {storage.address} {settings} {address}"
     assert not any(secret in shown for secret in ("AKIDEXAMPLE", "hidden", "veiled"))
@@ -202,15 +350,17 @@ def test_a_context_does_not_show_secrets() -> None:
     assert "hidden" not in repr(Context(storage={"s3": {"access_key_id": "me", "secret_access_key": "hidden"}}))
 
 
-def test_an_endpoint_has_no_password() -> None:
-    for given in ({"endpoint": "https://me:hidden@host"}, {}):
-        with pytest.raises(InvalidLocationError, match="contains a user or a password") as caught:
-            settings_of("bucket", given, {**NO_FILES, "AWS_ENDPOINT_URL": "https://me:hidden@host"})
-        assert "hidden" not in str(caught.value)
-        assert "; set credentials with their own options" in str(caught.value)
+def test_an_endpoint_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidLocationError, match="contains a user or a password") as caught:
+        open_bucket(endpoint="https://me:hidden@host")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:hidden@host")
+    with pytest.raises(StorageCredentialsError, match="contains a user or a password") as found:
+        open_bucket().get("a")
+    for error in (caught, found):
+        assert "hidden" not in str(error.value)
+        assert "; set credentials with their own options" in str(error.value)
     options = {"endpoint": "https://host", "access_key_id": "me", "secret_access_key": "hidden"}
-    found = settings_of("bucket", options, NO_FILES)
-    assert found.credentials == Credentials("me", "hidden")
+    assert settings_of("bucket", options).credentials == Credentials("me", "hidden")
     with pytest.raises(ValueError, match="set both access_key_id and secret_access_key, or neither"):
-        settings_of("bucket", {"endpoint": "https://host", "access_key_id": "me"}, NO_FILES)
-    assert settings_of("bucket", {"endpoint": "https://host"}, NO_FILES).credentials is None
+        settings_of("bucket", {"endpoint": "https://host", "access_key_id": "me"})
+    assert settings_of("bucket", {"endpoint": "https://host"}).credentials is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.listing import list_objects
@@ -16,8 +15,6 @@ from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, upload_id_of
 
 __all__ = ["GcsBucket"]
 
-T = TypeVar("T")
-
 
 class GcsBucket(Bucket):
     """A bucket of GCS. Thread-safe. Methods raise `RequestFailed` if a request fails."""
@@ -27,15 +24,6 @@ class GcsBucket(Bucket):
         super().__init__(service)
         self._gcs = service
         self.json = JsonRequests(self, service.settings)
-
-    def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-        """Send a request. Retry transient failures, with a valid token for each try."""
-
-        def with_token() -> T:
-            self._gcs.prepare()
-            return request()
-
-        return super().run(with_token, check)
 
     def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, put_id: str) -> str:
         if self._gcs.settings.uploads == "parts":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import urllib.request
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ class TokenSource(Protocol):
         """
         ...
 
+    def renew(self, used: object) -> bool:
+        """Look for another token, after the service refused the `used` one. Return True if there is one."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FixedToken:
@@ -59,6 +64,10 @@ class FixedToken:
     def get(self) -> Token:
         """Return the token."""
         return Token(self.text)
+
+    def renew(self, used: object) -> bool:
+        """Return False."""
+        return False
 
 
 class DefaultTokens:
@@ -82,34 +91,53 @@ class DefaultTokens:
         """
         self._lock = threading.Lock()
         self._found: Any = None
+        self._token: Token | None = None
 
     def get(self) -> Token:
         """Return a valid token. May send requests to the metadata server or the token service."""
+        with self._lock:
+            return self._get()
+
+    def renew(self, used: object) -> bool:
+        """See `TokenSource`. If another thread has renewed the token since, there is nothing to look for."""
+        with self._lock:
+            if self._token == used:
+                self._found = None  # the file may have another key by now
+            return self._get() != used
+
+    def _get(self) -> Token:
         from google.auth.exceptions import GoogleAuthError
 
-        with self._lock:
-            try:
-                if self._found is None:
-                    self._found = self._find()
-                if not self._found.valid:
-                    self._found.refresh(_connection())
-            except GoogleAuthError as error:
-                raise RequestFailed(_failure_of(error)) from chainable(error)
-            expiry = self._found.expiry
-            return Token(str(self._found.token), None if expiry is None else expiry.replace(tzinfo=UTC))
+        try:
+            if self._found is None:
+                self._found = self._find()
+            if not self._found.valid:
+                self._found.refresh(_connection())
+        except GoogleAuthError as error:
+            raise RequestFailed(_failure_of(error)) from chainable(error)
+        except OSError as error:  # a file that the credentials name, with the token of a pod
+            message = f"cannot get a token: {redacted(str(error))}"
+            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from chainable(error)
+        expiry = self._found.expiry
+        self._token = Token(str(self._found.token), None if expiry is None else expiry.replace(tzinfo=UTC))
+        return self._token
 
     def _find(self) -> Any:
         import google.auth
 
-        if self._file is None:
-            return google.auth.default(scopes=_SCOPES)[0]
+        named = self._file or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        source = "the option 'credentials_file'" if self._file else "GOOGLE_APPLICATION_CREDENTIALS"
         try:
+            if self._file is None:
+                return google.auth.default(scopes=_SCOPES)[0]
             # google-auth warns about files from untrusted sources (DeprecationWarning). This file
             # was named by the user of the program.
             found: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
-        except OSError as error:
-            message = f"cannot read the file {self._file!r} of the option 'credentials_file': {error.strerror}"
-            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from error
+        except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: it is JSON, but no object
+            what = f"the file {named!r} of {source}" if named else "the file of the gcloud login"
+            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            message = redacted(f"cannot read {what}: {reason}")[:_MAX_MESSAGE_LENGTH]
+            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from chainable(error)
         return found[0]
 
 

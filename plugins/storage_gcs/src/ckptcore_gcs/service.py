@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from ckptcore_obstore.failures import Failure, FailureKind
-from ckptcore_obstore.services import Tuning
+from ckptcore_obstore.services import Tuning, client_options
 
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_gcs.credentials import DefaultTokens, FixedToken, TokenSource
@@ -26,6 +25,7 @@ _REMEDIES: Final = {
     FailureKind.CONDITION: "Another process changed it",
     FailureKind.CREDENTIALS: "Check GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
     "for a public bucket set Context(storage={'gs': {'anonymous': True}})",
+    FailureKind.SETTINGS: "Check the option 'ca_bundle'",
     FailureKind.PERMISSION: "Give the account the role Storage Object User on the bucket (storage.objects.* and "
     "storage.multipartUploads.*)",
     FailureKind.CLOCK: "Set the clock of this machine (NTP)",
@@ -74,6 +74,11 @@ class GcsService:
         return f"{self._settings.endpoint}/{self._settings.bucket}"
 
     @property
+    def ca_bundle(self) -> str | None:
+        """File of trusted certificates."""
+        return self._settings.tuning.ca_bundle
+
+    @property
     def tuning(self) -> Tuning:
         """Tuning of requests."""
         return self._settings.tuning
@@ -82,18 +87,9 @@ class GcsService:
         """Return the bucket as an obstore store. The environment does not affect it."""
         from obstore.store import GCSStore
 
-        settings, tuning = self._settings, self.tuning
-        client: dict[str, Any] = {
-            "allow_http": settings.endpoint.startswith("http://"),
-            "connect_timeout": timedelta(seconds=tuning.connect_timeout_seconds),
-            "read_timeout": timedelta(seconds=tuning.timeout_seconds),
-            "timeout": timedelta(seconds=tuning.retries.deadline_seconds),
-        }
+        settings, client = self._settings, client_options(self)
         if settings.user_project:
             client["default_headers"] = {"x-goog-user-project": settings.user_project}
-        if tuning.ca_bundle:
-            with open(tuning.ca_bundle, "rb") as file:
-                client["root_certificate"] = file.read()
         # With this key obstore does not search the environment, where it may find a key it cannot
         # read.
         key = {
@@ -126,9 +122,13 @@ class GcsService:
             sent["x-goog-user-project"] = self._settings.user_project
         return sent
 
-    def prepare(self) -> None:
-        """Get a token before a request, because obstore reports credential errors without details."""
-        self._source.get()
+    def prepare(self) -> object:
+        """Return a token."""
+        return self._source.get()
+
+    def renew(self, used: object) -> bool:
+        """Look for another token than the one that the service refused."""
+        return self._source.renew(used)
 
     def address(self, directory: str) -> StorageAddress:
         """Return the address for native I/O, such as tensorstore. It contains no secrets."""

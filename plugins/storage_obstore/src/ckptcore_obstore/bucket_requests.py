@@ -54,24 +54,64 @@ class BucketRequests:
         self.plain = PlainRequests(service)
 
     def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-        """Send a request of obstore or HTTP, and retry transient failures; see `try_request`."""
-        self.service.prepare()
-        policy = self.service.tuning.retries
+        """Send a request of obstore or HTTP, and retry transient failures; see `try_request`.
+
+        If the service refuses the credentials, and there are new ones, or if it wants a digest of each upload, the
+        request is sent again.
+        """
+        used: object = None
+
+        def with_credentials() -> T:
+            nonlocal used
+            used = self.service.prepare()
+            return request()
+
         try:
-            return try_request(lambda: _converting_errors(request), policy, self.limit, check)
+            return self._try(with_credentials, check)
         except RequestFailed as error:
-            if error.failure.kind is FailureKind.REGION and not error.failure.code:
-                # obstore drops the details of a redirection. Any other request gets the same
-                # answer, so send one by HTTP.
-                try_request(
-                    lambda: self.plain.send("GET", query={"list-type": "2", "max-keys": "1"}), policy, self.limit
-                )
-            raise
+            if not self._mend(error.failure, used):
+                raise
+        return self._try(with_credentials, check)
+
+    def _mend(self, failure: Failure, used: object) -> bool:
+        """Return True if a request that failed may succeed now."""
+        if failure.kind is FailureKind.DIGEST and not self.plain.has_digests:
+            self.plain.has_digests = True
+            return True
+        if failure.kind is FailureKind.CREDENTIALS and failure.status is not None and self.service.renew(used):
+            self.forget_store()
+            return True
+        if failure.kind is FailureKind.REGION and not failure.code:
+            # obstore drops the details of a redirection. Any other request gets the same answer, so send one by HTTP.
+            self._try(lambda: self.plain.send("GET", query={"list-type": "2", "max-keys": "1"}), lambda: None)
+        return False
+
+    def _try(self, request: Callable[[], T], check: Callable[[], None]) -> T:
+        return try_request(lambda: _converting_errors(request), self.service.tuning.retries, self.limit, check)
+
+    def forget_store(self) -> None:
+        """Drop what has the old credentials."""
+
+    def run_head(self, key: str, request: Callable[[], T]) -> T:
+        """Send a HEAD request for an object. A response to it has no body with the reason of a failure, but one to a
+        GET request has."""
+        try:
+            return self.run(request)
+        except RequestFailed as error:
+            failure = error.failure
+            if failure.kind is FailureKind.MISSING or failure.status is None or failure.code:
+                raise
+        try:
+            self.run(lambda: self.plain.send("GET", key, headers={"range": "bytes=0-0"}))
+        except RequestFailed as error:
+            if error.failure.kind is not FailureKind.RANGE:  # the object is empty
+                raise
+        return self.run(request)
 
     def head(self, key: str) -> ObjectState | None:
         """Return the tag and put id of an object, or None if it does not exist."""
         try:
-            headers = self.run(lambda: self.plain.send("HEAD", key)).headers
+            headers = self.run_head(key, lambda: self.plain.send("HEAD", key)).headers
         except RequestFailed as error:
             if error.failure.kind is FailureKind.MISSING:
                 return None

@@ -93,12 +93,7 @@ class Bucket(BucketRequests):
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
-        try:
-            return self.run(lambda: self._size(key))
-        except RequestFailed as error:
-            if error.failure.kind is not FailureKind.MISSING and not error.failure.code:
-                self.read(key, 0, 1)  # a HEAD response has no body with the reason, but a GET response has
-            raise
+        return self.run_head(key, lambda: self._size(key))
 
     def _size(self, key: str) -> int:
         if not _obstore_accepts(key):
@@ -136,7 +131,7 @@ class Bucket(BucketRequests):
         service = self.service
         if self._unquoted_tags and isinstance(condition, IfTag):
             condition = IfTag(condition.tag.strip('"'))
-        if not _obstore_accepts(key):
+        if self.plain.has_digests or not _obstore_accepts(key):
             headers = {} if condition is None else dict(service.condition_headers(condition))
             headers |= service.upload_headers
             headers[service.metadata_prefix + PUT_ID_KEY] = put_id
@@ -204,6 +199,11 @@ class Bucket(BucketRequests):
         except RequestFailed as error:
             if error.failure.kind is not FailureKind.MISSING:
                 raise
+
+    def forget_store(self) -> None:
+        """Open the store again for the next request: obstore keeps credentials."""
+        with self._lock:
+            self._store = None
 
     def _obstore(self) -> ObjectStore:
         with self._lock:

@@ -23,6 +23,7 @@ class FailureKind(enum.Enum):
     CONDITION = "the condition of the request is not met"
     RANGE = "the object ends before the requested range"
     CREDENTIALS = "the credentials are missing or invalid"
+    SETTINGS = "the settings of the client are wrong"
     PERMISSION = "the credentials do not allow it"
     REGION = "the bucket is in another region"
     CLOCK = "the clock of this machine is wrong"
@@ -31,6 +32,7 @@ class FailureKind(enum.Enum):
     SERVER = "the service failed"
     TIMEOUT = "the request timed out"
     CONNECTION = "the connection failed"
+    DIGEST = "the service requires a digest of each upload"
     UNSUPPORTED = "the service does not support the request"
     OTHER = "the service refused the request"
 

@@ -109,13 +109,8 @@ def tuning_options() -> Mapping[str, Option]:
     }
 
 
-def tuning_of(given: Mapping[str, Any], *, ca_bundle: str | None = None) -> Tuning:
-    """Return the tuning for validated options.
-
-    Args:
-        given: the options.
-        ca_bundle: default of the option ``ca_bundle``.
-    """
+def tuning_of(given: Mapping[str, Any]) -> Tuning:
+    """Return the tuning for validated options."""
     default = Tuning()
     retries = RetryPolicy(
         retries=given.get("retries", default.retries.retries),
@@ -130,5 +125,5 @@ def tuning_of(given: Mapping[str, Any], *, ca_bundle: str | None = None) -> Tuni
         timeout_seconds=given.get("timeout", default.timeout_seconds),
         connect_timeout_seconds=given.get("connect_timeout", default.connect_timeout_seconds),
         retries=retries,
-        ca_bundle=given.get("ca_bundle", ca_bundle),
+        ca_bundle=given.get("ca_bundle") or None,
     )

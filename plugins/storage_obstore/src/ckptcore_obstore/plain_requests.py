@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from ckptcore.protocols import Buffer
 from ckptcore.redaction import chainable
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
 from ckptcore_obstore.forks import reset_in_children
-from ckptcore_obstore.services import Service
+from ckptcore_obstore.services import Service, read_certificates
 
 if TYPE_CHECKING:
     import urllib3
@@ -42,11 +44,16 @@ class PlainRequests:
     """Single requests to one bucket, without retries. Thread-safe.
 
     A forked child opens its own connections.
+
+    Attributes:
+        has_digests: True to send a digest of each uploaded body. Buckets with Object Lock require it. Other services
+            need none: TLS protects the transfer, and every load verifies checksums.
     """
 
     def __init__(self, service: Service) -> None:
         """Initialise without sending a request."""
         self._service = service
+        self.has_digests = False
         self.reset_after_fork()
         reset_in_children(self)
 
@@ -97,7 +104,10 @@ class PlainRequests:
         if query:
             pairs = sorted((quote(name, safe="-_.~"), quote(value, safe="-_.~")) for name, value in query.items())
             url += "?" + "&".join([f"{name}={value}" for name, value in pairs])
-        sent = dict(self._service.sign(method, url, headers or {}))
+        given = dict(headers or {})
+        if self.has_digests and method == "PUT":
+            given["content-md5"] = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+        sent = dict(self._service.sign(method, url, given))
         if body or method in ("PUT", "POST"):
             sent["content-length"] = str(len(body))
         try:
@@ -129,17 +139,17 @@ class PlainRequests:
 
         import urllib3
 
-        tuning = self._service.tuning
+        tuning, bundle = self._service.tuning, self._service.ca_bundle
+        if bundle:
+            read_certificates(bundle)
         host = urlsplit(self._service.bucket_url)
         timeout = urllib3.Timeout(connect=tuning.connect_timeout_seconds, read=tuning.timeout_seconds)
         proxy = urllib.request.getproxies().get(host.scheme)
         if proxy and not urllib.request.proxy_bypass(host.hostname or ""):
             return urllib3.ProxyManager(
-                proxy, maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=tuning.ca_bundle
+                proxy, maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=bundle
             )
-        return urllib3.PoolManager(
-            maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=tuning.ca_bundle
-        )
+        return urllib3.PoolManager(maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=bundle)
 
 
 def _pieces(body: Buffer) -> Iterator[memoryview]:

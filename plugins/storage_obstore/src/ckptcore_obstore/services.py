@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptcore.protocols import PutCondition, StorageAddress
-from ckptcore_obstore.failures import Failure
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.retrying import RetryPolicy
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Service", "Tuning"]
+__all__ = ["Service", "Tuning", "client_options", "read_certificates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,16 @@ class Service(Protocol):
 
     @property
     def bucket_url(self) -> str:
-        """URL of the bucket for requests, without ``/`` at the end."""
+        """URL of the bucket for requests, without ``/`` at the end.
+
+        Raises:
+            RequestFailed: if it cannot be found.
+        """
+        ...
+
+    @property
+    def ca_bundle(self) -> str | None:
+        """File of trusted certificates; None for those of the system."""
         ...
 
     @property
@@ -82,15 +92,26 @@ class Service(Protocol):
             headers: other headers of the request, by lower-case names.
 
         Raises:
-            StorageCredentialsError or RequestFailed: if there are no valid credentials.
+            RequestFailed: if there are no credentials.
         """
         ...
 
-    def prepare(self) -> None:
-        """Check the credentials before a request, because obstore reports their errors without details.
+    def prepare(self) -> object:
+        """Get the credentials before each try of a request, because obstore reports their errors without details.
+
+        Returns:
+            The credentials, for `renew`.
 
         Raises:
-            StorageCredentialsError or RequestFailed: if there are no valid credentials.
+            RequestFailed: if there are no credentials.
+        """
+        ...
+
+    def renew(self, used: object) -> bool:
+        """Look for other credentials, after the service refused the `used` ones. Return True if there are.
+
+        Raises:
+            RequestFailed: if there are no credentials.
         """
         ...
 
@@ -113,3 +134,39 @@ class Service(Protocol):
     def remedy(self, failure: Failure) -> str:
         """Return advice for a failure, as a sentence without the full stop."""
         ...
+
+
+def client_options(service: Service) -> dict[str, Any]:
+    """Return obstore's options of connections to a service.
+
+    Raises:
+        RequestFailed: if the file of trusted certificates cannot be read.
+    """
+    tuning = service.tuning
+    options: dict[str, Any] = {
+        "allow_http": service.bucket_url.startswith("http://"),
+        "connect_timeout": timedelta(seconds=tuning.connect_timeout_seconds),
+        "read_timeout": timedelta(seconds=tuning.timeout_seconds),
+        "timeout": timedelta(seconds=tuning.retries.deadline_seconds),
+    }
+    if service.ca_bundle:
+        options["root_certificate"] = read_certificates(service.ca_bundle)
+    return options
+
+
+def read_certificates(path: str) -> bytes:
+    """Return the file of trusted certificates.
+
+    Raises:
+        RequestFailed: if it cannot be read or has no certificate.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        message = f"cannot read the certificates in {path!r}: {error.strerror}"
+        raise RequestFailed(Failure(FailureKind.SETTINGS, None, "", message)) from error
+    if b"-----BEGIN CERTIFICATE-----" not in content:
+        message = f"{path!r} has no certificate in PEM format"
+        raise RequestFailed(Failure(FailureKind.SETTINGS, None, "", message))
+    return content

@@ -29,6 +29,7 @@ _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
     FailureKind.NO_BUCKET: BucketNotFoundError,
     FailureKind.CONDITION: ConditionFailedError,
     FailureKind.CREDENTIALS: StorageCredentialsError,
+    FailureKind.SETTINGS: StorageCredentialsError,
     FailureKind.PERMISSION: StoragePermissionError,
     FailureKind.REGION: WrongRegionError,
     FailureKind.CLOCK: ClockSkewError,

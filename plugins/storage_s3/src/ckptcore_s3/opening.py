@@ -18,6 +18,8 @@ from ckptcore_s3.settings import Settings, settings_of
 __all__ = ["S3Buckets"]
 
 _SCHEME: Final = "s3://"
+_DIRECTORY_BUCKET: Final = "--x-s3"
+"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/directory-bucket-naming-rules.html"""
 
 
 class S3Buckets:
@@ -32,7 +34,6 @@ class S3Buckets:
 
         Raises:
             InvalidLocationError: for an invalid URL or endpoint.
-            StorageCredentialsError: for an unknown profile.
             ValueError: for invalid options; see `settings_of`.
         """
         if url[: len(_SCHEME)].lower() != _SCHEME:
@@ -43,6 +44,11 @@ class S3Buckets:
         if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
             raise InvalidLocationError(
                 f"cannot open {redacted_location(url)!r}: invalid bucket name; expected a URL such as s3://bucket/directory"
+            )
+        if name.endswith(_DIRECTORY_BUCKET):
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: it is in a directory bucket (S3 Express One Zone), which needs "
+                "sessions that ckptcore does not make; use a general purpose bucket"
             )
         settings = settings_of(name, options.config)
         owner = os.getpid(), settings  # A forked child cannot use the connections and locks of its parent.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from ckptcore_obstore.failures import Failure, FailureKind
-from ckptcore_obstore.services import Tuning
+from ckptcore_obstore.forks import reset_in_children
+from ckptcore_obstore.services import Tuning, client_options
+from ckptcore_obstore.storage_errors import converted_errors
 
 from ckptcore.model import JSON
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_s3.credentials import ChainCredentials, CredentialSource, FixedCredentials, environment_credentials
+from ckptcore_s3.sessions import Place, find_place
 from ckptcore_s3.settings import Settings
 from ckptcore_s3.signing import signed_headers
 
@@ -27,6 +31,8 @@ _REMEDIES: Final = {
     FailureKind.NO_BUCKET: "Check the name of the bucket and the endpoint, or create it",
     FailureKind.CONDITION: "Another process changed it",
     FailureKind.CREDENTIALS: "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the profile, or sign in again",
+    FailureKind.SETTINGS: "Check ~/.aws/config, ~/.aws/credentials, the environment variables AWS_..., and the option "
+    "'profile'",
     FailureKind.PERMISSION: "Allow it in the policies of the user or role and of the bucket: "
     "s3:GetObject, s3:PutObject, s3:DeleteObject, "
     "s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads",
@@ -47,11 +53,29 @@ class S3Service:
     metadata_prefix: Final = "x-amz-meta-"
 
     def __init__(self, settings: Settings) -> None:
-        """Initialise without sending a request or loading credentials."""
+        """Initialise without sending a request, loading credentials or importing botocore."""
         self._settings = settings
         self._source: CredentialSource = (
             FixedCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
         )
+        self.reset_after_fork()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget where the bucket is. Called in a forked child, because the parent may hold the lock."""
+        self._lock = threading.Lock()
+        self._found: Place | None = None
+
+    def place(self) -> Place:
+        """Return where the bucket is, found with the first request.
+
+        Raises:
+            RequestFailed: with kind SETTINGS.
+        """
+        with self._lock:
+            if self._found is None:
+                self._found = find_place(self._settings)
+            return self._found
 
     @property
     def url(self) -> str:
@@ -61,7 +85,12 @@ class S3Service:
     @property
     def bucket_url(self) -> str:
         """URL of the bucket, for requests."""
-        return self._settings.bucket_url
+        return self.place().bucket_url
+
+    @property
+    def ca_bundle(self) -> str | None:
+        """File of trusted certificates."""
+        return self.place().ca_bundle
 
     @property
     def tuning(self) -> Tuning:
@@ -82,13 +111,12 @@ class S3Service:
         """Return the bucket as an obstore store. The environment does not affect it."""
         from obstore.store import S3Store
 
-        settings, tuning = self._settings, self.tuning
-        endpoint = settings.bucket_url if settings.virtual else settings.endpoint
+        settings, place = self._settings, self.place()
         config: dict[str, Any] = {
-            "endpoint": endpoint,
-            "aws_endpoint_url_s3": endpoint,  # overrides "endpoint", and may be set in the environment
-            "region": settings.region,
-            "virtual_hosted_style_request": settings.virtual,
+            "endpoint": place.bucket_url,
+            "aws_endpoint_url_s3": place.bucket_url,  # overrides "endpoint", and may be set in the environment
+            "region": place.region,
+            "virtual_hosted_style_request": True,  # the endpoint is the bucket's, in any style
             "skip_signature": settings.anonymous,
             "unsigned_payload": True,
             "conditional_put": "etag",
@@ -98,21 +126,12 @@ class S3Service:
             config["server_side_encryption"] = settings.sse
         if settings.sse_kms_key_id:
             config["sse_kms_key_id"] = settings.sse_kms_key_id
-        client: dict[str, Any] = {
-            "allow_http": settings.endpoint.startswith("http://"),
-            "connect_timeout": timedelta(seconds=tuning.connect_timeout_seconds),
-            "read_timeout": timedelta(seconds=tuning.timeout_seconds),
-            "timeout": timedelta(seconds=tuning.retries.deadline_seconds),
-        }
-        if tuning.ca_bundle:
-            with open(tuning.ca_bundle, "rb") as file:
-                client["root_certificate"] = file.read()
         # Needed for given keys too: otherwise obstore adds a session token from the environment.
         provider = None if settings.anonymous else self._obstore_token
         return S3Store(
             settings.bucket,
             config=config,  # type: ignore[arg-type]  # obstore's TypedDict cannot be built step by step
-            client_options=client,  # type: ignore[arg-type]
+            client_options=client_options(self),  # type: ignore[arg-type]
             retry_config={"max_retries": 0},
             credential_provider=provider,  # type: ignore[arg-type]
         )
@@ -136,32 +155,39 @@ class S3Service:
             sent["x-amz-request-payer"] = "requester"
         if self._settings.anonymous:
             return sent
-        return signed_headers(method, url, sent, self._source.get(), self._settings.region)
+        return signed_headers(method, url, sent, self._source.get(), self.place().region)
 
-    def prepare(self) -> None:
-        """Check that there are credentials."""
-        if not self._settings.anonymous:
-            self._source.get()
+    def prepare(self) -> object:
+        """Return the credentials."""
+        self.place()
+        return None if self._settings.anonymous else self._source.get()
+
+    def renew(self, used: object) -> bool:
+        """Look for other credentials than those that the service refused."""
+        return not self._settings.anonymous and self._source.renew(used)
 
     def address(self, directory: str) -> StorageAddress:
         """Return the address for native I/O, such as tensorstore. It contains no secrets."""
         settings = self._settings
-        options: dict[str, JSON] = {"endpoint": settings.endpoint, "region": settings.region}
+        with converted_errors(self, f"open {self.url}/{directory}"):
+            place = self.place()
+        options: dict[str, JSON] = {"endpoint": place.endpoint, "region": place.region}
+        if place.is_virtual and place.endpoint not in _standard_endpoints(place.region):
+            options["addressing_style"] = "virtual"
+        environment = environment_credentials(os.environ)
         if settings.anonymous:
             options["credentials"] = "anonymous"
         elif settings.credentials is not None:
-            # An address has no secrets, so native I/O cannot use credentials that only the Context
-            # has.
-            known = settings.credentials == environment_credentials(os.environ)
-            options["credentials"] = "environment" if known else "given"
+            # An address has no secrets, so native I/O cannot use credentials that only the Context has.
+            options["credentials"] = "environment" if settings.credentials == environment else "given"
         elif settings.profile:
             options |= {"credentials": "profile", "profile": settings.profile}
         else:
-            options["credentials"] = "default"
+            options["credentials"] = "default" if environment is None else "environment"
         if settings.requester_pays:
             options["requester_pays"] = True
-        if settings.tuning.ca_bundle and settings.endpoint.startswith("https://"):
-            options["ca_bundle"] = settings.tuning.ca_bundle
+        if place.ca_bundle and place.endpoint.startswith("https://"):
+            options["ca_bundle"] = place.ca_bundle
         return StorageAddress(f"s3://{settings.bucket}/{quote(directory)}", options)
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
@@ -184,7 +210,12 @@ class S3Service:
         if failure.kind is FailureKind.REGION:
             region = dict(failure.hints).get("Region")
             named = f"'{region}'" if region else "the region of the bucket"
-            return f"Set the option 'region' or AWS_REGION to {named}; the request used {self._settings.region!r}"
+            return f"Set the option 'region' or AWS_REGION to {named}; the request used {self.place().region!r}"
         if failure.kind is FailureKind.OTHER:
-            return f"Check the endpoint {self._settings.endpoint} and its response"
+            return f"Check the endpoint {self.place().endpoint} and its response"
         return _REMEDIES.get(failure.kind, "Try again")
+
+
+def _standard_endpoints(region: str) -> tuple[str, ...]:
+    """Return the endpoints that any AWS client uses for a region if nothing else is configured."""
+    return "https://s3.amazonaws.com", f"https://s3.{region}.amazonaws.com", f"https://s3.{region}.amazonaws.com.cn"

@@ -59,8 +59,8 @@ def _s3_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
     found: dict[str, Any] = {"aws_credentials": {"type": credentials}}
     if region is not None:
         found["aws_region"] = region
-    if endpoint is not None and not _is_of_amazon(str(endpoint)):
-        found["endpoint"] = endpoint  # for Amazon's endpoints tensorstore uses the region
+    if endpoint is not None and not _is_usual(str(endpoint), str(region)):
+        found["endpoint"] = endpoint
     if pays:
         found["requester_pays"] = True
     return found
@@ -74,9 +74,10 @@ may find other credentials, and no address contains explicit credentials.
 """
 
 
-def _is_of_amazon(endpoint: str) -> bool:
+def _is_usual(endpoint: str, region: str) -> bool:
+    """Return True for the endpoint of Amazon that tensorstore finds by the region. Not for FIPS or dual stack."""
     host = urlsplit(endpoint).hostname or ""
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    return host.removesuffix(".cn") in ("s3.amazonaws.com", f"s3.{region}.amazonaws.com")
 
 
 def _gcs_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:

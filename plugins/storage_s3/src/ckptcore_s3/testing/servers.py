@@ -82,7 +82,7 @@ class S3Server:
     def create_bucket(self, name: str = "") -> str:
         """Create a bucket. Return its name, a new one by default."""
         name = name or f"bucket-{uuid.uuid4().hex[:12]}"
-        PlainRequests(S3Service(settings_of(name, self.options, {}))).send("PUT")
+        PlainRequests(S3Service(settings_of(name, self.options))).send("PUT")
         return name
 
 

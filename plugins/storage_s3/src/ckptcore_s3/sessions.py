@@ -1,0 +1,159 @@
+"""botocore sessions: where the owner's AWS client finds a bucket.
+
+botocore reads the environment and the files in ``~/.aws``, and knows regions, FIPS, dual stack and the styles of
+addresses. It is imported with the first request.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+
+from ckptcore.redaction import chainable, redacted
+
+if TYPE_CHECKING:
+    from ckptcore_s3.settings import Settings
+
+__all__ = ["Place", "check_endpoint", "find_place", "open_session", "refused_settings"]
+
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+
+
+class Place(NamedTuple):
+    """Where a bucket is.
+
+    Attributes:
+        endpoint: URL of the service, without the bucket and without ``/`` at the end.
+        bucket_url: URL of the bucket.
+        region: region used in signatures.
+        ca_bundle: file of trusted certificates; None for those of the system.
+    """
+
+    endpoint: str
+    bucket_url: str
+    region: str
+    ca_bundle: str | None
+
+    @property
+    def is_virtual(self) -> bool:
+        """True if the bucket is part of the host name."""
+        return urlsplit(self.endpoint).netloc != urlsplit(self.bucket_url).netloc
+
+
+def find_place(settings: Settings) -> Place:
+    """Ask botocore where a bucket is. Makes no request.
+
+    Raises:
+        RequestFailed: if the environment or a file in ``~/.aws`` is wrong.
+    """
+    with refused_settings():
+        session = open_session(settings.profile)
+        return _found(session, settings)
+
+
+def open_session(profile: str | None) -> Any:
+    """Return a new session, which reads the environment and the files. None: the profile that these name.
+
+    Raises:
+        RequestFailed: if a file exists and cannot be read.
+    """
+    import botocore.session  # type: ignore[import-untyped]  # it has no annotations
+
+    session = botocore.session.Session(profile=profile)
+    session.register_component("data_loader", _loader())
+    for variable in ("config_file", "credentials_file"):
+        # botocore takes an unreadable file for a missing one.
+        path = os.path.expanduser(session.get_config_variable(variable))
+        try:
+            with open(path, "rb") as file:
+                begins = file.read(len(_BYTE_ORDER_MARK))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _refusal(f"cannot read {path!r}: {error.strerror}") from error
+        if begins == _BYTE_ORDER_MARK:
+            raise _refusal(f"{path!r} begins with a byte order mark, which botocore does not read; save it without")
+    return session
+
+
+@contextmanager
+def refused_settings() -> Iterator[None]:
+    """Convert botocore's errors about the environment and the files, which have many types."""
+    try:
+        yield
+    except RequestFailed:
+        raise
+    except Exception as error:
+        raise _refusal(redacted(" ".join(str(error).split()))[:300]) from chainable(error)
+
+
+def _refusal(message: str) -> RequestFailed:
+    return RequestFailed(Failure(FailureKind.SETTINGS, None, "", message))
+
+
+@functools.lru_cache(maxsize=1)
+def _loader() -> Any:
+    """botocore's loader of its data files, which keeps them."""
+    import botocore.loaders  # type: ignore[import-untyped]  # it has no annotations
+
+    return botocore.loaders.create_loader()
+
+
+class _Signing(Exception):
+    """Ends a request before it is signed and sent."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+
+
+def _sign(request: Any, **_: object) -> None:
+    raise _Signing(request.url)
+
+
+def _found(session: Any, settings: Settings) -> Place:
+    from botocore.config import Config  # type: ignore[import-untyped]  # it has no annotations
+
+    style = {"addressing_style": settings.addressing_style} if settings.addressing_style else None
+    client = session.create_client(
+        "s3",
+        # botocore does not read AWS_REGION, but other clients of AWS do.
+        region_name=settings.region or os.environ.get("AWS_REGION") or None,
+        endpoint_url=settings.endpoint or None,
+        config=Config(signature_version="s3v4", s3=style),
+        # Not used. With them, no credentials are looked for.
+        aws_access_key_id="none",
+        aws_secret_access_key="none",
+    )
+    client.meta.events.register("before-sign.s3", _sign)
+    try:
+        client.head_object(Bucket=settings.bucket, Key="key")
+    except _Signing as signing:
+        bucket_url = signing.url.removesuffix("/key")
+    if error := check_endpoint(bucket_url):
+        raise _refusal(error)
+    parts = urlsplit(bucket_url)
+    host, path = parts.netloc, parts.path
+    if host.startswith(f"{settings.bucket}."):
+        host = host.removeprefix(f"{settings.bucket}.")
+    else:
+        path = path.removesuffix(f"/{settings.bucket}")
+    bundle = settings.tuning.ca_bundle or session.get_config_variable("ca_bundle") or None
+    return Place(f"{parts.scheme}://{host}{path}", bucket_url, client.meta.region_name, bundle)
+
+
+def check_endpoint(endpoint: str) -> str | None:
+    """Return what is wrong with the URL of a service, or None."""
+    parts = urlsplit(endpoint)
+    if "@" in parts.netloc:
+        # Refuse it, because errors and addresses show the endpoint. This message does not.
+        return "the endpoint contains a user or a password; set credentials with their own options"
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        return f"the endpoint {endpoint!r} is not a service URL; expected one such as https://host:9000"
+    return None
