@@ -47,8 +47,8 @@ class S3Buckets:
             )
         if name.endswith(_DIRECTORY_BUCKET):
             raise InvalidLocationError(
-                f"cannot open {redacted_location(url)!r}: it is in a directory bucket (S3 Express One Zone), which needs "
-                "sessions that ckptcore does not make; use a general purpose bucket"
+                f"cannot open {redacted_location(url)!r}: it is in a directory bucket (S3 Express One Zone), which "
+                "needs sessions that ckptcore does not make; use a general purpose bucket"
             )
         settings = settings_of(name, options.config)
         owner = os.getpid(), settings  # A forked child cannot use the connections and locks of its parent.

@@ -89,7 +89,7 @@ def refused_settings() -> Iterator[None]:
         yield
     except RequestFailed:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # see the docstring
         raise _refusal(redacted(" ".join(str(error).split()))[:300]) from chainable(error)
 
 

@@ -19,6 +19,7 @@ from ckptcore_testing.request_faults import (
     InterruptBefore,
     LoseAnswer,
     ProxiedRequest,
+    Refuse,
     RepeatLater,
     RequestFault,
     RequestPlan,
@@ -308,7 +309,9 @@ class _Connection:
         """Return the answer of the server, or a substitute. Apply faults that occur before the answer."""
         match fault:
             case Throttle():
-                return self._dialect.throttled
+                return self._dialect.throttled.to(request.method)
+            case Refuse(refusal):
+                return refusal.to(request.method)
             case ResetRequest():
                 raise _ResetClient
             case InterruptBefore(action):

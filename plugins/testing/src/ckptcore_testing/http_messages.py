@@ -106,6 +106,10 @@ class HTTPAnswer:
         fields = (f"Content-Type: {content_type}".encode("latin-1"), f"Content-Length: {len(body)}".encode("latin-1"))
         return HTTPAnswer(HTTPHead(f"HTTP/1.1 {status} {reason}".encode("latin-1"), fields), body)
 
+    def to(self, method: str) -> HTTPAnswer:
+        """Return the answer to a request with this method: without the body for HEAD."""
+        return HTTPAnswer(self.head, b"") if method == "HEAD" else self
+
 
 class HTTPStream:
     """One end of a connection."""

@@ -22,6 +22,8 @@ __all__ = [
     "InterruptBefore",
     "LoseAnswer",
     "ProxiedRequest",
+    "Refuse",
+    "Refusing",
     "RepeatLater",
     "RequestFault",
     "RequestPlan",
@@ -90,6 +92,13 @@ class Wait:
 @dataclass(frozen=True, slots=True)
 class Throttle:
     """Answer with `StoreDialect.throttled`, without forwarding the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer with a refusal, without forwarding the request."""
+
+    answer: HTTPAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +182,8 @@ class InterruptAfter:
 
 
 RequestFault: TypeAlias = (
-    Wait | Throttle | ResetRequest | ResetAnswer | TruncateAnswer | CutContent | StaleList | Duplicate | RepeatLater
-    | DeliverLater | LoseAnswer | InterruptBefore | InterruptAfter
+    Wait | Throttle | Refuse | ResetRequest | ResetAnswer | TruncateAnswer | CutContent | StaleList | Duplicate
+    | RepeatLater | DeliverLater | LoseAnswer | InterruptBefore | InterruptAfter
 )  # fmt: skip
 """A fault of a request."""
 
@@ -198,6 +207,23 @@ class RequestsFailing:
         """See `RequestPlan`."""
         found = self._faults.get(request.number)
         return () if found is None else (found,)
+
+
+class Refusing:
+    """A plan that refuses requests as a service would whose policies, keys or features differ.
+
+    Attributes:
+        refusal: returns the answer to a request that is refused, or None. It can be changed between requests.
+    """
+
+    def __init__(self, refusal: Callable[[ProxiedRequest], HTTPAnswer | None] = lambda request: None) -> None:
+        """Set the refusals."""
+        self.refusal = refusal
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        found = self.refusal(request)
+        return () if found is None else (Refuse(found),)
 
 
 _UNIQUE: Final = re.compile(r"[0-9a-f]{8,}")
