@@ -5,6 +5,7 @@ Hidden directories next to a checkpoint belong to saves that are running or were
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
@@ -18,6 +19,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
     StorageError,
+    StoragePermissionError,
     UnsupportedVersionError,
 )
 from ckptcore.protocols import StorageBackend
@@ -409,7 +411,13 @@ def read_version(location: Location, composite_root: bytes | str | None = None) 
     Raises:
         StorageError
     """
-    root = root_version(location.store)
+    try:
+        root = root_version(location.store)
+    except StoragePermissionError:
+        # Without the permission to list, Amazon S3 answers so also for a missing object, and a file has no root.
+        with contextlib.suppress(StorageError):
+            return LocationVersion(None, nbytes=location.parent.size(location.name))
+        raise
     if isinstance(root, str):
         return LocationVersion(root)
     if root is not None:

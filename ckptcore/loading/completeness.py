@@ -12,7 +12,13 @@ from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import LocationVersion, parse_root, root_bytes
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+    StoragePermissionError,
+)
 from ckptcore.io.requests import map_ordered, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
 from ckptcore.loading.opening import (
@@ -255,7 +261,7 @@ class FileCheck:
         """Return the objects that are missing, or have another size in bytes. With `least`, they may be larger."""
         parallelism = requests_of(store).concurrency
         keys = list(expected)
-        if parallelism > 1 and len(keys) > 1 and (listed := store.list_sizes()) is not None:
+        if parallelism > 1 and len(keys) > 1 and (listed := _listed_sizes(store)) is not None:
             # A listing may be outdated: ask for each object that it lacks or that differs.
             keys = [key for key in keys if not _fits(listed.get(key), expected[key], least)]
         if len(keys) <= _FEW:
@@ -267,6 +273,14 @@ class FileCheck:
             for key, size in zip(keys, sizes, strict=True)
             if not _fits(size, expected[key], least)
         ]
+
+
+def _listed_sizes(store: StorageBackend) -> Mapping[str, int] | None:
+    """Return the sizes of all objects; None if the storage cannot list them at once, or does not permit it."""
+    try:
+        return store.list_sizes()
+    except StoragePermissionError:
+        return None
 
 
 def _fits(size: int | None, expected: int, least: str) -> bool:

@@ -20,6 +20,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
     StorageError,
+    StoragePermissionError,
     UncommittedCheckpointError,
 )
 from ckptcore.io.chunk_reads import StoredFormat
@@ -402,12 +403,18 @@ def _composite_save_id(data: bytes, known: dict[bytes, str | None]) -> str | Non
 def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
     """Return the members that exist, each with its directories in order of rank.
 
-    Sends one request. If the listing lacks the root of the composite, sends one more for each directory of a member.
+    Sends one request. If the listing lacks the root of the composite, or is not permitted, sends one more for each
+    directory of a member.
 
     Members may have been deleted since the save. On storages without real directories, an interrupted deletion leaves a
     directory: see `is_deleted`. A member that other software wrote may be a file.
     """
-    names = composite.location.store.list_names()
+    try:
+        names = composite.location.store.list_names()
+    except StoragePermissionError:
+        if composite.root is None:
+            raise
+        names = ()
     listed = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
     if composite.root is not None and ROOT_KEY not in names:
         # The root is not listed: the storage cannot list (a web server), or its listing is outdated.

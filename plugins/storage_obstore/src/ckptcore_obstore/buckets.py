@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from ckptcore.events import logger_named
 from ckptcore.protocols import IfTag, PutCondition
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 __all__ = ["Bucket", "ReadResult"]
+
+_LOG: Final = logger_named("ckptcore.storage")
 
 _MAX_DELETED_KEYS: Final = 1000
 """Maximum number of keys in one delete request.
@@ -56,6 +59,7 @@ class Bucket(BucketRequests):
         self._lock = threading.Lock()
         self._store: ObjectStore | None = None
         self._unquoted_tags = False
+        self._has_warned = False
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> ReadResult:
         """Read bytes `start` to `stop` of an object, at least one of which must exist."""
@@ -153,12 +157,24 @@ class Bucket(BucketRequests):
     def abort_uploads(self, prefix: str) -> int:
         """Abort all uploads in parts to keys with a prefix, so that completing them fails.
 
-        Return the number of uploads.
+        Return the number of uploads. If the service does not list or abort them, they remain, which a warning says
+        once: new objects do not replace others, and no root names an object of another save.
         """
         count = 0
-        for upload in list(list_uploads(self, prefix)):
-            upload.abort()
-            count += 1
+        try:
+            for upload in list(list_uploads(self, prefix)):
+                upload.abort()
+                count += 1
+        except RequestFailed as error:
+            if error.failure.kind not in (FailureKind.PERMISSION, FailureKind.UNSUPPORTED):
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                _LOG.warning(
+                    "%s: unfinished uploads of failed saves cannot be aborted, and the service may bill for "
+                    "them: %s. %s. Or set a lifecycle rule of the bucket that aborts incomplete uploads",
+                    self.service.url, error, self.service.remedy(error.failure),
+                )  # fmt: skip
         return count
 
     def is_temporary(self, key: str) -> bool:

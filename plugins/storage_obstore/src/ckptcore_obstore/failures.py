@@ -193,8 +193,15 @@ def failure_of_response(status: int, body: bytes, region: str = "") -> Failure:
     code, message, hints = _read_json(body) or _read_xml(body)
     if region and "Region" not in dict(hints):
         hints = (*hints, ("Region", region))
-    return Failure(_kind(status, code), status, code, _one_line(message), hints)
+    kind = _kind(status, code)
+    if status == 400 and (code == "MissingContentMD5" or _NEEDS_DIGEST.search(message)):
+        kind = FailureKind.DIGEST
+    return Failure(kind, status, code, _one_line(message), hints)
 
+
+_NEEDS_DIGEST: Final = re.compile(r"content-md5.*\brequired\b", re.IGNORECASE | re.DOTALL)
+"""S3 answers InvalidRequest: "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with
+Object Lock parameters"."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _XML: Final = re.compile(r"<(\w+:)?Error\b.*</(\w+:)?Error>", re.DOTALL)

@@ -310,7 +310,7 @@ class _Connection:
         match fault:
             case Throttle():
                 return self._dialect.throttled.to(request.method)
-            case Refuse(refusal):
+            case Refuse(refusal, None):
                 return refusal.to(request.method)
             case ResetRequest():
                 raise _ResetClient
@@ -326,6 +326,8 @@ class _Connection:
             if isinstance(fault, StaleList):
                 return before
         match fault:
+            case Refuse(refusal, status) if answer.status == status:
+                return refusal.to(request.method)
             case Duplicate(heard):
                 again = self._forward(request.method, message)
                 return again if heard == "second" else answer

@@ -96,9 +96,15 @@ class Throttle:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answer with a refusal, without forwarding the request."""
+    """Answer with a refusal.
+
+    Attributes:
+        answer: the refusal.
+        instead_of: forward the request, and refuse it only if this is the status of the answer. None: do not forward.
+    """
 
     answer: HTTPAnswer
+    instead_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +219,17 @@ class Refusing:
     """A plan that refuses requests as a service would whose policies, keys or features differ.
 
     Attributes:
-        refusal: returns the answer to a request that is refused, or None. It can be changed between requests.
+        refusal: returns the refusal of a request, or None. It can be changed between requests.
     """
 
-    def __init__(self, refusal: Callable[[ProxiedRequest], HTTPAnswer | None] = lambda request: None) -> None:
+    def __init__(self, refusal: Callable[[ProxiedRequest], HTTPAnswer | Refuse | None]) -> None:
         """Set the refusals."""
         self.refusal = refusal
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """See `RequestPlan`."""
         found = self.refusal(request)
-        return () if found is None else (Refuse(found),)
+        return () if found is None else (found if isinstance(found, Refuse) else Refuse(found),)
 
 
 _UNIQUE: Final = re.compile(r"[0-9a-f]{8,}")

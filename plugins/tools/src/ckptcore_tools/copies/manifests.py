@@ -14,7 +14,8 @@ from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
 from ckptcore.commit.target import LocationVersion, is_hidden_name
 from ckptcore.context import Context
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError, StoragePermissionError
+from ckptcore.events import logger_named
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
@@ -23,6 +24,8 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
 __all__ = ["Manifest", "StoredRoot", "read_manifest"]
+
+logger = logger_named("ckptcore.copying")
 
 _OWN_PREFIX: Final = "checkpoint."
 """Prefix of the names of ckptcore's own objects: a root and its parts."""
@@ -198,8 +201,17 @@ class _ManifestReader:
         excluded = [f"{directory}/" for directory in deleted]
         if self._without is not None and self._without.is_within(location):
             excluded.append(f"{self._without.identity[len(location.identity) + 1 :]}/")
+        try:
+            listed = list(location.store.list())
+        except StoragePermissionError as error:
+            if not own:
+                raise
+            logger.warning(
+                "%s is copied without the files that do not belong to the checkpoint: %s", location.display, error
+            )
+            return []
         keys = []
-        for key in location.store.list():
+        for key in listed:
             directory, _, name = key.rpartition("/")
             if key in named or (directory in own and name.startswith(_OWN_PREFIX)):
                 continue
