@@ -56,14 +56,16 @@ def entry_points(group: str) -> list[EntryPoint]:
 def version_of(distribution: str) -> str:
     """Return the version of a distribution of this project.
 
-    Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed.
+    Returns "unknown" without metadata: in a frozen program, or in a copy of the sources in another project.
     """
     if _are_directories() and (directory := _metadata_directories().get(distribution)) is not None:
-        return _name_and_version(directory)[1]
+        return _name_and_version(directory)[1] or "unknown"
     from importlib import metadata  # slow: see the docstring of this module
 
-    return metadata.version(distribution)
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _are_directories() -> bool:

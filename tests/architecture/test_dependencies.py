@@ -33,6 +33,7 @@ PUBLIC = {
     "ckptcore.redaction",
     "ckptcore.results",
     "ckptcore.step_names",
+    "ckptcore.temporary",
     "ckptcore.training",
 }
 """The modules that a plugin may import; of the package `ckptcore.model` also the modules inside."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
 import sys
 from pathlib import Path
 from zipfile import ZipFile
 
+import ml_dtypes
+import numpy
+import pluggy
 import pytest
+import xxhash
 
+import ckptcore
 from ckptcore.installed import EntryPoint, entry_points, version_of
 
 
@@ -31,8 +38,28 @@ def test_finds_the_distributions_of_importlib(group: str) -> None:
 
 def test_finds_the_version_of_importlib() -> None:
     assert version_of("ckptcore") == importlib.metadata.version("ckptcore")
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        version_of("ckptcore-of-nobody")
+    assert version_of("ckptcore-of-nobody") == "unknown"
+
+
+def test_a_copy_without_metadata_saves_and_loads(tmp_path: Path) -> None:
+    """As in a frozen program, or a copy of the sources in another project."""
+    for package in (ckptcore, numpy, ml_dtypes, pluggy, xxhash):
+        directory = Path(package.__path__[0])
+        (tmp_path / directory.name).symlink_to(directory)
+        if (libraries := directory.with_name(f"{directory.name}.libs")).is_dir():
+            (tmp_path / libraries.name).symlink_to(libraries)
+    program = (
+        "import sys\n"
+        f"sys.path = [{str(tmp_path)!r}, *[path for path in sys.path if 'site-packages' not in path]]\n"
+        "import ckptcore, numpy\n"
+        f"ckptcore.save({str(tmp_path / 'saved')!r}, {{'w': numpy.ones(3)}})\n"
+        f"assert ckptcore.load({str(tmp_path / 'saved')!r})['w'].sum() == 3\n"
+        f"assert ckptcore.verify({str(tmp_path / 'saved')!r}).ok\n"
+        "assert ckptcore.__version__ == 'unknown'\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300, cwd=tmp_path)
+    assert ckptcore.metadata(tmp_path / "saved").writer == "ckptcore unknown"
 
 
 @pytest.mark.parametrize(

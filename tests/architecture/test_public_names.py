@@ -30,6 +30,7 @@ PUBLIC_MODULES = {
     "ckptcore.results",
     "ckptcore.select",
     "ckptcore.step_names",
+    "ckptcore.temporary",
 }
 """Modules whose every name is for users or authors of plugins; the modules of `ckptcore.model` are too."""
 

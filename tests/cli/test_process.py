@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,70 @@ def test_a_closed_pipe_has_exit_code_141(tmp_path: Path, options: list[str]) -> 
     saw.stderr.close()
     assert saw.wait() == 141
     assert errors == b""
+
+
+EACH = (
+    "import json, sys\n"
+    "from ckptcore_tools.cli import main\n"
+    "for arguments in json.loads(sys.argv[1]):\n"
+    "    try:\n"
+    "        main(arguments)\n"
+    "    except SystemExit as ended:\n"
+    "        sys.stderr.write(f'{arguments[0]} {int(ended.code or 0)}\\n')\n"
+)
+"""Runs several commands, and writes the exit code of each to stderr."""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
+    run, one = tmp_path / "größe", tmp_path / "größe" / "漢字"
+    save_run(run, {1: 0.5})
+    ckptcore.save(one, {"größe": {"漢字": np.ones((3, 3))}, "zähler": list(range(50))})
+    commands = [["inspect", one], ["verify", one], ["ls", run], ["steps", run], ["diff", one, run / "1"], ["--help"]]
+    finished = subprocess.run(
+        [sys.executable, "-c", EACH, json.dumps([list(map(str, words)) for words in commands])],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert finished.stderr.split() == b"inspect 0 verify 0 ls 0 steps 0 diff 1 --help 0".split()
+    text = finished.stdout.decode(encoding)
+    assert "\\u6f22\\u5b57" in text
+    assert "|-" in text and "`-" in text, "our own lines are drawn in ASCII"
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "<&-", "> /dev/full", "--json >&-"])
+def test_streams_that_are_closed_or_full(redirection: str, checkpoint: Path, tmp_path: Path) -> None:
+    commands: list[list[object]] = [["inspect", checkpoint], ["inspect", tmp_path / "nothing"], ["ls", tmp_path]]
+    if "--json" in redirection:
+        commands = [[*words, "--json"] for words in commands]
+    elif "full" in redirection:
+        commands = [["--help"], ["ls", tmp_path]]
+    program = [sys.executable, "-c", EACH, json.dumps([list(map(str, words)) for words in commands])]
+    script = f"{' '.join(map(shlex.quote, program))} {redirection.removeprefix('--json ')}"
+    finished = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0
+    if "full" in redirection:
+        full = "ckptcore: error: [Errno 28] No space left on device\n"
+        assert finished.stderr == f"{full}--help 6\n{full}ls 6\n"
+    elif "2>" not in redirection:
+        codes = [line for line in finished.stderr.splitlines() if not line.startswith("ckptcore: error: ")]
+        assert codes == ["inspect 0", "inspect 3", "ls 0"]
+        assert "bug" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["hidden-secret", "s3.secret_access_key:hidden-secret", "s3.secret_access_key hidden-secret=", "hidden-secret=1"],
+)
+def test_a_malformed_option_is_not_repeated(run: Run, option: str, checkpoint: Path) -> None:
+    result = run("inspect", checkpoint, "--option", "s3.region=here", "--option", option)
+    assert result.exit_code == 2
+    assert "number 2: expected SCHEME.NAME=VALUE" in result.output
+    assert "hidden-secret" not in result.output
+    url = "s3://me:hidden-secret@host/run"
+    for arguments in (["inspect", checkpoint, url], [url], ["gc", url, "--polcy", url], ["inspect", f"--{url}"]):
+        assert "hidden-secret" not in run(*arguments).output
 
 
 def on_terminal(*arguments: object) -> tuple[int, str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageCredentialsError,
     StorageError,
+    StorageFullError,
     StoragePermissionError,
     StorageThrottledError,
 )
@@ -130,6 +133,38 @@ def test_a_server_without_ranges_sends_an_object_once(tmp_path: Path) -> None:
         for start in range(0, 4_000_000, 1_000_000):
             reader.get_into([(start, memoryview(bytearray(1000)))])
         assert len(requests) == before
+
+
+def test_no_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptcore.save(tmp_path / "step", STATE)
+    with serve_directory(tmp_path, PlainHandler) as (url, _):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        with pytest.raises(StorageError, match=r"temporary copy of '.*' in http.*missing.*set TMPDIR") as caught:
+            ckptcore.load(f"{url}/step")
+        assert not isinstance(caught.value, ObjectNotFoundError)
+        monkeypatch.undo()
+        assert ckptcore.load(f"{url}/step")["step"] == 3
+
+
+@pytest.mark.system
+def test_a_full_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs is not permitted here: {mounted.stderr.strip()}")
+    try:
+        ckptcore.save(tmp_path / "step", STATE)
+        with serve_directory(tmp_path, PlainHandler) as (url, _):
+            monkeypatch.setattr(tempfile, "tempdir", str(small))
+            with pytest.raises(StorageFullError, match=r"temporary copy of '.*' in http.*small.*TMPDIR.*more space"):
+                ckptcore.load(f"{url}/step")
+            monkeypatch.undo()
+            assert ckptcore.load(f"{url}/step")["step"] == 3
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_an_open_object_does_not_change(tmp_path: Path) -> None:

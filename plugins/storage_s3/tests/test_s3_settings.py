@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ckptcore_s3.credentials import Credentials
@@ -117,7 +118,12 @@ def test_files_say_where_the_bucket_is(content: str, file: str, write: Write) ->
     assert found.bucket_url == url
     seen: list[str] = []
     client = boto3.Session(aws_access_key_id="id", aws_secret_access_key="secret").client("s3")
-    client.meta.events.register("before-send.s3", lambda request, **_: seen.append(request.url) or _NOTHING)
+
+    def answer(request: Any, **_: object) -> _Nothing:
+        seen.append(request.url)
+        return _Nothing()
+
+    client.meta.events.register("before-send.s3", answer)
     client.head_object(Bucket="bucket", Key="key")
     assert seen == [f"{url}/key"]
     address = S3Service(settings_of("bucket", {})).address("run/").options
@@ -128,11 +134,10 @@ def test_files_say_where_the_bucket_is(content: str, file: str, write: Write) ->
 class _Nothing:
     """An empty answer for botocore."""
 
-    status_code, headers, content = 200, {}, b""
+    status_code = 200
+    headers: Mapping[str, str] = {}
+    content = b""
     raw = None
-
-
-_NOTHING = _Nothing()
 
 
 @pytest.mark.parametrize("variable", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])

@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +20,7 @@ import ckptcore
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, PartialLoadError
 from ckptcore.events import logger_named
+from ckptcore.temporary import temporary_directory
 from ckptcore.training import expanded_location
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
@@ -274,7 +274,7 @@ class CheckpointMixin(_Accelerator):
             rank = min(self.process_index, saved - 1)
             source = directory / (f"{name}.rank_{rank}" if saved > 1 else name)
             if name == "process":
-                with tempfile.TemporaryDirectory(prefix="ckptcore-accelerate-") as files:
+                with temporary_directory("of the states of a process") as files:
                     for file, content in ckptcore.load(source, context=_ALONE).items():
                         Path(files, file).write_bytes(content)
                     self._load_process_of(rank, files)
@@ -319,7 +319,7 @@ class CheckpointMixin(_Accelerator):
         """Call the hooks, which may remove weights, and return the files that they wrote."""
         if not self._save_model_state_pre_hook:
             return {}
-        with tempfile.TemporaryDirectory(prefix="ckptcore-accelerate-") as name:
+        with temporary_directory("of the files of hooks") as name:
             for hook in self._save_model_state_pre_hook.values():
                 hook(self._models, weights, name)
             return dict(read_files(name))

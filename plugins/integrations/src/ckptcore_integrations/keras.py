@@ -199,7 +199,11 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         if not self.save_on_background:
             self.wait_until_finished()
         if self.verbose and self.is_primary_host():
-            print(f"\nStep {step}: saved to {redacted_location(self.directory)}")
+            text = f"\nStep {step}: saved to {redacted_location(self.directory)}"
+            try:
+                print(text)
+            except UnicodeEncodeError:  # the terminal or log has ASCII or Latin-1
+                print(text.encode("ascii", "backslashreplace").decode("ascii"))
 
     def _open(self) -> Checkpointer:
         return Checkpointer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.redaction import redacted_location
+from ckptcore.temporary import temporary_directory
 from ckptcore.training import expanded_location
 
 __all__ = ["Reference", "uploadable_copy"]
@@ -108,7 +108,7 @@ def uploadable_copy(reference: Reference, context: Context | None) -> Iterator[s
     Raises:
         CheckpointError: the checkpoint is damaged or was replaced, or it is an update.
     """
-    with tempfile.TemporaryDirectory(prefix="ckptcore-upload-") as directory:
+    with temporary_directory(f"of {reference.location}") as directory:
         copied = os.path.join(directory, "checkpoint")
         ckptcore.copy(reference.location, copied, context=context)
         if ckptcore.metadata(copied, context=context).digest != reference.digest:

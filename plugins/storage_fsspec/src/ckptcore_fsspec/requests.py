@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from fsspec.asyn import sync  # type: ignore[import-untyped]  # it has no types
 
 from ckptcore.errors import StorageError
+from ckptcore.temporary import TemporaryFile
 from ckptcore_fsspec.file_systems import FileSystem
 
 __all__ = ["Response", "fetch", "fetch_to_file"]
@@ -58,14 +59,14 @@ def fetch(system: FileSystem, url: str, start: int, stop: int | None, version: s
     return response
 
 
-def fetch_to_file(system: FileSystem, url: str, file: IO[bytes]) -> Response:
+def fetch_to_file(system: FileSystem, url: str, file: TemporaryFile) -> Response:
     """Copy the object at a URL to a file. Blocks. Raises the same errors as `fetch`."""
     response: Response = sync(system.loop, _fetch, system, url, 0, None, None, file)
     return response
 
 
 async def _fetch(
-    system: Any, url: str, start: int, stop: int | None, version: str | None, file: IO[bytes] | None
+    system: Any, url: str, start: int, stop: int | None, version: str | None, file: TemporaryFile | None
 ) -> Response:
     import aiohttp
 
@@ -124,7 +125,7 @@ async def _skip(content: Any, nbytes: int) -> None:
         nbytes -= len(piece)
 
 
-async def _read(content: Any, limit: int | None, file: IO[bytes] | None) -> bytes:
+async def _read(content: Any, limit: int | None, file: TemporaryFile | None) -> bytes:
     """Read up to the end or a limit, and return the data or write it to a file."""
     pieces: list[bytes] = []
     left = limit

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Final
+from typing import Final
 from urllib.parse import quote, unquote
 
 from ckptcore.errors import InvalidLocationError, StorageError
@@ -14,6 +13,7 @@ from ckptcore.events import logger_named
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import RangeReader
 from ckptcore.redaction import redacted_location
+from ckptcore.temporary import TemporaryFile
 from ckptcore_fsspec.failures import converted_errors
 from ckptcore_fsspec.file_systems import Connection
 from ckptcore_fsspec.ranges import fill
@@ -75,11 +75,10 @@ class WebStorage(ReadOnlyStorage):
                 lambda start, stop: self._fetch(key, start, stop, response.version),
                 lambda: self.size(key),
             )
-        file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the reader
+        file = TemporaryFile(f"of {key!r} in {self._url}, whose server does not support ranges")
         try:
             with converted_errors(f"cannot read {key!r} in {self._url}"):
                 fetch_to_file(self._connection.get(), self._path(key), file)
-                file.flush()
         except BaseException:
             file.close()
             raise
@@ -151,7 +150,7 @@ class _RangedObject:
 class _FetchedObject:
     """An object in a local file. Thread-safe."""
 
-    def __init__(self, key: str, url: str, file: IO[bytes]) -> None:
+    def __init__(self, key: str, url: str, file: TemporaryFile) -> None:
         self._key = key
         self._url = url
         self._file = file

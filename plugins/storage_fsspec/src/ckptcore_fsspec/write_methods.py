@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +13,7 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has 
 from fsspec.asyn import sync  # type: ignore[import-untyped]  # it has no types
 from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]  # it has no types
 
+from ckptcore.temporary import TemporaryFile
 from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS
 from ckptcore_fsspec.file_systems import FileSystem
 
@@ -160,16 +159,19 @@ class _Spool:
     def __init__(self, system: FileSystem, path: str) -> None:
         self._system = system
         self._path = path
-        self._file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the object
+        self._file = TemporaryFile(f"of {path}")
 
     def write(self, data: bytes | bytearray | memoryview) -> object:
-        return self._file.write(data)
+        self._file.write(data)
+        return len(data)
 
     def finish(self) -> None:
-        self._file.seek(0)
+        position = 0
         # Do not use `put_file`: it creates directories that remain.
         with self._system.open(self._path, "wb") as target:
-            shutil.copyfileobj(self._file, target, _PART_BYTES)
+            while piece := self._file.read_at(position, _PART_BYTES):
+                target.write(piece)
+                position += len(piece)
         self._file.close()
 
     def discard(self) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
-from typing import IO, Final
+from typing import Final
 
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.protocols import Buffer
+from ckptcore.temporary import TemporaryFile
 from ckptcore_fsspec.failures import converted_errors, first_line
 from ckptcore_fsspec.write_methods import Sink
 
@@ -46,7 +45,7 @@ class InOrderWriter:
         self._position = 0
         self._early: dict[int, bytes | int] = {}  # by offset: the piece, or its length in the file
         self._buffered_bytes = 0
-        self._file: IO[bytes] | None = None
+        self._file: TemporaryFile | None = None
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset.
@@ -80,10 +79,8 @@ class InOrderWriter:
             self._buffered_bytes += len(data)
             return
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the writer
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._file.fileno(), memoryview(data)[written:], offset + written)
+            self._file = TemporaryFile(f"of what is written out of order to {self._where}")
+        self._file.write_at(offset, data)
         self._early[offset] = len(data)
 
     def _write_early(self, sink: Sink) -> None:
@@ -97,7 +94,7 @@ class InOrderWriter:
             assert self._file is not None
             stop = self._position + piece
             while self._position < stop:
-                copied = os.pread(self._file.fileno(), min(_COPY_BYTES, stop - self._position), self._position)
+                copied = self._file.read_at(self._position, min(_COPY_BYTES, stop - self._position))
                 sink.write(copied)
                 self._position += len(copied)
 

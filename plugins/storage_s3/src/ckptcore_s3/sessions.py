@@ -26,7 +26,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 class Place(NamedTuple):
-    """Where a bucket is.
+    """The place of a bucket.
 
     Attributes:
         endpoint: URL of the service, without the bucket and without ``/`` at the end.

@@ -38,6 +38,7 @@ PUBLIC_MODULES: Final = (
     "ckptcore.protocols",
     "ckptcore.redaction",
     "ckptcore.results",
+    "ckptcore.temporary",
     "ckptcore.training",
     "ckptcore_testing",
 )

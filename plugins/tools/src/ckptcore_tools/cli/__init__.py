@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -22,5 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     # A late import: importing another module of this package does not need click.
     from ckptcore_tools.cli.application import application
+    from ckptcore_tools.cli.command import ExitCode, discard_unwritable_output
+    from ckptcore_tools.cli.output import error_line, prepare_streams
 
-    application.main(args=arguments, prog_name="ckptcore")
+    prepare_streams()
+    try:
+        application.main(args=arguments, prog_name="ckptcore")
+    except OSError as error:  # click cannot write its help
+        discard_unwritable_output()
+        error_line(str(error))
+        sys.exit(ExitCode.FAILED)

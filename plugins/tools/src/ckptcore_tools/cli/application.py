@@ -8,6 +8,8 @@ from typing import Final
 
 import click
 
+from ckptcore.installed import version_of
+from ckptcore.redaction import redacted
 from ckptcore.tree.suggestions import NameSuggestions
 from ckptcore_tools.cli.command import EXIT_CODE_HELP, ExitCode
 from ckptcore_tools.cli.output import error_line
@@ -78,7 +80,7 @@ class _Commands(click.Group):
             name = args[0]
             suggestion = _SYNONYMS.get(name) or NameSuggestions(list(_commands())).nearest(name)
             if suggestion is None or name.startswith("-"):
-                raise
+                raise click.UsageError(redacted(error.format_message()), ctx) from None
             raise click.UsageError(f"No such command {name!r}. Did you mean {suggestion!r}?", ctx) from error
 
 
@@ -87,7 +89,7 @@ class _Commands(click.Group):
     epilog=EXIT_CODE_HELP,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-@click.version_option(package_name="ckptcore")
+@click.version_option(version_of("ckptcore"))
 def application() -> None:
     """Inspect, verify, compare, copy and convert checkpoints, and delete old steps of runs.
 

@@ -45,6 +45,7 @@ __all__ = [
     "begin_context",
     "checkpoint_command",
     "command_context",
+    "discard_unwritable_output",
     "exit_code_of",
     "shell_text",
 ]
@@ -118,7 +119,7 @@ def exit_code_of(error: Exception) -> ExitCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
 
-_STORAGE_OPTION: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+-]*)\.([^=.]+)=(.*)", re.DOTALL)
+_STORAGE_OPTION: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+-]*)\.([a-zA-Z_][\w-]*)=(.*)", re.DOTALL)
 _CONTEXT_KEY: Final = "ckptcore.context"
 
 _SHELL_REMEDIES: Final = (
@@ -162,11 +163,12 @@ def begin_context(options: Sequence[str]) -> None:
     if not options:
         return
     storage: dict[str, dict[str, JSON]] = {}
-    for option in options:
+    for number, option in enumerate(options, 1):
         matched = _STORAGE_OPTION.fullmatch(option)
         if matched is None:
             raise click.BadParameter(
-                f"{option.partition('=')[0]!r}: expected SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000",
+                # Do not repeat the text: it may have a secret.
+                f"number {number}: expected SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000",
                 param_hint="--option",
             )
         storage.setdefault(matched[1].lower(), {})[matched[2]] = _json_or_text(matched[3])
@@ -179,6 +181,16 @@ def _json_or_text(text: str) -> JSON:
     except (ValueError, RecursionError):
         return text
     return value
+
+
+class _Command(click.Command):
+    """A command whose usage errors repeat no secret of a URL."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise click.UsageError(redacted(error.format_message()), error.ctx) from None
 
 
 P = ParamSpec("P")
@@ -194,7 +206,7 @@ def checkpoint_command(
     """
 
     def decorate(function: Callable[Concatenate[bool, P], ExitCode]) -> click.Command:
-        @click.command(name, short_help=short_help, epilog=epilog)
+        @click.command(name, cls=_Command, short_help=short_help, epilog=epilog)
         @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
         @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
         @click.option(
@@ -226,11 +238,10 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
         error_line("interrupted")
         return ExitCode.INTERRUPTED
     except (CheckpointError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EPIPE:
-            # The reader of the pipe has exited, as in `| head`. Redirect stdout to /dev/null, because
-            # Python flushes it again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ExitCode.BROKEN_PIPE
+        if not isinstance(error, CheckpointError):
+            discard_unwritable_output()
+            if error.errno == errno.EPIPE:  # the reader of the pipe has exited, as in `| head`
+                return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)
         message = shell_text(str(error) or type(error).__name__)
         return _report_failure(error, code, message, as_json=as_json, debug=debug)
@@ -241,6 +252,14 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
         return _report_failure(error, ExitCode.USAGE, f"--option: {error}", as_json=as_json, debug=debug)
     except Exception as error:  # noqa: BLE001  # otherwise Python would exit with 1, the code for differences
         return _report_bug(error, as_json=as_json)
+
+
+def discard_unwritable_output() -> None:
+    """Redirect stdout to /dev/null if it cannot be written to, because Python flushes it again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import errno
 import functools
+import io
 import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +33,7 @@ __all__ = [
     "byte_progress",
     "error_line",
     "json_number",
+    "prepare_streams",
     "print_document",
     "print_line",
     "print_lines",
@@ -41,6 +45,33 @@ __all__ = [
 
 
 _LINES_AT_ONCE: Final = 1000
+
+
+_SUBSTITUTES: Final = {"├": "|", "└": "`", "│": "|", "─": "-", "…": "...", "–": "-", "×": "x"}
+"""Characters of our own output, for terminals and files that cannot have them."""
+
+
+def prepare_streams() -> None:
+    """Prepare stdout and stderr for any text and any destination, at the start of the program.
+
+    Characters that the encoding of a stream lacks, as with ASCII or Latin-1, are replaced or escaped. A stream that
+    the parent process closed is replaced by one that discards everything.
+    """
+    codecs.register_error("ckptcore.output", _substitute)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the program ends
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="ckptcore.output")
+
+
+def _substitute(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace characters that cannot be encoded. An error handler of `codecs`."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = "".join([_SUBSTITUTES.get(character, character) for character in error.object[error.start : error.end]])
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
 class _Output(Console):

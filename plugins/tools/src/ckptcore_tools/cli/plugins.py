@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 
 from ckptcore import plugins as core_plugins
+from ckptcore.installed import version_of
 from ckptcore.plugins import FailedPlugin, PluginInfo
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command
 from ckptcore_tools.cli.output import print_document, print_line, printable, to_json
@@ -30,7 +30,7 @@ def command(as_json: bool) -> ExitCode:
     exit code is 1.
     """
     installed = core_plugins.installed_plugins()
-    plugins, version = installed.describe(), importlib.metadata.version("ckptcore")
+    plugins, version = installed.describe(), version_of("ckptcore")
     if as_json:
         documents = [
             {name: value for name, value in to_json(plugin).items() if value or name != "failed_layouts"}
