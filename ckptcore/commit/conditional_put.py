@@ -107,7 +107,8 @@ class ConditionalPutTransaction:
             # The test of conditional puts needs a root, which did not exist before.
             self._tag = try_conditional_puts(location, self._claim_bytes, self._tag)
         except (AtomicityError, StorageError):
-            self.abort()
+            with suppress(StorageError):  # the first error says why; the next save removes the claim
+                self.abort()
             raise
 
     def _put_claim(self, condition: PutCondition) -> str:

@@ -93,6 +93,54 @@ def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService) -> 
     assert any("/computeMetadata/v1/instance/service-accounts/" in path for path in tokens.asked)
 
 
+@pytest.mark.parametrize("by", ["option", "environment"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "Is a directory"),
+        (b"", "valid json|JSON"),
+        (b"[1]", "cannot read the file"),
+        (b'{"type": "service_account"}', "."),
+        (b"\xef\xbb\xbf{}", "valid json|JSON"),
+        (b"\xff\xfe", "valid json|JSON"),
+    ],
+)
+def test_files_that_have_no_credentials(
+    by: str,
+    content: bytes | None,
+    message: str,
+    guarded: StrictGcs,
+    tokens: TokenService,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "keys.json"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    if by == "environment":
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    storage = _open(guarded, **({"credentials_file": str(file)} if by == "option" else {}))
+    for call in (lambda: storage.put("a", b"1"), lambda: storage.get("a"), lambda: list(storage.list())):
+        with pytest.raises(StorageCredentialsError, match=message) as caught:
+            call()
+        assert "gs://bucket/run" in str(caught.value) and "keys.json" in str(caught.value)
+
+
+def test_another_account_in_the_environment_is_used(
+    guarded: StrictGcs, tokens: TokenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long program that changes its variables gets other connections, although it opens the same bucket."""
+    plugin = GcsPlugin()
+    options = StorageOptions(config={"endpoint": guarded.url, "retries": 0})
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing"))
+    with pytest.raises(StorageCredentialsError):
+        plugin.open("gs://bucket/run", options).get("a")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tokens.service_account(tmp_path)))
+    _works(plugin.open("gs://bucket/run", options))
+
+
 def test_a_token_in_the_options(guarded: StrictGcs, tokens: TokenService) -> None:
     _works(_open(guarded, access_token=TOKEN))
     with pytest.raises(StorageCredentialsError, match="gs://bucket/run/a.*401 AuthenticationRequired"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ckptcore_obstore.failures import FailureKind, failure_of_response, failure_of_text
+from ckptcore_s3.refusals import REFUSALS
 
 NOT_FOUND = (
     "Object at location a not found: Error performing GET http://host/bucket/a in 672.158µs - "
@@ -16,7 +17,7 @@ NOT_FOUND = (
 
 
 def test_the_body_of_an_answer_is_found_in_a_text() -> None:
-    found = failure_of_text(NOT_FOUND)
+    found = failure_of_text(NOT_FOUND, REFUSALS)
     assert (found.kind, found.status, found.code) == (FailureKind.MISSING, 404, "NoSuchKey")
     assert found.description == "404 NoSuchKey: The specified key does not exist."
 
@@ -38,7 +39,7 @@ def test_the_body_of_an_answer_is_found_in_a_text() -> None:
     ],
 )
 def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
-    found = failure_of_text(text)
+    found = failure_of_text(text, REFUSALS)
     assert found.kind is kind
     assert "\n" not in found.description and "Debug" not in found.description
 
@@ -59,12 +60,12 @@ def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
     ],
 )
 def test_answers(status: int, body: bytes, kind: FailureKind) -> None:
-    found = failure_of_response(status, body)
+    found = failure_of_response(status, body, REFUSALS)
     assert found.kind is kind
-    assert len(failure_of_response(status, body * 1000).description) < 1000
+    assert len(failure_of_response(status, body * 1000, REFUSALS).description) < 1000
 
 
 def test_hints_of_an_answer() -> None:
     body = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>"
-    assert dict(failure_of_response(400, body).hints) == {"Region": "eu-west-1"}
-    assert dict(failure_of_response(301, b"", "eu-west-2").hints) == {"Region": "eu-west-2"}
+    assert dict(failure_of_response(400, body, REFUSALS).hints) == {"Region": "eu-west-1"}
+    assert dict(failure_of_response(301, b"", REFUSALS, "eu-west-2").hints) == {"Region": "eu-west-2"}

@@ -147,7 +147,8 @@ class JsonRequests:
             message = f"received {len(responses)} responses to a batch of {len(keys)} requests"
             raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
         statuses = [responses[number] for number in range(len(keys))]
-        found = [None if status < 300 else failure_of_response(status, words) for status, words in statuses]
+        refusals = self._bucket.service.refusals
+        found = [None if status < 300 else failure_of_response(status, words, refusals) for status, words in statuses]
         return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
 
 

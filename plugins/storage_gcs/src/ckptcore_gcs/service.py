@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -12,12 +13,16 @@ from ckptcore_obstore.services import Tuning, client_options
 
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_gcs.credentials import DefaultTokens, FixedToken, TokenSource
+from ckptcore_gcs.refusals import REFUSALS
 from ckptcore_gcs.settings import Settings
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 __all__ = ["GcsService"]
+
+_PERMISSION: Final = re.compile(r"does not have ([a-zA-Z]+\.[a-zA-Z.]+) access")
+"""The message of a missing permission."""
 
 _REMEDIES: Final = {
     FailureKind.MISSING: "Check the path",
@@ -44,6 +49,8 @@ class GcsService:
     """A bucket. Thread-safe."""
 
     metadata_prefix: Final = "x-goog-meta-"
+
+    refusals: Final = REFUSALS
 
     upload_headers: Final[Mapping[str, str]] = {}
 
@@ -160,8 +167,8 @@ class GcsService:
 
     def remedy(self, failure: Failure) -> str:
         """Return advice for a failure."""
-        if failure.code == "UserProjectMissing":
-            return "Set the option 'user_project' to the project that pays: the bucket's owner does not"
+        if failure.kind is FailureKind.PERMISSION and (permission := _PERMISSION.search(failure.message)):
+            return f"Give the account {permission[1]} on the bucket, or use another account"
         if failure.kind in (FailureKind.OTHER, FailureKind.REGION):
             return f"Check the endpoint {self._settings.endpoint} and its response"
         return _REMEDIES.get(failure.kind, "Try again")

@@ -16,6 +16,8 @@ from ckptcore.model import JSON
 
 __all__ = ["OPTIONS", "Settings", "settings_of"]
 
+_OF_GOOGLE: Final = ("CLOUDSDK_", "GCE_", "GOOGLE_", "HOME")
+
 OPTIONS: Final[Mapping[str, Option]] = {
     "endpoint": text("URL of the service; plain HTTP needs http:// here or in STORAGE_EMULATOR_HOST"),
     "credentials_file": text("file of credentials: a service account, a federated identity, a user"),
@@ -46,6 +48,7 @@ class Settings:
         user_project: project that requests are billed to; empty for the project of the credentials.
         uploads: method of uploading large objects.
         tuning: tuning of requests.
+        environment: the variables that google-auth reads. Buckets with other variables are others.
     """
 
     bucket: str
@@ -57,6 +60,7 @@ class Settings:
     user_project: str
     uploads: Literal["parts", "composite"]
     tuning: Tuning
+    environment: frozenset[tuple[str, str]] = field(repr=False)
 
 
 def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -107,4 +111,5 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
         user_project=project,
         uploads=uploads,
         tuning=tuning_of(given),
+        environment=frozenset([(name, value) for name, value in environment.items() if name.startswith(_OF_GOOGLE)]),
     )

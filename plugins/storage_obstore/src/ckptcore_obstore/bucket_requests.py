@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from ckptcore.errors import CheckpointError
@@ -87,7 +87,25 @@ class BucketRequests:
         return False
 
     def _try(self, request: Callable[[], T], check: Callable[[], None]) -> T:
-        return try_request(lambda: _converting_errors(request), self.service.tuning.retries, self.limit, check)
+        return try_request(lambda: self._converting_errors(request), self.service.tuning.retries, self.limit, check)
+
+    def _converting_errors(self, request: Callable[[], T]) -> T:
+        """Run a request of obstore or HTTP, and convert errors of obstore to `RequestFailed`."""
+        from obstore.exceptions import BaseError
+
+        try:
+            return request()
+        except (RequestFailed, CheckpointError):
+            raise
+        except (BaseError, FileNotFoundError, PermissionError, OSError) as error:
+            failure = failure_of_text(str(error), self.service.refusals)
+            if failure.kind is FailureKind.OTHER and isinstance(error, FileNotFoundError):
+                failure = Failure(FailureKind.MISSING, None, "", failure.message)
+            if failure.kind is FailureKind.PROXY:
+                # obstore drops the answer of the proxy. Any other request gets the same, so send one by HTTP.
+                self.plain.send("GET", query={"list-type": "2", "max-keys": "1"})
+                failure = replace(failure, kind=FailureKind.CONNECTION)  # it has passed
+            raise RequestFailed(failure) from chainable(error)
 
     def forget_store(self) -> None:
         """Drop what has the old credentials."""
@@ -125,18 +143,3 @@ class BucketRequests:
         """Return the tag of an object if the put with this id wrote it, else None."""
         there = self.head(key)
         return there.tag if there is not None and there.put_id == put_id else None
-
-
-def _converting_errors(request: Callable[[], T]) -> T:
-    """Run a request of obstore or HTTP, and convert errors of obstore to `RequestFailed`."""
-    from obstore.exceptions import BaseError
-
-    try:
-        return request()
-    except (RequestFailed, CheckpointError):
-        raise
-    except (BaseError, FileNotFoundError, PermissionError, OSError) as error:
-        failure = failure_of_text(str(error))
-        if failure.kind is FailureKind.OTHER and isinstance(error, FileNotFoundError):
-            failure = Failure(FailureKind.MISSING, None, "", failure.message)
-        raise RequestFailed(failure) from chainable(error)

@@ -206,7 +206,7 @@ class Bucket(BucketRequests):
         try:
             obstore.delete(self._obstore(), keys)
         except FileNotFoundError as error:
-            if failure_of_text(str(error)).kind is not FailureKind.MISSING:
+            if failure_of_text(str(error), self.service.refusals).kind is not FailureKind.MISSING:
                 raise
 
     def _delete_plain(self, key: str) -> None:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import enum
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 from xml.etree import ElementTree
 
 from ckptcore.redaction import redacted
 
-__all__ = ["Failure", "FailureKind", "RequestFailed", "Tried", "failure_of_response", "failure_of_text"]
+__all__ = [
+    "Failure",
+    "FailureKind",
+    "Refusal",
+    "Refusals",
+    "RequestFailed",
+    "Tried",
+    "failure_of_response",
+    "failure_of_text",
+    "refusal_of",
+]
 
 
 class FailureKind(enum.Enum):
@@ -33,6 +44,12 @@ class FailureKind(enum.Enum):
     TIMEOUT = "the request timed out"
     CONNECTION = "the connection failed"
     DIGEST = "the service requires a digest of each upload"
+    RETAINED = "the retention policy of the bucket does not allow it yet"
+    ARCHIVED = "the object is in an archive"
+    KEY = "the encryption key cannot be used"
+    SIZE = "the object is larger than the service allows"
+    NAME = "the service takes no object of this name"
+    PROXY = "the proxy refused the request"
     UNSUPPORTED = "the service does not support the request"
     OTHER = "the service refused the request"
 
@@ -46,68 +63,6 @@ _TRANSIENT: Final = frozenset(
     {FailureKind.THROTTLED, FailureKind.SERVER, FailureKind.TIMEOUT, FailureKind.CONNECTION}
 )  # fmt: skip
 
-_KINDS_BY_CODE: Final = {
-    # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
-    # https://cloud.google.com/storage/docs/xml-api/reference-status
-    "NoSuchKey": FailureKind.MISSING,
-    "NoSuchVersion": FailureKind.MISSING,
-    "NoSuchBucket": FailureKind.NO_BUCKET,
-    "NoSuchUpload": FailureKind.NO_UPLOAD,
-    "PreconditionFailed": FailureKind.CONDITION,
-    "InvalidRange": FailureKind.RANGE,
-    "InvalidAccessKeyId": FailureKind.CREDENTIALS,
-    "SignatureDoesNotMatch": FailureKind.CREDENTIALS,
-    "ExpiredToken": FailureKind.CREDENTIALS,
-    "InvalidToken": FailureKind.CREDENTIALS,
-    "TokenRefreshRequired": FailureKind.CREDENTIALS,
-    "InvalidSecurity": FailureKind.CREDENTIALS,
-    "MissingSecurityHeader": FailureKind.CREDENTIALS,
-    "AuthenticationRequired": FailureKind.CREDENTIALS,
-    "AccessDenied": FailureKind.PERMISSION,
-    "AllAccessDisabled": FailureKind.PERMISSION,
-    "AccountProblem": FailureKind.PERMISSION,
-    "UserProjectAccessDenied": FailureKind.PERMISSION,
-    "AuthorizationHeaderMalformed": FailureKind.REGION,
-    "PermanentRedirect": FailureKind.REGION,
-    "TemporaryRedirect": FailureKind.REGION,
-    "IllegalLocationConstraintException": FailureKind.REGION,
-    "RequestTimeTooSkewed": FailureKind.CLOCK,
-    "RequestExpired": FailureKind.CLOCK,
-    "QuotaExceeded": FailureKind.FULL,
-    "InsufficientQuota": FailureKind.FULL,
-    "XMinioStorageFull": FailureKind.FULL,
-    "SlowDown": FailureKind.THROTTLED,
-    "Throttling": FailureKind.THROTTLED,
-    "ThrottlingException": FailureKind.THROTTLED,
-    "RequestLimitExceeded": FailureKind.THROTTLED,
-    "TooManyRequests": FailureKind.THROTTLED,
-    "BandwidthLimitExceeded": FailureKind.THROTTLED,
-    "RequestTimeout": FailureKind.TIMEOUT,  # the service did not receive the body in time
-    "InternalError": FailureKind.SERVER,
-    "ServiceUnavailable": FailureKind.THROTTLED,
-    "OperationAborted": FailureKind.SERVER,
-    "ConditionalRequestConflict": FailureKind.SERVER,  # two concurrent conditional requests; can be retried
-    "IncompleteBody": FailureKind.CONNECTION,
-    "BadDigest": FailureKind.CONNECTION,
-    "NotImplemented": FailureKind.UNSUPPORTED,
-    "MethodNotAllowed": FailureKind.UNSUPPORTED,
-}
-
-_KINDS_BY_REASON: Final = {
-    # https://cloud.google.com/storage/docs/json_api/v1/status-codes
-    "conditionNotMet": FailureKind.CONDITION,
-    "authError": FailureKind.CREDENTIALS,
-    "required": FailureKind.CREDENTIALS,
-    "forbidden": FailureKind.PERMISSION,
-    "insufficientPermissions": FailureKind.PERMISSION,
-    "rateLimitExceeded": FailureKind.THROTTLED,
-    "userRateLimitExceeded": FailureKind.THROTTLED,
-    "quotaExceeded": FailureKind.THROTTLED,
-    "backendError": FailureKind.SERVER,
-    "internalError": FailureKind.SERVER,
-    "notImplemented": FailureKind.UNSUPPORTED,
-}
-
 _KINDS_BY_STATUS: Final = {
     301: FailureKind.REGION,
     307: FailureKind.REGION,
@@ -115,9 +70,11 @@ _KINDS_BY_STATUS: Final = {
     403: FailureKind.PERMISSION,
     404: FailureKind.MISSING,
     405: FailureKind.UNSUPPORTED,
+    407: FailureKind.PROXY,
     408: FailureKind.TIMEOUT,
     409: FailureKind.SERVER,
     412: FailureKind.CONDITION,
+    413: FailureKind.SIZE,
     416: FailureKind.RANGE,
     429: FailureKind.THROTTLED,
     501: FailureKind.UNSUPPORTED,
@@ -128,6 +85,35 @@ _KINDS_BY_STATUS: Final = {
 _MAX_MESSAGE_LENGTH: Final = 300
 _MAX_BODY_LENGTH: Final = 10_000
 """Maximum length of a service's message in an error."""
+
+
+class Refusal(NamedTuple):
+    """A refusal that a service documents.
+
+    Attributes:
+        status: its usual HTTP status.
+        kind: its kind.
+        cause: what refused, and why; empty for the text of the kind.
+        remedy: what to do, as a sentence without the full stop; empty for that of the kind.
+    """
+
+    status: int
+    kind: FailureKind
+    cause: str = ""
+    remedy: str = ""
+
+
+Refusals: TypeAlias = Mapping[str, Refusal]
+"""The refusals of a service by code. A code such as ``KMS.*`` is for all others that begin so."""
+
+
+def refusal_of(code: str, refusals: Refusals) -> Refusal | None:
+    """Return the refusal with a code, or None if the service does not document it.
+
+    Reasons in JSON are codes of XML that begin with a small letter.
+    """
+    names = (code, code[:1].upper() + code[1:], f"{code.partition('.')[0]}.*")
+    return next((refusals[name] for name in names if name in refusals), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +171,7 @@ class RequestFailed(Exception):
         self.tried = Tried()
 
 
-def failure_of_response(status: int, body: bytes, region: str = "") -> Failure:
+def failure_of_response(status: int, body: bytes, refusals: Refusals, region: str = "") -> Failure:
     """Classify a response with an error in XML or JSON.
 
     `region` is the bucket's region from the headers.
@@ -193,8 +179,8 @@ def failure_of_response(status: int, body: bytes, region: str = "") -> Failure:
     code, message, hints = _read_json(body) or _read_xml(body)
     if region and "Region" not in dict(hints):
         hints = (*hints, ("Region", region))
-    kind = _kind(status, code)
-    if status == 400 and (code == "MissingContentMD5" or _NEEDS_DIGEST.search(message)):
+    kind = _kind(status, code, refusals)
+    if status == 400 and _NEEDS_DIGEST.search(message):
         kind = FailureKind.DIGEST
     return Failure(kind, status, code, _one_line(message), hints)
 
@@ -212,7 +198,7 @@ _DELETE_FAILURE: Final = re.compile(r"DeleteObjects request failed for key \S+: 
 _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
 
 
-def failure_of_text(text: str) -> Failure:
+def failure_of_text(text: str, refusals: Refusals) -> Failure:
     """Classify the text of an obstore error.
 
     object_store formats a response as ``... Server returned non-2xx status code: 404 Not Found:
@@ -223,13 +209,15 @@ def failure_of_text(text: str) -> Failure:
     status = _STATUS.search(cleaned)
     if status is not None:
         body = _XML.search(cleaned, 0, _MAX_BODY_LENGTH) or _JSON.search(cleaned, 0, _MAX_BODY_LENGTH)
-        return failure_of_response(int(status[1]), body[0].encode() if body else b"")
+        return failure_of_response(int(status[1]), body[0].encode() if body else b"", refusals)
     if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
     if (one := _DELETE_FAILURE.search(cleaned)) is not None:
-        return Failure(_kind(200, one[2]), None, one[2], _one_line(one[1]))
+        return Failure(_kind(200, one[2], refusals), None, one[2], _one_line(one[1]))
     kind = FailureKind.OTHER
-    if "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
+    if "TunnelUnsuccessful" in text or "ProxyAuthRequired" in text:
+        kind = FailureKind.PROXY
+    elif "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
         kind = FailureKind.TIMEOUT
     elif re.search(r"kind: (Connect|Request|Interrupted|Decode|Unknown)\b|HTTP error|error (sending|decoding)", text):
         kind = FailureKind.CONNECTION
@@ -240,13 +228,11 @@ def failure_of_text(text: str) -> Failure:
     return Failure(kind, None, "", message)
 
 
-def _kind(status: int, code: str) -> FailureKind:
-    kind = _KINDS_BY_CODE.get(code) or _KINDS_BY_REASON.get(code)
-    if kind is None:
-        kind = _KINDS_BY_STATUS.get(status)
-    if kind is None:
-        kind = FailureKind.SERVER if status >= 500 else FailureKind.OTHER
-    return kind
+def _kind(status: int, code: str, refusals: Refusals) -> FailureKind:
+    refusal = refusal_of(code, refusals)
+    if refusal is not None:
+        return refusal.kind
+    return _KINDS_BY_STATUS.get(status) or (FailureKind.SERVER if status >= 500 else FailureKind.OTHER)
 
 
 def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:

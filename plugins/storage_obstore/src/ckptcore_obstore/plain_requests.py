@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
 from ckptcore.protocols import Buffer
-from ckptcore.redaction import chainable
+from ckptcore.redaction import chainable, redacted_location
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
 from ckptcore_obstore.forks import reset_in_children
 from ckptcore_obstore.services import Service, read_certificates
@@ -19,7 +20,10 @@ from ckptcore_obstore.services import Service, read_certificates
 if TYPE_CHECKING:
     import urllib3
 
-__all__ = ["PlainRequests", "Response"]
+__all__ = ["PlainRequests", "Response", "proxy_of"]
+
+_TUNNEL: Final = re.compile(r"Tunnel connection failed: (\d{3}) ?([^'\")]*)")
+"""The message of `http.client` if a proxy refuses to connect to a host."""
 
 _SEND_BYTES: Final = 1 << 20
 """Bytes sent in one step. The connect timeout applies to each step, not to the whole body."""
@@ -115,6 +119,8 @@ class PlainRequests:
             response = self._connections().request(
                 method, url, body=pieces, headers=sent, redirect=False, retries=False
             )
+        except urllib3.exceptions.ProxyError as error:
+            raise RequestFailed(_proxy_failure(error, proxy_of(url) or "")) from chainable(error)
         except urllib3.exceptions.NewConnectionError as error:  # a subclass of TimeoutError
             raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from chainable(error)
         except urllib3.exceptions.TimeoutError as error:
@@ -124,7 +130,12 @@ class PlainRequests:
         data = response.data
         if response.status >= 300:
             raise RequestFailed(
-                failure_of_response(response.status, data, response.headers.get("x-amz-bucket-region", ""))
+                failure_of_response(
+                    response.status,
+                    data,
+                    self._service.refusals,
+                    response.headers.get("x-amz-bucket-region", ""),
+                )
             )
         return Response(response.status, {name.lower(): value for name, value in response.headers.items()}, data)
 
@@ -135,21 +146,34 @@ class PlainRequests:
             return self._pools
 
     def _open(self) -> urllib3.PoolManager:
-        import urllib.request
-
         import urllib3
 
         tuning, bundle = self._service.tuning, self._service.ca_bundle
         if bundle:
             read_certificates(bundle)
-        host = urlsplit(self._service.bucket_url)
         timeout = urllib3.Timeout(connect=tuning.connect_timeout_seconds, read=tuning.timeout_seconds)
-        proxy = urllib.request.getproxies().get(host.scheme)
-        if proxy and not urllib.request.proxy_bypass(host.hostname or ""):
+        if proxy := proxy_of(self._service.bucket_url):
             return urllib3.ProxyManager(
                 proxy, maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=bundle
             )
         return urllib3.PoolManager(maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=bundle)
+
+
+def _proxy_failure(error: BaseException, proxy: str) -> Failure:
+    name, refused = redacted_location(proxy), _TUNNEL.search(str(error))
+    if refused is None:
+        return Failure(FailureKind.CONNECTION, None, "", f"cannot connect to the proxy {name}: {_words(error)}")
+    status, words = int(refused[1]), f"{refused[2].strip()}, from the proxy {name}"
+    return Failure(FailureKind.PROXY if status < 500 else FailureKind.CONNECTION, status, "", words)
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the URL of the proxy for requests to a URL, from the environment; None for a direct connection."""
+    import urllib.request  # slow, and only the first request needs it
+
+    host = urlsplit(url)
+    proxy = urllib.request.getproxies().get(host.scheme)
+    return proxy if proxy and not urllib.request.proxy_bypass(host.hostname or "") else None
 
 
 def _pieces(body: Buffer) -> Iterator[memoryview]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptcore.protocols import PutCondition, StorageAddress
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.failures import Failure, FailureKind, Refusals, RequestFailed
 from ckptcore_obstore.retrying import RetryPolicy
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ class Service(Protocol):
         Raises:
             RequestFailed: if it cannot be found.
         """
+        ...
+
+    @property
+    def refusals(self) -> Refusals:
+        """The errors that the service documents."""
         ...
 
     @property

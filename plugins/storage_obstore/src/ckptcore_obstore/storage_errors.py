@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
+from urllib.parse import urlsplit
 
 from ckptcore.errors import (
     BucketNotFoundError,
@@ -19,7 +20,9 @@ from ckptcore.errors import (
     StorageTimeoutError,
     WrongRegionError,
 )
-from ckptcore_obstore.failures import FailureKind, RequestFailed
+from ckptcore.redaction import redacted_location
+from ckptcore_obstore.failures import FailureKind, RequestFailed, refusal_of
+from ckptcore_obstore.plain_requests import proxy_of
 from ckptcore_obstore.services import Service
 
 __all__ = ["converted_errors", "error_of"]
@@ -31,6 +34,7 @@ _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
     FailureKind.CREDENTIALS: StorageCredentialsError,
     FailureKind.SETTINGS: StorageCredentialsError,
     FailureKind.PERMISSION: StoragePermissionError,
+    FailureKind.RETAINED: StoragePermissionError,
     FailureKind.REGION: WrongRegionError,
     FailureKind.CLOCK: ClockSkewError,
     FailureKind.FULL: StorageFullError,
@@ -50,10 +54,23 @@ def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError
     failure = failed.failure
     kind = failure.kind
     tries = f" ({failed.tried.tries} tries in {failed.tried.seconds:.1f} s)" if failed.tried.tries > 1 else ""
-    text = (
-        f"cannot {what}: {kind.value}; found {failure.description.removesuffix('.')}{tries}. {service.remedy(failure)}"
-    )
+    refusal = refusal_of(failure.code, service.refusals)
+    cause, remedy = (refusal.cause, refusal.remedy) if refusal is not None else ("", "")
+    if kind is FailureKind.PROXY:
+        remedy = _proxy_remedy(service)
+    remedy = remedy or service.remedy(failure)
+    text = f"cannot {what}: {cause or kind.value}; found {failure.description.removesuffix('.')}{tries}. {remedy}"
     return _ERRORS.get(kind, StorageError)(text)
+
+
+def _proxy_remedy(service: Service) -> str:
+    proxy = proxy_of(service.bucket_url)
+    named = "the proxy" if proxy is None else f"the proxy {redacted_location(proxy)}"
+    scheme, host = urlsplit(service.bucket_url).scheme.upper(), urlsplit(service.bucket_url).hostname
+    return (
+        f"Check the user and password for {named} in {scheme}_PROXY, allow it to connect to {host}, or add that host "
+        "to NO_PROXY"
+    )
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class Upload:
             response = self._bucket.plain.send("POST", self._key, query=query, headers=headers, body=body)
             # A service may send status 200 before it knows the outcome, so check the body.
             if b"<Error>" in response.body or text_of(parse_response(response.body), "Code"):
-                raise RequestFailed(failure_of_response(response.status, response.body))
+                raise RequestFailed(failure_of_response(response.status, response.body, self._bucket.service.refusals))
 
         try:
             self._bucket.run(request)

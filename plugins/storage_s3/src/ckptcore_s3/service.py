@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ from ckptcore_obstore.storage_errors import converted_errors
 from ckptcore.model import JSON
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_s3.credentials import ChainCredentials, CredentialSource, FixedCredentials, environment_credentials
+from ckptcore_s3.refusals import REFUSALS
 from ckptcore_s3.sessions import Place, find_place
 from ckptcore_s3.settings import Settings
 from ckptcore_s3.signing import signed_headers
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 __all__ = ["S3Service"]
+
+_ACTION: Final = re.compile(r"not authorized to perform: (\w+:\w+)")
+"""The message of AccessDenied in the same account."""
 
 _REMEDIES: Final = {
     FailureKind.MISSING: "Check the path",
@@ -43,6 +48,10 @@ _REMEDIES: Final = {
     FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
     FailureKind.CONNECTION: "Check the network, the endpoint and the option 'region'; plain HTTP needs http:// in the "
     "endpoint",
+    FailureKind.RETAINED: "Wait until it ends, or use a bucket without retention for checkpoints",
+    FailureKind.ARCHIVED: "Restore it, or load another checkpoint",
+    FailureKind.KEY: "Check the key in KMS",
+    FailureKind.DIGEST: "Use another service or location",
     FailureKind.UNSUPPORTED: "Use another service or location",
 }
 
@@ -51,6 +60,8 @@ class S3Service:
     """A bucket. Thread-safe."""
 
     metadata_prefix: Final = "x-amz-meta-"
+
+    refusals: Final = REFUSALS
 
     def __init__(self, settings: Settings) -> None:
         """Initialise without sending a request, loading credentials or importing botocore."""
@@ -211,6 +222,10 @@ class S3Service:
             region = dict(failure.hints).get("Region")
             named = f"'{region}'" if region else "the region of the bucket"
             return f"Set the option 'region' or AWS_REGION to {named}; the request used {self.place().region!r}"
+        if failure.kind is FailureKind.PERMISSION and (action := _ACTION.search(failure.message)):
+            return f"Allow {action[1]} in the policies that the message names, or use another identity"
+        if failure.kind is FailureKind.PERMISSION and "object lock" in failure.message.lower():
+            return REFUSALS["ObjectLocked"].remedy
         if failure.kind is FailureKind.OTHER:
             return f"Check the endpoint {self.place().endpoint} and its response"
         return _REMEDIES.get(failure.kind, "Try again")
