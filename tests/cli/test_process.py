@@ -192,7 +192,14 @@ def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
     run, one = tmp_path / "größe", tmp_path / "größe" / "漢字"
     save_run(run, {1: 0.5})
     ckptcore.save(one, {"größe": {"漢字": np.ones((3, 3))}, "zähler": list(range(50))})
-    commands = [["inspect", one], ["verify", one], ["ls", run], ["steps", run], ["diff", one, run / "1"], ["--help"]]
+    commands: list[list[object]] = [
+        ["inspect", one],
+        ["verify", one],
+        ["ls", run],
+        ["steps", run],
+        ["diff", one, run / "1"],
+        ["--help"],
+    ]
     finished = subprocess.run(
         [sys.executable, "-c", EACH, json.dumps([list(map(str, words)) for words in commands])],
         env={**os.environ, "PYTHONIOENCODING": encoding},

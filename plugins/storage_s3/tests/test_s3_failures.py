@@ -77,6 +77,9 @@ def test_failures_are_told_apart(status: int, code: str, error: type[StorageErro
             "uploads": lambda: storage.abort_uploads(),
         }
         for operation, call in calls.items():
+            if operation == "uploads" and code in ("AccessDenied", "NotImplemented"):
+                call()  # a save does without
+                continue
             with pytest.raises(StorageError) as caught:
                 call()
             text = str(caught.value)
