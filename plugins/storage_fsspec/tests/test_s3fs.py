@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ckptcore_fsspec.opening import open_url
-from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
-from ckptcore_testing import StorageBackendTests
+from ckptcore_s3.testing import ACCESS_KEY_ID, DIALECT, SECRET_ACCESS_KEY, S3Server, s3_server
+from ckptcore_testing import FaultProxy, HTTPAnswer, ProxiedRequest, Refusing, StorageBackendTests
 
-from ckptcore.errors import ObjectNotFoundError
+from ckptcore.errors import ObjectNotFoundError, StorageCredentialsError
 from ckptcore.model import JSON
 from ckptcore.protocols import StorageBackend, StorageOptions
 
@@ -106,3 +108,50 @@ def test_an_upload_that_is_given_up_leaves_nothing(server: S3Server) -> None:
     writer.abort()
     del writer
     assert list(storage.list()) == []
+
+
+def test_keys_that_another_program_renews(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """s3fs reads the file once. After the service refuses the keys, it is read again."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    expired = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+    valid = ""
+
+    def renew(number: int) -> None:
+        nonlocal valid
+        valid = f"KEY{number}"
+        file.write_text(f"[default]\naws_access_key_id={valid}\naws_secret_access_key=secret\n")
+
+    def refusal(request: ProxiedRequest) -> HTTPAnswer | None:
+        is_valid = f"{valid}/" in request.headers["authorization"]
+        return None if is_valid else HTTPAnswer.make(400, "Bad Request", "application/xml", expired)
+
+    bucket = server.create_bucket()
+    renew(1)
+    with FaultProxy(server.server.url, Refusing(refusal), dialect=DIALECT) as proxy:
+        options = StorageOptions(config={"endpoint_url": proxy.url})
+        storage = open_url(f"fsspec+s3://{bucket}/directory", options)
+
+        def write() -> None:
+            writer = storage.open_writer("b", 3)
+            writer.write_at(0, b"123")
+            writer.finish()
+
+        for number, call in enumerate(
+            (
+                lambda: storage.put("a", b"1"),
+                lambda: storage.get("a"),
+                lambda: storage.list_names(),
+                write,
+                lambda: storage.delete(["a"]),
+            ),
+            2,
+        ):
+            call()
+            renew(number)
+        valid = "another"
+        with pytest.raises(StorageCredentialsError, match="expired"):
+            storage.put("a", b"1")

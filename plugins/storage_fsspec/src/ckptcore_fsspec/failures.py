@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -19,13 +19,19 @@ from ckptcore.errors import (
 )
 from ckptcore.redaction import chainable, redacted
 
-__all__ = ["MISSING_OBJECT_ERRORS", "converted_errors", "failure", "first_line"]
+__all__ = ["MISSING_OBJECT_ERRORS", "converted_errors", "failure", "first_line", "is_about_credentials"]
 
 MISSING_OBJECT_ERRORS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions that file systems raise for a missing object."""
 
 _MAX_MESSAGE_LENGTH: Final = 300
 """Maximum length of the part of an error message that is shown."""
+
+_REFUSED_KEYS: Final = (
+    "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+)  # fmt: skip
+"""Codes of S3 for credentials that are invalid."""
 
 _STATUS_NAMES: Final = ("status", "status_code", "code")
 """Attributes with the HTTP status, in errors of aiohttp, Azure, httpx, requests and gcsfs."""
@@ -68,10 +74,15 @@ def failure(error: BaseException, what: str) -> StorageError:
     status = _status(error)
     if isinstance(error, MISSING_OBJECT_ERRORS) or status in (404, 410):
         return ObjectNotFoundError(f"{what}: the object does not exist ({found})")
-    if status == 401 or type(error).__name__ in (
-        "NoCredentialsError",
-        "DefaultCredentialsError",
-        "ClientAuthenticationError",
+    if (
+        status == 401
+        or _code(error) in _REFUSED_KEYS
+        or type(error).__name__
+        in (
+            "NoCredentialsError",
+            "DefaultCredentialsError",
+            "ClientAuthenticationError",
+        )
     ):
         return StorageCredentialsError(f"{what}: {found}; provide valid credentials for this storage")
     if isinstance(error, PermissionError) or status == 403:
@@ -83,6 +94,20 @@ def failure(error: BaseException, what: str) -> StorageError:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageFullError(f"{what}: {found}; free some space, or save elsewhere")
     return StorageError(f"{what}: {found}")
+
+
+def is_about_credentials(error: StorageError) -> bool:
+    """Return True if other credentials may help. An answer of S3 to a HEAD request has only the status."""
+    return isinstance(error, StorageCredentialsError) or (
+        error.__cause__ is not None and _code(error.__cause__) in ("400", "403")
+    )
+
+
+def _code(error: BaseException) -> str:
+    """Return the error code of S3, which s3fs has in the cause of its errors; empty if there is none."""
+    response = getattr(error.__cause__ or error, "response", None)
+    found = response.get("Error") if isinstance(response, Mapping) else None
+    return str(found.get("Code", "")) if isinstance(found, Mapping) else ""
 
 
 def _status(error: BaseException) -> int | None:

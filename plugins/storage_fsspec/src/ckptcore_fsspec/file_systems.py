@@ -7,18 +7,26 @@ import json
 import os
 import threading
 from asyncio import AbstractEventLoop
-from collections.abc import Mapping
-from typing import IO, Any, Final, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import IO, Any, Final, Protocol, TypeVar, cast
 
 import fsspec  # type: ignore[import-untyped]  # it has no types
 from fsspec.dircache import DirCache  # type: ignore[import-untyped]  # it has no types
 
-from ckptcore.errors import CheckpointError, InvalidLocationError, PluginError, UnknownPluginError
+from ckptcore.errors import (
+    CheckpointError,
+    InvalidLocationError,
+    PluginError,
+    StorageError,
+    UnknownPluginError,
+)
 from ckptcore.model.tree import JSON
 from ckptcore.redaction import chainable, redacted_location
-from ckptcore_fsspec.failures import failure, first_line
+from ckptcore_fsspec.failures import converted_errors, failure, first_line, is_about_credentials
 
 __all__ = ["PREFIX", "Connection", "FileSystem"]
+
+T = TypeVar("T")
 
 PREFIX: Final = "fsspec+"
 """Prefix of a scheme that selects fsspec even if another plugin opens the scheme."""
@@ -95,12 +103,35 @@ class Connection:
             PluginError: if the file system does not accept the options.
             StorageError: if the file system cannot be opened.
         """
-        owner = _process_systems(os.getpid()) if getattr(self._type, "async_impl", False) else _thread_systems()
-        key = (self.protocol, self._options)
+        owner, key = self._owner()
         found = owner.get(key)
         if found is None:
             found = owner.setdefault(key, self._open())
         return found
+
+    def request(self, what: str, send: Callable[[FileSystem], T]) -> T:
+        """Send a request, and convert its errors; see `converted_errors`.
+
+        If the service refuses the credentials, open the file system again, which looks for them again, and send the
+        request once more: another program may have renewed them.
+        """
+        system = self.get()
+        try:
+            with converted_errors(what):
+                return send(system)
+        except StorageError as error:
+            if not is_about_credentials(error):
+                raise
+            owner, key = self._owner()
+            if owner.get(key) is system:
+                del owner[key]
+        with converted_errors(what):
+            return send(self.get())
+
+    def _owner(self) -> tuple[dict[tuple[str, str], FileSystem], tuple[str, str]]:
+        """Return the file systems that this one belongs to, and its key there."""
+        is_shared = getattr(self._type, "async_impl", False)
+        return _process_systems(os.getpid()) if is_shared else _thread_systems(), (self.protocol, self._options)
 
     def _open(self) -> FileSystem:
         options = json.loads(self._options)

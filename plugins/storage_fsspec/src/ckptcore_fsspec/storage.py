@@ -10,14 +10,20 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has 
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # it has no types
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # it has no annotations
 
-from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError, StoragePermissionError
+from ckptcore.errors import (
+    AtomicityError,
+    ObjectNotFoundError,
+    StorageCredentialsError,
+    StorageError,
+    StoragePermissionError,
+)
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageCapabilities
-from ckptcore.redaction import chainable, redacted_location
-from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS, converted_errors, failure
+from ckptcore.redaction import redacted_location
+from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS
 from ckptcore_fsspec.file_systems import Connection, FileSystem
 from ckptcore_fsspec.ranges import fill
-from ckptcore_fsspec.write_methods import WriteMethod, write_method_of
+from ckptcore_fsspec.write_methods import write_method_of
 from ckptcore_fsspec.writing import InOrderWriter
 
 __all__ = ["FsspecStorage", "ReadOnlyStorage"]
@@ -57,18 +63,19 @@ class FsspecStorage(StorageBackend):
             stop = max(start, min(stop, self.size(key)))  # local files allocate memory for the whole range
         # Read a whole object without a range: it may be empty, and a range needs at least one byte.
         first = start if start or stop is not None else None
-        system = self._connection.get()
-        if isinstance(system, LocalFileSystem):
+        if isinstance(self._connection.get(), LocalFileSystem):
             self.size(key)  # a named pipe would block the reader, and a device may never end
         try:
-            data = system.cat_file(path, start=first, end=stop)
-        except MISSING_OBJECT_ERRORS as error:
-            raise failure(error, f"cannot read {key!r} in {self._url}") from chainable(error)
-        except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
+            data = self._connection.request(
+                f"cannot read {key!r} in {self._url}", lambda system: system.cat_file(path, start=first, end=stop)
+            )
+        except (ObjectNotFoundError, StorageCredentialsError):
+            raise
+        except StorageError:
             # Most services fail if a range starts after the end.
             if first is not None and self.size(key) <= start:
                 return b""
-            raise failure(error, f"cannot read {key!r} in {self._url}") from chainable(error)
+            raise
         return bytes(data if stop is None else data[: stop - start])
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
@@ -83,9 +90,7 @@ class FsspecStorage(StorageBackend):
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
         path = self._path(key)
-        with converted_errors(f"cannot find {key!r} in {self._url}"):
-            system = self._connection.get()
-            found = system.info(path)
+        found = self._connection.request(f"cannot find {key!r} in {self._url}", lambda system: system.info(path))
         if found.get("type") in ("directory", "other"):
             what = "a directory" if found["type"] == "directory" else "not a regular file"
             raise ObjectNotFoundError(f"{key!r} in {self._url} is {what}")
@@ -113,22 +118,26 @@ class FsspecStorage(StorageBackend):
                 "Context(io=IOOptions(without_conditions='marker'))"
             )
         data = bytes(data)
-        with converted_errors(f"cannot write {key!r} in {self._url}"):
-            self._write_method().put(path, data)
+        self._connection.request(
+            f"cannot write {key!r} in {self._url}", lambda system: write_method_of(system, self._root).put(path, data)
+        )
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """Begin an object that is written in pieces. It exists after `finish`."""
         path = self._path(key)
         where = f"{key!r} in {self._url}"
-        with converted_errors(f"cannot create {where}"):
-            return InOrderWriter(self._write_method().begin(path), where, size)
+        sink = self._connection.request(
+            f"cannot create {where}", lambda system: write_method_of(system, self._root).begin(path)
+        )
+        return InOrderWriter(sink, where, size)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects. A missing object is not an error."""
         paths = [self._path(key) for key in keys]
-        with converted_errors(f"cannot delete from {self._url}"):
-            self._write_method().delete(paths)
+        self._connection.request(
+            f"cannot delete from {self._url}", lambda system: write_method_of(system, self._root).delete(paths)
+        )
 
     def sync(self, keys: Sequence[str]) -> None:
         """Check only that the objects exist: fsspec has no sync."""
@@ -140,32 +149,36 @@ class FsspecStorage(StorageBackend):
     def list(self, prefix: str = "") -> Iterator[str]:
         """List the keys of all objects in a directory, sorted."""
         below = self._directory(prefix)
-        system = self._connection.get()
-        with converted_errors(f"cannot list {self._url}"):
+
+        def paths(system: FileSystem) -> list[str]:
             system.invalidate_cache(below)
-            found = iter(_listed_sizes(system, below)) if _lists_recursively(system) else _walk(system, below)
-            keys = {path[len(self._root) + 1 :] for path in found}  # sends the requests
-        return iter(sorted(keys))
+            return list(_listed_sizes(system, below) if _lists_recursively(system) else _walk(system, below))
+
+        found = self._connection.request(f"cannot list {self._url}", paths)
+        return iter(sorted({path[len(self._root) + 1 :] for path in found}))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """List the names in a directory, sorted. Names of directories end in ``/``."""
         below = self._directory(prefix)
-        system = self._connection.get()
-        with converted_errors(f"cannot list {self._url}"):
+
+        def names(system: FileSystem) -> set[str]:
             system.invalidate_cache(below)
             entries = _entries(system, below)
-            names = {path[len(below) + 1 :] + ("/" if is_directory else "") for path, is_directory in entries}
-        return sorted(names)
+            return {path[len(below) + 1 :] + ("/" if is_directory else "") for path, is_directory in entries}
+
+        return sorted(self._connection.request(f"cannot list {self._url}", names))
 
     def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
         """List the sizes in bytes of all objects in a directory, by key. None if listings do not have all sizes."""
         below = self._directory(prefix)
-        system = self._connection.get()
-        if not _lists_recursively(system):
+        if not _lists_recursively(self._connection.get()):
             return None
-        with converted_errors(f"cannot list {self._url}"):
+
+        def listed(system: FileSystem) -> Mapping[str, object]:
             system.invalidate_cache(below)
-            found = _listed_sizes(system, below)
+            return _listed_sizes(system, below)
+
+        found = self._connection.request(f"cannot list {self._url}", listed)
         sizes = {path[len(self._root) + 1 :]: size for path, size in found.items() if type(size) is int}
         return sizes if len(sizes) == len(found) else None
 
@@ -179,9 +192,6 @@ class FsspecStorage(StorageBackend):
         """Return the path of a directory, without ``/`` at the end."""
         directory = check_directory_key(prefix)
         return f"{self._root}/{directory}" if directory else self._root
-
-    def _write_method(self) -> WriteMethod:
-        return write_method_of(self._connection.get(), self._root)
 
 
 class ReadOnlyStorage(FsspecStorage):
