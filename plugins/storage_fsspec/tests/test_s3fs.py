@@ -145,13 +145,16 @@ def test_keys_that_another_program_renews(server: S3Server, tmp_path: Path, monk
                 lambda: storage.put("a", b"1"),
                 lambda: storage.get("a"),
                 lambda: storage.list_names(),
-                write,
                 lambda: storage.delete(["a"]),
             ),
             2,
         ):
             call()
             renew(number)
+        # A stream cannot be sent again, but the next one is.
+        with pytest.raises(StorageCredentialsError, match="expired"):
+            write()
+        write()
         valid = "another"
         with pytest.raises(StorageCredentialsError, match="expired"):
             storage.put("a", b"1")

@@ -7,7 +7,8 @@ import json
 import os
 import threading
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, Any, Final, Protocol, TypeVar, cast
 
 import fsspec  # type: ignore[import-untyped]  # it has no types
@@ -115,18 +116,27 @@ class Connection:
         If the service refuses the credentials, open the file system again, which looks for them again, and send the
         request once more: another program may have renewed them.
         """
-        system = self.get()
         try:
-            with converted_errors(what):
-                return send(system)
+            with self.forgetting(what):
+                return send(self.get())
         except StorageError as error:
             if not is_about_credentials(error):
                 raise
-            owner, key = self._owner()
-            if owner.get(key) is system:
-                del owner[key]
-        with converted_errors(what):
+        with self.forgetting(what):
             return send(self.get())
+
+    @contextmanager
+    def forgetting(self, what: str) -> Iterator[None]:
+        """Convert errors of the body. If the service refuses the credentials, the next request opens the file system
+        again."""
+        try:
+            with converted_errors(what):
+                yield
+        except StorageError as error:
+            if is_about_credentials(error):
+                owner, key = self._owner()
+                owner.pop(key, None)
+            raise
 
     def _owner(self) -> tuple[dict[tuple[str, str], FileSystem], tuple[str, str]]:
         """Return the file systems that this one belongs to, and its key there."""

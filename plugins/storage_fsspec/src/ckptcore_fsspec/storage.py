@@ -130,7 +130,7 @@ class FsspecStorage(StorageBackend):
         sink = self._connection.request(
             f"cannot create {where}", lambda system: write_method_of(system, self._root).begin(path)
         )
-        return InOrderWriter(sink, where, size)
+        return InOrderWriter(sink, where, size, self._connection.forgetting)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects. A missing object is not an error."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Final
 
 from ckptcore.errors import StorageError
@@ -30,14 +32,22 @@ class InOrderWriter:
     pieces are not copied.
     """
 
-    def __init__(self, sink: Sink, where: str, size: int | None) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        where: str,
+        size: int | None,
+        converting: Callable[[str], AbstractContextManager[None]] = converted_errors,
+    ) -> None:
         """Write an object.
 
         Args:
             sink: receives the bytes.
             where: the object, for errors.
             size: size of the object in bytes; None if unknown.
+            converting: converts errors; see `converted_errors`.
         """
+        self._converting = converting
         self._sink: Sink | None = sink
         self._where = where
         self._size = size
@@ -65,7 +75,7 @@ class InOrderWriter:
                 return
             if offset < self._position or offset in self._early:
                 raise ValueError(f"cannot write bytes {offset} to {stop} of {self._where}: they are already written")
-            with converted_errors(f"cannot write {self._where}"):
+            with self._converting(f"cannot write {self._where}"):
                 if offset > self._position:
                     self._store_early(offset, data)
                     return
@@ -113,7 +123,7 @@ class InOrderWriter:
                 raise StorageError(
                     f"cannot complete {self._where}: expected {expected} contiguous bytes, found {self._position}"
                 )
-            with converted_errors(f"cannot complete {self._where}"):
+            with self._converting(f"cannot complete {self._where}"):
                 sink.finish()
             self._close_file()
 
