@@ -48,7 +48,6 @@ _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
 """A URL after `pathlib.Path`, which removes a slash. As a path it would begin with a directory named ``scheme:``."""
 
-
 _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
 """A variable that no shell and no configuration replaced."""
 
@@ -300,18 +299,10 @@ def expanded_location(location: LocationLike) -> str:
     """Return a path or URL as text, with the home directory in place of ``~`` at the beginning of a path.
 
     Raises:
-        InvalidLocationError: it is neither a path nor a URL, or it has a variable that nothing replaced. A local
-            directory that has such a name can be used if it exists.
+        InvalidLocationError: it has a variable that nothing replaced. A local directory that has such a name can be
+            used if it exists.
     """
-    try:
-        text = os.fspath(location)
-    except TypeError as error:
-        raise InvalidLocationError(
-            f"expected a path or a URL as the location, found an object of type {type(location).__name__}; "
-            "the location is the first argument, and the state the second"
-        ) from error
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidLocationError(f"{text!r} is not a location; give a path or a URL such as 'memory://name/step_1'")
+    text = os.fspath(location)
     if text.startswith("~"):
         expanded = os.path.expanduser(text)
         if expanded == text and not os.path.lexists(text.partition("/")[0]):
@@ -320,7 +311,7 @@ def expanded_location(location: LocationLike) -> str:
                 "absolute path, or './~...' for a directory of that name"
             )
         text = expanded
-    for variable in _VARIABLE.finditer(text) if "$" in text else ():
+    for variable in _VARIABLE.finditer(text):
         named = text[: variable.end()] + text[variable.end() :].partition("/")[0]
         if "://" in text.partition("$")[0] or not os.path.lexists(named):
             raise InvalidLocationError(
@@ -341,7 +332,17 @@ def _address(location: AnyLocation) -> tuple[str, str]:
     if isinstance(location, SubPath):
         scheme, address = _address(location.location)
         return scheme, f"{address.rstrip('/')}/{location.directory}"
-    text = expanded_location(location)
+    try:
+        text = os.fspath(location)
+    except TypeError as error:
+        raise InvalidLocationError(
+            f"expected a path or a URL as the location, found an object of type {type(location).__name__}; "
+            "the location is the first argument, and the state the second"
+        ) from error
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidLocationError(f"{text!r} is not a location; give a path or a URL such as 'memory://name/step_1'")
+    if text[0] == "~" or "$" in text:
+        text = expanded_location(text)
     matched = _URL.fullmatch(text)
     if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
         raise InvalidLocationError(

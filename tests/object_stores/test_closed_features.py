@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +146,21 @@ def test_object_lock_needs_digests(object_store: ObjectStore, proxy: FaultProxy)
             assert run.load(step)["step"] == 1
     assert 0 < refusals <= 4, "it is learnt once, by each of the threads that put at the same time"
     assert ckptcore.verify(f"{place}/2", context=object_store.direct).ok
+
+
+def test_digests_are_turned_on_while_many_threads_upload(object_store: ObjectStore, proxy: FaultProxy) -> None:
+    if object_store.scheme != "s3":
+        pytest.skip("only S3 requires digests")
+    together = threading.Barrier(4)
+
+    def refusal(request: ProxiedRequest) -> HTTPAnswer | None:
+        if request.method != "PUT" or "content-md5" in request.headers:
+            return None
+        together.wait(60)  # all are refused before the first is sent again
+        return refused(400, "MissingContentMD5", "Missing required header for this request: Content-Md5.")
+
+    proxy.plan = Refusing(refusal)
+    context = context_of(object_store, proxy)
+    storage = open_directory(object_store.new_place("locked"), runtime_of(context).storages, to_write=True)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(lambda number: storage.put(str(number), b"1"), range(4)))

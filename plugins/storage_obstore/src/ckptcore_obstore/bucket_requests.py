@@ -60,6 +60,7 @@ class BucketRequests:
         request is sent again.
         """
         used: object = None
+        had_digests = self.plain.has_digests
 
         def with_credentials() -> T:
             nonlocal used
@@ -69,15 +70,14 @@ class BucketRequests:
         try:
             return self._try(with_credentials, check)
         except RequestFailed as error:
-            if not self._mend(error.failure, used):
+            if error.failure.kind is FailureKind.DIGEST and not had_digests:
+                self.plain.has_digests = True
+            elif not self._mend(error.failure, used):
                 raise
         return self._try(with_credentials, check)
 
     def _mend(self, failure: Failure, used: object) -> bool:
         """Return True if a request that failed may succeed now."""
-        if failure.kind is FailureKind.DIGEST and not self.plain.has_digests:
-            self.plain.has_digests = True
-            return True
         if failure.kind is FailureKind.CREDENTIALS and failure.status is not None and self.service.renew(used):
             self.forget_store()
             return True
