@@ -160,6 +160,17 @@ def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[Checkpoi
             {"driver": "s3", "bucket": "bucket", "path": "d e/", "aws_region": "eu-west-1", "requester_pays": True,
              "aws_credentials": {"type": "environment"}},
         ),
+        (  # tensorstore would use another host of Amazon
+            "s3://bucket/", {"endpoint": "https://s3-fips.us-west-2.amazonaws.com", "region": "us-west-2",
+                             "addressing_style": "virtual", "credentials": "environment"},
+            None,
+        ),
+        (
+            "s3://bucket/", {"endpoint": "https://s3-fips.us-west-2.amazonaws.com", "region": "us-west-2",
+                             "credentials": "anonymous"},
+            {"driver": "s3", "bucket": "bucket", "aws_region": "us-west-2",
+             "endpoint": "https://s3-fips.us-west-2.amazonaws.com", "aws_credentials": {"type": "anonymous"}},
+        ),
         ("gs://bucket/d/", {"endpoint": "https://storage.googleapis.com", "credentials": "default"},
          {"driver": "gcs", "bucket": "bucket", "path": "d/"}),
         ("gs://bucket/d/", {"user_project": "p"},
