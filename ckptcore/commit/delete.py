@@ -8,17 +8,24 @@ the base. So at least one of two concurrent operations sees the other (see `ckpt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import find_partial
-from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, PartialSave, new_save_id
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import INTERNAL_DIRECTORY, LocationVersion, is_hidden_name, read_root, read_version
+from ckptcore.commit.target import (
+    INTERNAL_DIRECTORY,
+    LocationVersion,
+    deletion_mark,
+    is_hidden_name,
+    read_root,
+    read_version,
+)
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -27,12 +34,16 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
     StorageError,
+    StorageFullError,
     UnsupportedVersionError,
 )
+from ckptcore.events import logger_named
 from ckptcore.io.requests import IOThreads, map_ordered, requests_of
 from ckptcore.protocols import StorageBackend
 
 __all__ = ["base_locks", "bases_in", "delete_checkpoint", "find_bases", "pin_name", "referring_to"]
+
+logger = logger_named("ckptcore.commit")
 
 _PIN_SECONDS: Final = 90.0
 """Seconds that a deletion waits for a leased pin. The lease of a killed process expires earlier."""
@@ -58,8 +69,47 @@ def delete_checkpoint(location: Location, threads: IOThreads) -> None:
         with _announced_deletion(location) as announced:
             _refuse_referred(location, None if root is None else root.save_id, threads)
             announced.check()  # the lease is lost if the process was suspended for long: an update may refer to it now
+            may_be_member = root is None or (isinstance(root, Root) and root.role == "member")
+            mark = _mark_in_composite(location) if may_be_member else None
+            marked = mark is not None and _put_mark(location, mark)  # before, so that no reader takes it for lost
             location.commits.remove(location, new_save_id())
+            if mark is not None and not marked and not _put_mark(location, mark):
+                logger.warning(
+                    "%s is deleted, but the disk is too full to record that: verify will report it as missing",
+                    location.display,
+                )
     location.commits.sweep(location)
+
+
+def _mark_in_composite(location: Location) -> str | None:
+    """Return the mark of the deletion of a directory of the composite around it; None if there is no such composite."""
+    try:
+        above = read_root(location.parent)
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return None
+    is_member = isinstance(above, CompositeRoot) and above.has_directory(f"{location.name}/")
+    return deletion_mark(above.save_id, location.name) if above is not None and is_member else None
+
+
+def _put_mark(location: Location, mark: str) -> bool:
+    """Put the mark of a deletion. Return False if the disk is full: the deletion frees the space."""
+    try:
+        location.parent.put(mark, b"")
+    except StorageFullError:
+        return False
+    return True
+
+
+def _mark_lost(location: Location) -> bool:
+    """Record that a directory of a composite that was lost is not needed. Return False if it is known already."""
+    mark = _mark_in_composite(location)
+    if mark is None:
+        return False
+    with suppress(ObjectNotFoundError):
+        location.parent.size(mark)
+        return False
+    location.parent.put(mark, b"")
+    return True
 
 
 def _delete_sessions(location: Location) -> bool:
@@ -81,6 +131,8 @@ def _delete_sessions(location: Location) -> bool:
     except (CorruptCheckpointError, UnsupportedVersionError):
         has_sessions = True
     if not has_sessions:
+        if _mark_lost(location):
+            return True
         raise CheckpointNotFoundError(f"there is nothing at {location.display} to delete")
     return location.commits.remove_sessions(location, new_save_id())
 

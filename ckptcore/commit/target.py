@@ -33,6 +33,7 @@ __all__ = [
     "IsForeign",
     "LocationVersion",
     "Overwrite",
+    "deletion_mark",
     "expect_no_nested",
     "find_existing",
     "fixed_names",
@@ -177,6 +178,15 @@ def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
         "replaces all of them. Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the "
         "whole directory, or save elsewhere. Nothing was changed"
     )
+
+
+def deletion_mark(save_id: str, directory: str) -> str:
+    """Return the key of the empty object in a composite that says that a directory of it was deleted on purpose.
+
+    A directory that is missing without it was lost, or never downloaded. The key has the save id, so that the mark of
+    an old checkpoint says nothing about its successor.
+    """
+    return f"checkpoint.{save_id}.deleted.{directory}"
 
 
 def has_members(store: StorageBackend, names: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from ckptcore.loading.opening import (
     ConsistentRead,
     MemberOpener,
     is_deleted,
+    is_lost,
     member_opener,
     open_either,
     present_members,
@@ -63,9 +64,22 @@ def _wrong_size(key: str, expected: int, found: int | None, least: str = "") -> 
     return Problem(key, min(found or 0, expected), max(found or 0, expected), (), message)
 
 
-def missing_states(name: str, member: Member, existing: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if some processes saved a separate state of a checkpointable that does not exist any more."""
+def missing_states(
+    composite: CompositeCheckpoint, name: str, member: Member, existing: Collection[str]
+) -> Iterator[Problem]:
+    """Yield a problem if a checkpointable was lost, or if some processes saved a state of it that does not exist.
+
+    A checkpointable that ckptcore deleted is no problem.
+    """
     processes = member.processes or 1
+    if not existing and is_lost(composite, name):
+        message = (
+            f"{name!r} is listed but missing: it was lost, or never copied here. Copy it again; or pass its location "
+            "to ckptcore.delete if it is not needed"
+            if composite.root is not None
+            else f"{name!r} is listed but missing: it was deleted, lost, or never copied here. Copy it again"
+        )
+        yield Problem(name, None, None, (), message)
     if 0 < len(existing) < processes:
         message = f"{name!r} has a state for each of {processes} processes, but only {len(existing)} exist"
         yield Problem(name, None, None, (), message)
@@ -78,7 +92,7 @@ class StoredFiles(NamedTuple):
         nbytes: recorded bytes of the objects of all checkpointables and processes, without roots and their parts; for
             checkpoints of other software, bytes of the arrays.
         problems: the files of the checkpoint and of its bases that are missing or have another size.
-        deleted: names of checkpointables without any file: they were deleted, or lost.
+        deleted: names of checkpointables without any file: they were deleted, or lost, which is also a problem.
     """
 
     nbytes: int
@@ -184,7 +198,7 @@ class FileCheck:
             sizes.update({f"{directory}/{key}": size for key, size in {**own, **summary.parts}.items()})
             problems += self._wrong_in_bases(summary.bases, SubPath(location, directory))
         for name, member in root.members.items():
-            problems += missing_states(name, member, existing.get(name, ()))
+            problems += missing_states(composite, name, member, existing.get(name, ()))
         wrong = self._wrong(store, sizes)
         # The composite stays the same while a checkpointable is deleted. Its own root is replaced or removed first.
         deleted = {
@@ -223,7 +237,10 @@ class FileCheck:
                     continue  # no installed layout reads it, so its files are unknown
                 nbytes += opened.tree.nbytes
                 problems += self._wrong_in_foreign(opened, f"{directory}/")
-        return StoredFiles(nbytes, tuple(problems), tuple([name for name in composite.members if name not in existing]))
+        deleted = tuple([name for name in composite.members if name not in existing])
+        for name in deleted:
+            problems += missing_states(composite, name, composite.members[name], ())
+        return StoredFiles(nbytes, tuple(problems), deleted)
 
     def _wrong_in_foreign(self, opened: Checkpoint, prefix: str = "") -> Sequence[Problem]:
         """Return the problems of a checkpoint of other software, as far as its layout knows where arrays end."""

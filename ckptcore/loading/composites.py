@@ -271,7 +271,7 @@ def _plan_requests(
             raise UnknownCheckpointableError(_unknown(composite, name, list(present)))
         if name not in present:
             raise CheckpointNotFoundError(
-                f"{composite.location.display}: {name!r} was saved and deleted later. Existing names: "
+                f"{composite.location.display}: {name!r} was saved and deleted later, or lost. Existing names: "
                 f"{', '.join(present) or 'none'}"
             )
         member = members[name]
@@ -285,7 +285,8 @@ def _plan_requests(
         directory = member.directory(name, rank)
         if directory not in present[name]:
             raise CheckpointNotFoundError(
-                f"{composite.location.display}: {directory!r}, the state of one process, was saved and deleted later. "
+                f"{composite.location.display}: {directory!r}, the state of one process, was saved and deleted later, "
+                "or lost. "
                 f"Existing directories: {format_names(present[name])}"
             )
         opened = open_member(composite, name, directory, location, context)
@@ -318,7 +319,7 @@ def _existing_names(
             "names that you need, or load this checkpoint explicitly to get the remaining objects"
         )
     if missing:
-        logger.warning("%s: %s was saved and deleted later", composite.location.display, format_names(missing))
+        logger.warning("%s: %s was saved and deleted later, or lost", composite.location.display, format_names(missing))
     return dict.fromkeys([name for name in composite.members if name not in missing])
 
 

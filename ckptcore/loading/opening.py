@@ -10,7 +10,7 @@ from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_loc
 from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Member, ParsedRoots, PartialSave, Root, split_rank
 from ckptcore.commit.root_json import is_claim, summarize_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version, root_bytes
+from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name, parse_root, read_version, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -42,6 +42,7 @@ __all__ = [
     "MemberOpener",
     "RootCache",
     "is_deleted",
+    "is_lost",
     "member_opener",
     "open_checkpoint",
     "open_directory",
@@ -455,6 +456,26 @@ def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
     if data is not None:
         return is_claim(data)
     return not inside.list_names() and not (composite.root is None and _is_file(composite.location, directory))
+
+
+def is_lost(composite: CompositeCheckpoint, name: str) -> bool:
+    """Return True if ckptcore did not delete a checkpointable of which nothing exists.
+
+    Sends a request for each of its directories until one is known to be lost. Other software leaves no mark.
+    """
+    root, store = composite.root, composite.location.store
+    if root is None:
+        return True
+    member = root.members[name]
+    for rank in range(member.processes or 1):  # stops at the first lost one: a hostile root may state any number
+        directory = member.directory(name, rank)
+        try:
+            store.size(deletion_mark(root.save_id, directory))
+        except ObjectNotFoundError:
+            data = root_bytes(subdirectory(store, directory))
+            if data is None or not is_claim(data):  # a claim without objects: the deletion was interrupted
+                return True
+    return False
 
 
 def _is_file(location: Location, name: str) -> bool:

@@ -61,7 +61,7 @@ class VerifyReport:
         objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked, including those of arrays in bases.
         unverified: keys of objects without checksums, which were only read.
-        deleted: names of checkpointables that were deleted or lost after the save. This is not reported as a problem.
+        deleted: names of checkpointables that do not exist any more. Each is a problem, unless ckptcore deleted it.
         unused: by object, the names of arrays that other software stored and does not load, because its index names
             other copies of them, or does not name them. They are not read, and not reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
@@ -124,7 +124,7 @@ def _verify_composite(
         existing = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
         if not existing:
             deleted.append(name)
-        problems.extend(missing_states(name, member, existing))
+        problems.extend(missing_states(composite, name, member, existing))
         for directory in existing:
             try:
                 opened.append((directory, open_directory(composite, name, directory, location, context)))

@@ -240,7 +240,8 @@ def test_listed_members_without_files_count_as_deleted(shelf: Path, context: ckp
     with pytest.raises(CheckpointNotFoundError, match="'gone' was saved and deleted later"):
         ckptcore.load_checkpointables(shelf, ["gone"], context=context)
     assert ckptcore.metadata(shelf, context=context).checkpointables.deleted == ("gone",)
-    assert ckptcore.verify(shelf, context=context).deleted == ("gone",)
+    report = ckptcore.verify(shelf, context=context)
+    assert report.deleted == ("gone",) and [problem.key for problem in report.problems] == ["gone"]
     assert not has_expected_sizes(shelf, context)
 
 

@@ -24,7 +24,9 @@ from ckptcore.errors import (
 )
 from ckptcore.loading.composites import CompositeLoad, CompositeRequest
 from ckptcore.loading.load import recorded_load
+from ckptcore.protocols import StorageBackend
 from tests.composites.objects import Counter, Files, Linear
+from tests.copying.places import store_at
 from tests.crashes.states import same_value
 
 PARAMS = {"layers": [np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(0.5)], "name": "a name"}
@@ -137,9 +139,47 @@ def test_removing_one_by_hand_leaves_the_others(keep_directory: bool, tmp_path: 
     if keep_directory:
         (tmp_path / "c" / "files").mkdir()
     assert list(ckptcore.load_checkpointables(tmp_path / "c")) == ["params", "model", "data"]
-    report = ckptcore.verify(tmp_path / "c")
-    assert report.ok and report.deleted == ("files",)
     assert ckptcore.metadata(tmp_path / "c").checkpointables.deleted == ("files",)
+    (problem,) = ckptcore.verify(tmp_path / "c").problems
+    assert problem.key == "files" and "lost, or never copied here" in problem.message
+
+
+def _store_of(location: str) -> StorageBackend:
+    return store_at(location if "://" in location else f"file://{location}")
+
+
+def test_the_only_object_of_a_checkpoint_was_not_downloaded(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {"params": {"w": np.ones(3)}})
+    store = _store_of(place + "/c")
+    store.delete(list(store.list("params")))
+    report = ckptcore.verify(place + "/c")
+    assert [problem.key for problem in report.problems] == ["params"] and report.deleted == ("params",)
+
+
+def test_a_lost_one_is_not_lost_again_by_a_conversion(place: str) -> None:
+    """The remedy that the error names is followed."""
+    save_all(place + "/c")
+    store = _store_of(place + "/c")
+    store.delete(list(store.list("files")))
+    ckptcore.copy(place + "/c", place + "/copied")
+    assert not ckptcore.verify(place + "/copied").ok
+    with pytest.raises(CorruptCheckpointError, match=r"'files' is listed but missing.*c/files to ckptcore\.delete"):
+        ckptcore.copy(place + "/c", place + "/converted", layout="safetensors")
+    ckptcore.delete(place + "/c/files")
+    assert ckptcore.verify(place + "/c").ok
+    ckptcore.copy(place + "/c", place + "/converted", layout="safetensors")
+    assert list(ckptcore.load_checkpointables(place + "/converted")) == ["params", "model", "data"]
+    ckptcore.copy(place + "/c", place + "/whole")
+    assert ckptcore.verify(place + "/whole").ok and ckptcore.verify(place + "/whole").deleted == ("files",)
+
+
+def test_the_mark_of_a_deletion_says_nothing_about_the_next_checkpoint(place: str) -> None:
+    save_all(place + "/c")
+    ckptcore.delete(place + "/c/files")
+    save_all(place + "/c", overwrite="non-atomic")
+    store = _store_of(place + "/c")
+    store.delete(list(store.list("files")))
+    assert not ckptcore.verify(place + "/c").ok
 
 
 def test_loading_all_names_reports_deleted_ones(place: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +96,9 @@ def test_several_checkpointables(tmp_path: Path, find: Find) -> None:
     assert (find(tmp_path / "c").problems, find(tmp_path / "c").deleted) == ((), ("old",))
     (tmp_path / "c" / "ema" / "model.safetensors").unlink()
     assert messages(find(tmp_path / "c")) == ["ema/model.safetensors is missing"]
+    shutil.rmtree(tmp_path / "c" / "ema")
+    (lost,) = messages(find(tmp_path / "c"))
+    assert lost.startswith("'ema' is listed but missing")
 
 
 @CHECKS

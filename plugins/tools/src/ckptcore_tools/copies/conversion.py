@@ -25,7 +25,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.left_out import check_left_out
-from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
+from ckptcore.loading.opening import ConsistentRead, is_deleted, is_lost, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.arrays import Box, HostArray
@@ -169,14 +169,21 @@ class _Conversion:
         save_id = new_save_id()
         members: dict[str, Member] = {}
         parts = []
-        for name, directories in present_members(composite).items():
-            member = composite.members[name]
-            check_name(name)  # other software allows other names
-            existing = [directory for directory in directories if not is_deleted(composite, directory)]
+        present = present_members(composite)
+        for name, member in composite.members.items():
+            existing = [one for one in present.get(name, ()) if not is_deleted(composite, one)]
+            if not existing and composite.root is not None and is_lost(composite, name):
+                raise CorruptCheckpointError(
+                    f"{composite.location.display}: {name!r} is listed but missing: it was lost, or never copied here. "
+                    f"Copy it again, or pass {composite.location.display.rstrip('/')}/{name} to ckptcore.delete if it "
+                    "is not needed. Nothing was written"
+                )
+            if existing:
+                check_name(name)  # other software allows other names
             if existing and len(existing) < (member.processes or 1):
                 raise CorruptCheckpointError(
                     f"{composite.location.display}: {name!r} was saved by {member.processes} processes, but only "
-                    f"{len(existing)} of them exist. Delete these too, or convert another checkpoint"
+                    f"{len(existing)} of them exist. Delete these too, by ckptcore.delete, or convert another one"
                 )
             for directory in existing:
                 members[name] = member

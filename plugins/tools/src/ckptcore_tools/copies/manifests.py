@@ -12,13 +12,13 @@ import xxhash
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
-from ckptcore.commit.target import LocationVersion, is_hidden_name
+from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError, StoragePermissionError
 from ckptcore.events import logger_named
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
+from ckptcore.loading.opening import ConsistentRead, is_deleted, is_lost, open_either, open_member, present_members
 from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -175,7 +175,8 @@ class _ManifestReader:
         named = self._with_sizes(location.store, records)
         own = {"", *[member.directory for member in members]}
         others = self._other_objects(location, {record.key for record in records}, own, deleted)
-        return Manifest.of(location, composite.version, root, members, [*named, *others])
+        marks = self._with_sizes(location.store, _marks_of_deletions(composite))
+        return Manifest.of(location, composite.version, root, members, [*named, *others, *marks])
 
     def _read_foreign(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint of other software: every file of the directory."""
@@ -253,6 +254,19 @@ class _ManifestReader:
                 )
             found.append(record)
         return found
+
+
+def _marks_of_deletions(composite: CompositeCheckpoint) -> list[ObjectRecord]:
+    """Return the objects that say which checkpointables were deleted, so that the copy does not seem to lack them."""
+    root = composite.root
+    assert root is not None  # other software leaves no marks
+    present = present_members(composite)
+    return [
+        ObjectRecord(deletion_mark(root.save_id, member.directory(name, rank)), -1)
+        for name, member in root.members.items()
+        if name not in present and not is_lost(composite, name)
+        for rank in range(member.processes or 1)
+    ]
 
 
 def _add_size(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord) -> None:
