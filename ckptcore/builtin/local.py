@@ -43,6 +43,7 @@ from ckptcore.builtin.local_directories import (
     lock_object,
     try_to_lock,
 )
+from ckptcore.builtin.local_features import can_move, limits_of, probe_directory
 from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
 from ckptcore.errors import (
     AtomicityError,
@@ -54,8 +55,10 @@ from ckptcore.errors import (
 from ckptcore.model.metadata import check_directory_key, check_key
 from ckptcore.protocols import (
     Buffer,
+    DirectoryFeatures,
     IfAbsent,
     ObjectWriter,
+    PlaceLimits,
     PutCondition,
     StorageAddress,
     StorageBackend,
@@ -224,6 +227,27 @@ class LocalStorage(StorageBackend):
             replaced = read_attributes(path)
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
+        except OSError as error:
+            raise local_error(error, "create", path, size) from error
+        return self._open_writer(path, size, replaced)
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """Start a file that is written in pieces, and that does not exist yet.
+
+        Raises:
+            ConditionFailedError: it exists, perhaps because the file system takes another name for this one.
+        """
+        path = self._new_path(key)
+        self._directories.check_parent(path)
+        try:
+            return self._open_writer(path, size, None)
+        except StorageError as error:
+            if error.errno != errno.EEXIST or not os.path.lexists(path):
+                raise
+            raise ConditionFailedError(f"cannot create {path}: the object {key!r} exists already") from error
+
+    def _open_writer(self, path: str, size: int | None, replaced: Attributes | None) -> ObjectWriter:
+        try:
             descriptor = self._create(path, replaced)
             try:
                 if size is not None and size >= _LEAST_ALLOCATED_BYTES:
@@ -347,6 +371,30 @@ class LocalStorage(StorageBackend):
             return can_lock(self._root)
         except OSError as error:
             raise local_error(error, "lock the directory", self._root) from error
+
+    def probe(self, key: str) -> DirectoryFeatures:
+        """See `AtomicDirectories`."""
+        path = self._checked_path(key)
+        try:
+            return probe_directory(path)
+        except OSError as error:
+            raise local_error(error, "create a directory in", path) from error
+
+    def limits(self, key: str) -> PlaceLimits:
+        """See `AtomicDirectories`."""
+        path = self._path(key)
+        try:
+            return limits_of(path)
+        except OSError as error:
+            raise local_error(error, "read the status of", path) from error
+
+    def can_move(self, key: str, onto: str) -> bool:
+        """See `AtomicDirectories`."""
+        path, full = self._checked_path(key), self._checked_path(onto)
+        try:
+            return can_move(path, full)
+        except OSError as error:
+            raise local_error(error, "find out if this process can rename", path) from error
 
     def rename(self, source: str, destination: str) -> None:
         """Rename a directory atomically; durable if the storage was opened durable.

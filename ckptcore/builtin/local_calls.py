@@ -32,6 +32,7 @@ __all__ = [
     "close_descriptor",
     "close_in_children",
     "exchange",
+    "file_system_type",
     "is_local_file_system",
     "local_error",
     "open_inside",
@@ -70,8 +71,8 @@ _MISSING_CALL: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP,
 _UNSUPPORTED: Final = _MISSING_CALL | {errno.ENODEV, errno.EACCES, errno.ENOTTY, errno.ESPIPE, errno.EINTR}
 """Error numbers of missing calls that only make writes faster: errors of the data are reported again by a write."""
 
-NO_LINKS: Final = _MISSING_CALL | {errno.EMLINK, errno.EACCES, errno.EXDEV}
-"""Error numbers of `link` on file systems without hard links."""
+NO_LINKS: Final = _MISSING_CALL | {errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EROFS}
+"""Error numbers of `link` on file systems without hard links. EROFS is what fusepy answers by default."""
 
 NO_LOCKS: Final = _MISSING_CALL | {errno.ENOLCK, errno.EBADF}
 """Error numbers of `flock` without support: ENOLCK of NFS without a lock service, EBADF of NFS for directories."""
@@ -173,6 +174,15 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> bool:
     """
     function = _function("sync_file_range", (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint))
     return function is not None and _done(function(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE))
+
+
+def file_system_type(path: str) -> int | None:
+    """Return the number of the type of the file system at a path, as in ``linux/magic.h``; None if it is unknown."""
+    function = _function("statfs", (ctypes.c_char_p, ctypes.c_void_p))
+    if function is None or ctypes.sizeof(ctypes.c_long) != 8:
+        return None
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    return ctypes.c_long.from_buffer(found).value if function(os.fsencode(path), found) == 0 else None
 
 
 def is_local_file_system(descriptor: int) -> bool:

@@ -75,7 +75,7 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
         with os.scandir(directory) as entries:
             return list(entries)
     except OSError as error:
-        if error.errno in ABSENT:
+        if error.errno in ABSENT or error.errno == errno.ENAMETOOLONG:
             return []
         raise local_error(error, "list", directory) from error
 

@@ -8,7 +8,7 @@ lost.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -140,6 +140,9 @@ class ConditionalPutTransaction:
 
     def show_claim(self) -> None:
         """See `Transaction`. The claim is visible from the start."""
+
+    def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
+        """See `Transaction`. Object stores compare the bytes of keys."""
 
     def clear(self) -> tuple[bool, bool]:
         """Remove all objects and unfinished uploads except the claim.

@@ -21,6 +21,14 @@ from ckptcore.commit.method import (
     session_running,
     sessions_changed,
 )
+from ckptcore.commit.places import (
+    NewDirectory,
+    expect_distinct,
+    expect_place,
+    naming_place,
+    no_exchange,
+    refuse_other_spelling,
+)
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import subdirectory
@@ -54,7 +62,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import logger_named
 from ckptcore.io.background import wait_for_saves_to
-from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
+from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, StorageBackend, Transaction
 
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
@@ -101,6 +109,8 @@ class RenameTransaction:
         overwrite: Overwrite = False,
         is_foreign: IsForeign = none_is_foreign,
         claim: Claim | None = None,
+        *,
+        is_new: bool = False,
     ) -> None:
         """Enter the lock of the hidden directory.
 
@@ -112,6 +122,7 @@ class RenameTransaction:
             overwrite: whether the commit replaces a checkpoint.
             is_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
+            is_new: True if the directory is empty, so that no object may replace another one.
 
         Raises:
             SaveLostError: another process has locked the directory.
@@ -132,42 +143,46 @@ class RenameTransaction:
         self._held = ExitStack()
         self._held.enter_context(lock.lock)
         self._check = lock.check
-        self.store = subdirectory(location.parent, hidden)
+        self._own = subdirectory(location.parent, hidden)
+        self.store: StorageBackend = NewDirectory(location, hidden) if is_new else self._own
 
-    def probe_exchange(self) -> None:
-        """Check that the file system can exchange directories, before anything is written.
+    def probe(self, *, exchange: bool) -> None:
+        """Find out what the file system can do, before anything is written.
+
+        Args:
+            exchange: True if the commit exchanges directories.
 
         Raises:
-            AtomicityError: it cannot.
+            AtomicityError: it cannot exchange the old checkpoint.
         """
-        first, second = f"{self._hidden}/.exchange-1", f"{self._hidden}/.exchange-2"
-        for name in (first, second):
-            _make_directory(self._directories, name)
+        features = self._method.features(self._hidden)
+        if not exchange:
+            return
+        if not features.exchanges:
+            raise no_exchange(self._location)
+        inside = f"{self._hidden}/.probe"
+        _make_directory(self._directories, inside)  # because a rename onto an empty directory would succeed
         try:
-            self._directories.exchange(first, second)
-        except AtomicityError as error:
-            raise self._no_exchange() from error
+            if not self._directories.can_move(self._location.name, self._hidden):
+                raise no_exchange(self._location)
         finally:
-            self._directories.delete_directory(first)
-            self._directories.delete_directory(second)
+            self._directories.delete_directory(inside)
 
-    def _no_exchange(self) -> AtomicityError:
-        return AtomicityError(
-            f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
-            "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
-        )
+    def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
+        """See `Transaction`."""
+        expect_distinct(self._location, self._own, self._method.features(self._hidden), keys)
 
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
         assert self._claim is not None, "sessions of a partial save read the session table instead"
-        self.store.put(ROOT_KEY, encode_claim(self._claim))
+        self._own.put(ROOT_KEY, encode_claim(self._claim))
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
         """See `Transaction`."""
         for key, data in parts.items():
             self.store.put(key, data)
         if root is not None:
-            self.store.put(ROOT_KEY, root)
+            self._own.put(ROOT_KEY, root)
         self._directories.sync_directory(self._hidden)
         try:
             replaced = self._publish(root)
@@ -254,12 +269,13 @@ class RenameTransaction:
         if self._overwrite == "keep-other-files":
             self._place(root)
             return self._hidden
+        refuse_other_spelling(self._location)
         try:
             self._directories.exchange(self._hidden, name)
             return self._hidden
         except AtomicityError as error:
             if self._overwrite != "non-atomic":
-                raise self._no_exchange() from error
+                raise no_exchange(self._location) from error
         return self._method.aside(name).replace(self.store, self._hidden)
 
     def _place(self, root: bytes | None) -> None:
@@ -368,18 +384,21 @@ class RenameMethod(CommitMethod):
     ) -> Transaction:
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
+        expect_place(location, self.directories)
         self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
+        if replaces:
+            refuse_other_spelling(location)
         self._sweep_except(location, hidden if resume else None)
-        lock = self.lock_hidden(hidden, waits=resume)
-        transaction = RenameTransaction(location, self, hidden, lock, overwrite, is_foreign, claim)
+        with naming_place(location):
+            lock = self.lock_hidden(hidden, waits=resume)
+        transaction = RenameTransaction(location, self, hidden, lock, overwrite, is_foreign, claim, is_new=not resume)
         try:
             if resume:
                 transaction.settle()
             self.directories.hide_from_others(location.name, hidden)
-            if replaces and overwrite is True:
-                transaction.probe_exchange()
+            transaction.probe(exchange=replaces and overwrite is True)
         except BaseException:
             if resume:
                 transaction.leave()
@@ -390,8 +409,10 @@ class RenameMethod(CommitMethod):
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
+        expect_place(location, self.directories)
         self.restore(location.name)
-        transaction = self._resume(location)
+        with naming_place(location):
+            transaction = self._resume(location)
         try:
             self.directories.hide_from_others(location.name, name_of_partial(location.name))
             expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
@@ -424,6 +445,10 @@ class RenameMethod(CommitMethod):
             raise
         transaction.abort()  # the lock has created the directory again
         raise no_sessions(location)
+
+    def features(self, hidden: str) -> DirectoryFeatures:
+        """Return what the file system can do. `hidden` is a directory that this process has locked."""
+        return self._support.features(self._directory, hidden)
 
     def lock_hidden(self, name: str, *, waits: bool = False) -> _HiddenLock | None:
         """Lock a hidden directory; None if another process has locked it. Create it if it does not exist.
@@ -464,7 +489,7 @@ class RenameMethod(CommitMethod):
         """See `CommitMethod`."""
         if owner is not None:
             return self.session_store(location)
-        return subdirectory(location.parent, name_of_save(location.name, save_id))
+        return NewDirectory(location, name_of_save(location.name, save_id))
 
     def session_store(self, location: Location) -> StorageBackend:
         """See `CommitMethod`."""
@@ -487,6 +512,7 @@ class RenameMethod(CommitMethod):
 
     def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
+        expect_place(location, self.directories)
         expect_no_nested(location)
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():
             self.aside(location.name).discard()

@@ -10,7 +10,9 @@ from typing import cast
 
 from ckptcore.protocols import (
     AtomicDirectories,
+    DirectoryFeatures,
     ObjectWriter,
+    PlaceLimits,
     PutCondition,
     RangeReader,
     StorageAddress,
@@ -121,6 +123,18 @@ class AtomicSubdirectories(Subdirectory):
     def has_locks(self) -> bool:
         """See `AtomicDirectories`."""
         return self._directories.has_locks()
+
+    def probe(self, key: str) -> DirectoryFeatures:
+        """See `AtomicDirectories`."""
+        return self._directories.probe(self._prefix + key)
+
+    def limits(self, key: str) -> PlaceLimits:
+        """See `AtomicDirectories`."""
+        return self._directories.limits(self._prefix + key)
+
+    def can_move(self, key: str, onto: str) -> bool:
+        """See `AtomicDirectories`."""
+        return self._directories.can_move(self._prefix + key, self._prefix + onto)
 
     def rename(self, source: str, destination: str) -> None:
         """See `AtomicDirectories`."""

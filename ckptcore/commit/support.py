@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.requests import reset_in_children
-from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, StorageBackend
 
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
@@ -39,12 +39,40 @@ class StorageSupport:
         self.conditional_puts: dict[str, bool] = {}
         self.lacks_locks = False
         self._leases: dict[str | None, LeasedLocks | None] = {}
+        self._features: dict[str, DirectoryFeatures] = {}
         self._lock = threading.Lock()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
         """Replace the lock in a forked child, because a thread of the parent may have held it."""
         self._lock = threading.Lock()
+
+    def features(self, directory: StorageBackend, own: str) -> DirectoryFeatures:
+        """Return what the file system of a directory was found to do. It is tried once, and said once.
+
+        Args:
+            directory: a storage with `AtomicDirectories`, opened at a directory of checkpoints.
+            own: a directory in it that exists, and that this process has locked.
+
+        Raises:
+            StorageError
+        """
+        address = directory.address
+        key = "" if address is None else address.url
+        known = self._features.get(key)
+        if known is not None:
+            return known
+        found = cast(AtomicDirectories, directory).probe(own)
+        if len(self._features) >= _MAX_REMEMBERED:
+            self._features.clear()
+        if key:
+            self._features[key] = found
+        weaker = [] if found.exchanges else ["cannot exchange directories, so no checkpoint is replaced atomically"]
+        if found.merges:
+            weaker.append(f"takes names for one that differ in {', '.join(sorted(found.merges))}, which is refused")
+        if weaker:
+            logger.info("%s: this file system %s", key, ", and ".join(weaker))
+        return found
 
     def leases(self, directory: StorageBackend) -> LeasedLocks | None:
         """Return the leases that replace the locks of a file system without locks; None if it has locks.

@@ -363,6 +363,13 @@ class Layout(Protocol):
         """
         return
 
+    def names_in_keys(self, plan: WritePlan) -> Collection[str]:
+        """Return keys, or directories on their paths, that have names of arrays of a tree in them; none by default.
+
+        A save is refused before it writes if its file system takes two of them for one.
+        """
+        return ()
+
     @abstractmethod
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the boxes of this process, without waiting for others. The result becomes `Receipt.state`."""

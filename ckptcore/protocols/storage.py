@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
@@ -16,9 +16,12 @@ __all__ = [
     "AtomicDirectories",
     "Buffer",
     "CheckedWriter",
+    "DirectoryFeatures",
     "IfAbsent",
     "IfTag",
+    "NameForm",
     "ObjectWriter",
+    "PlaceLimits",
     "PutCondition",
     "RangeReader",
     "ReaderByKey",
@@ -266,9 +269,10 @@ class StorageBackend(Protocol):
         check which object exists. Pieces are kept, so that `finish` can be called again after the existing object was
         deleted.
 
-        Called only where checkpoints are committed with conditional puts. By default the writer checks right before it
-        completes the object, which is not atomic, and requires a writer whose object is invisible until then. A storage
-        whose conditions also hold for objects in pieces implements this method.
+        Called where checkpoints are committed with conditional puts, and in new directories of `AtomicDirectories`,
+        where the object may also be refused at once. By default the writer checks right before it completes the object,
+        which is not atomic, and requires a writer whose object is invisible until then. A storage whose conditions also
+        hold for objects in pieces, or whose unfinished objects are visible, implements this method.
         """
         return CheckedWriter(self, key, self.open_writer(key, size))
 
@@ -360,6 +364,34 @@ class CheckedWriter:
         self._inner.abort()
 
 
+NameForm: TypeAlias = Literal["case", "accents", "trailing dots"]
+"""A difference between two names: of case, of the Unicode form of accents, or of dots and spaces at the end."""
+
+
+class DirectoryFeatures(NamedTuple):
+    """Features that a file system was found to have.
+
+    Attributes:
+        exchanges: True if two directories can be exchanged.
+        merges: the differences that it ignores, so that it takes two names for one.
+    """
+
+    exchanges: bool = True
+    merges: frozenset[NameForm] = frozenset()
+
+
+class PlaceLimits(NamedTuple):
+    """Limits of a checkpoint at a place.
+
+    Attributes:
+        name_bytes: the most bytes of a name; None if unknown.
+        is_mount_point: True if a file system is mounted there, so that no rename can replace it.
+    """
+
+    name_bytes: int | None = None
+    is_mount_point: bool = False
+
+
 @runtime_checkable
 class AtomicDirectories(Protocol):
     """A storage with real directories that can be renamed atomically. Keys as in `StorageBackend`."""
@@ -379,6 +411,27 @@ class AtomicDirectories(Protocol):
         """Return True if directories can be locked here. Changes nothing.
 
         If not, a caller locks by leases instead, which are objects that it puts on conditions.
+        """
+        ...
+
+    def probe(self, key: str) -> DirectoryFeatures:
+        """Try what the file system of a directory does, with names in it that are removed again.
+
+        Args:
+            key: a directory that exists, and that this process has locked.
+        """
+        ...
+
+    def limits(self, key: str) -> PlaceLimits:
+        """Return what limits a checkpoint at a key, which need not exist. Changes nothing."""
+        ...
+
+    def can_move(self, key: str, onto: str) -> bool:
+        """Return True if a directory can be renamed. Changes nothing.
+
+        Args:
+            key: the directory.
+            onto: a directory next to it that is not empty, so that a rename to its name fails.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from ckptcore.protocols.storage import StorageBackend
@@ -24,6 +24,18 @@ class Transaction(Protocol):
 
     def show_claim(self) -> None:
         """Make the claim visible to the other processes of the job, which wait for it before they write."""
+        ...
+
+    def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
+        """Refuse keys that the storage takes for one, or that have names that are too long for it.
+
+        Args:
+            keys: returns keys of objects that will be written, or of directories. Not called if no keys are refused.
+
+        Raises:
+            NameCollisionError: two of them are one object, or one directory, for the storage.
+            InvalidLocationError: a name is too long.
+        """
         ...
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:

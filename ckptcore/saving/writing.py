@@ -6,7 +6,7 @@ In a job of several processes every stage ends with an exchange: an error on one
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -210,6 +210,7 @@ class PlainCommit:
         with save.recording.phase("claim"):
             commits = target.location.commits
             self._claim = commits.begin(target.location, save.info.claimed, target.overwrite, is_foreign)
+            self._claim.expect_distinct(functools.partial(_known_keys, save))
             if save.agreement.size > 1 or save.uses_workers:
                 self._claim.show_claim()
 
@@ -264,6 +265,16 @@ class PlainCommit:
             self._claim.abort()
         elif self._claimed_store is not None:
             _remove_abandoned(self._save.target.location, self._save.info.save_id)
+
+
+def _known_keys(save: Save) -> Iterator[str]:
+    """Yield the keys of objects and directories that are known before the save writes, as far as names decide them."""
+    yield ROOT_KEY
+    yield from save.info.checkpoint_info.members
+    for part in save.parts:
+        prefix = f"{part.directory}/" if part.directory else ""
+        for name in part.layout.names_in_keys(part.plan):
+            yield prefix + name
 
 
 def _expect_committed(location: Location, save_id: str, error: Exception) -> None:

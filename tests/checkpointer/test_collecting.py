@@ -249,7 +249,7 @@ def test_a_step_that_is_being_replaced_is_not_deleted(local: str) -> None:
     def stop(name: str, keys: Sequence[str]) -> None:
         if threading.current_thread().name.startswith("ckptcore-clean"):
             assert begun.wait(60)
-        if name == "open_writer" and keys[0].startswith(".2."):
+        if name == "open_new" and keys[0].startswith(".2."):
             assert collected.wait(60)
 
     policy = LatestN(1)

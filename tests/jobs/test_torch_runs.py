@@ -58,6 +58,6 @@ def _expect_one_that_lists_and_deletes(told: list[Any]) -> None:
         assert leader[what].keys() & _OF_LEADER, what
         for other in others:
             assert not other[what].keys() & _OF_LEADER, (what, other[what])
-    assert all(other["save"]["open_writer"] > 0 for other in others), "the others wrote nothing"
+    assert all(other["save"]["open_new"] > 0 for other in others), "the others wrote nothing"
     for of_rank in told:
         assert of_rank["steps"] == [[6], 6] and of_rank["left"] == [[6], 6]

@@ -154,14 +154,14 @@ def test_private_directories_and_files_inside_stay_private(tmp_path: Path) -> No
 def test_nobody_has_more_access_while_a_save_writes(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save(tmp_path / "1", {"n": 0})
     (tmp_path / path).chmod(0o700)
-    open_writer, modes = LocalStorage.open_writer, []
+    open_new, modes = LocalStorage.open_new, []
 
     def look(self: LocalStorage, key: str, size: int | None = None) -> object:
         hidden = [one for one in tmp_path.iterdir() if one.name.endswith(".ckptcore")]
         modes.extend([stat.S_IMODE(one.stat().st_mode) & 0o077 for one in hidden])
-        return open_writer(self, key, size)
+        return open_new(self, key, size)
 
-    monkeypatch.setattr(LocalStorage, "open_writer", look)
+    monkeypatch.setattr(LocalStorage, "open_new", look)
     ckptcore.save(tmp_path / "1", _STATE, overwrite=True)
     assert set(modes) == {0}
     assert stat.S_IMODE((tmp_path / path).stat().st_mode) == 0o700

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -16,69 +13,14 @@ import pytest
 import ckptcore
 from ckptcore.errors import StorageError, StorageFullError
 from tests.storage.missing_program import attempt, check, state, steps
+from tests.storage.mounts import Mounts, mounts
+
+__all__ = ["mounts"]
 
 pytestmark = pytest.mark.system
 
 _FAST: Final = ckptcore.Context(durability="none")
 _MIB: Final = 1 << 20
-
-
-class Mounts:
-    """Mounts file systems below a directory until it is closed."""
-
-    def __init__(self, directory: Path, closing: ExitStack) -> None:
-        self._directory = directory
-        self._closing = closing
-
-    def run(self, *command: str) -> None:
-        """Run a command as root. Skip the test if that is impossible."""
-        if os.geteuid() != 0:
-            pytest.skip("mounting a file system takes root")
-        if shutil.which(command[0]) is None:
-            pytest.skip(f"{command[0]} is not installed")
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            pytest.skip(f"{' '.join(command)}: {ended.stderr.strip()}")
-
-    def _mounted(self, at: Path, *command: str) -> Path:
-        at.mkdir(exist_ok=True)
-        self.run(*command, str(at))
-        self._closing.callback(subprocess.run, ["umount", "-l", str(at)], check=True)
-        return at
-
-    def tmpfs(self, mib: int = 64) -> Path:
-        """A file system in memory."""
-        return self._mounted(self._directory / "tmpfs", "mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs")
-
-    def disk(self, kind: str, mib: int, *options: str) -> Path:
-        """A file system on a loop device."""
-        image = self._directory / f"{kind}.img"
-        with open(image, "wb") as file:
-            file.truncate(mib * _MIB)
-        self.run(f"mkfs.{kind}", "-q", str(image))
-        return self._mounted(self._directory / kind, "mount", "-o", ",".join(["loop", *options]), str(image))
-
-    def overlay(self) -> Path:
-        """A writable layer over a directory that has a checkpoint "lower"."""
-        above = self.tmpfs()
-        lower, upper, work = (above / name for name in ("lower", "upper", "work"))
-        for directory in (lower, upper, work):
-            directory.mkdir()
-        ckptcore.save(lower / "lower", state(1), context=_FAST)
-        layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
-        return self._mounted(self._directory / "overlay", "mount", "-t", "overlay", "-o", layers, "overlay")
-
-    def bindfs(self) -> Path:
-        """A view of a directory through FUSE."""
-        (source := self._directory / "source").mkdir()
-        return self._mounted(self._directory / "bindfs", "bindfs", str(source))
-
-
-@pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    """File systems that are unmounted after the test."""
-    with ExitStack() as closing:
-        yield Mounts(tmp_path, closing)
 
 
 _KINDS: Final[dict[str, Callable[[Mounts], Path]]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -105,6 +105,13 @@ class _SessionCommit:
                 with self._save.recording.phase("claim"):
                     transaction = self._location.commits.begin_session(self._location, self._planned)
                     self._claim = _OpenSession(self._location, self._planned, transaction)
+                    transaction.expect_distinct(self._keys)
+
+    def _keys(self) -> Iterator[str]:
+        """Yield the keys of the other sessions, and the names of this one."""
+        yield from self._location.commits.session_store(self._location).list()
+        for part in self._save.parts:
+            yield from part.layout.names_in_keys(part.plan)
 
     def _sees_claim(self) -> bool:
         found, partial = find_partial(self._location), self._planned.partial

@@ -11,7 +11,9 @@ from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import (
     AtomicDirectories,
     Buffer,
+    DirectoryFeatures,
     ObjectWriter,
+    PlaceLimits,
     PutCondition,
     StorageAddress,
     StorageBackend,
@@ -182,6 +184,18 @@ class FaultyDirectories(FaultyStorage):
     def has_locks(self) -> bool:
         """See `AtomicDirectories`. Never fails: it is asked once for each directory and Context."""
         return self._directories.has_locks()
+
+    def probe(self, key: str) -> DirectoryFeatures:
+        """See `AtomicDirectories`."""
+        return self._directories.probe(key)
+
+    def limits(self, key: str) -> PlaceLimits:
+        """See `AtomicDirectories`."""
+        return self._directories.limits(key)
+
+    def can_move(self, key: str, onto: str) -> bool:
+        """See `AtomicDirectories`."""
+        return self._directories.can_move(key, onto)
 
     def rename(self, source: str, destination: str) -> None:
         """See `AtomicDirectories`."""

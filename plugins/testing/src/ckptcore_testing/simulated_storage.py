@@ -21,8 +21,10 @@ from ckptcore.model.metadata import check_key
 from ckptcore.protocols import (
     IF_ABSENT,
     Buffer,
+    DirectoryFeatures,
     IfAbsent,
     ObjectWriter,
+    PlaceLimits,
     PutCondition,
     StorageBackend,
     StorageCapabilities,
@@ -127,6 +129,13 @@ class SimulatedStorage(StorageBackend):
             self._disk.change(f"create {key}", (directory, path[-1], file))
         return _SimulatedWriter(self, key, file, size)
 
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        with self._disk.lock:
+            if self._find(self._path(key)) is not None:
+                raise ConditionFailedError(f"cannot create {key}: the object exists already")
+            return self.open_writer(key, size)
+
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""
         paths = [self._path(key) for key in keys]
@@ -208,6 +217,18 @@ class SimulatedStorage(StorageBackend):
 
     def has_locks(self) -> bool:
         """See `AtomicDirectories`."""
+        return True
+
+    def probe(self, key: str) -> DirectoryFeatures:
+        """See `AtomicDirectories`. The disk exchanges directories, and distinguishes all names."""
+        return DirectoryFeatures()
+
+    def limits(self, key: str) -> PlaceLimits:
+        """See `AtomicDirectories`. Nothing is limited."""
+        return PlaceLimits()
+
+    def can_move(self, key: str, onto: str) -> bool:
+        """See `AtomicDirectories`. Every directory can be renamed."""
         return True
 
     def rename(self, source: str, destination: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
-from ckptcore.model import JSON, ArrayRecord, Receipt, TreeMetadata
+from ckptcore.model import JSON, ArrayRecord, Receipt, TreeMetadata, WritePlan
 from ckptcore.protocols import (
     CheckpointInfo,
     ChunkIndex,
@@ -117,6 +117,11 @@ class _OrbaxLayout(Layout):
         for leaf, record in enumerate(tree.leaves):
             if isinstance(record, ArrayRecord):
                 stored_format(record, names[leaf], options, size)
+
+    def names_in_keys(self, plan: WritePlan) -> Collection[str]:
+        """Return the directories of arrays. None for a database, whose keys are not files."""
+        prefix = "" if plan.name or not self.item else f"{self.item}/"
+        return [prefix + name for name in self.names_written(plan.tree).values()]
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the chunks of this process.

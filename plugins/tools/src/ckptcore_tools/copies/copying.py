@@ -259,6 +259,7 @@ class _CopyAttempt:
             resume=True,
         )
         try:
+            claim.expect_distinct(self._manifest.keys)
             if overwrite == "keep-other-files":
                 _refuse_names_of_others(self._manifest, self._destination)
         except BaseException:

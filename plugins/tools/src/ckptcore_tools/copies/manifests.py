@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -92,6 +92,14 @@ class Manifest:
     def roots(self) -> tuple[StoredRoot, ...]:
         """All roots; the root of the checkpoint is the last one."""
         return self.members if self.root is None else (*self.members, self.root)
+
+    def keys(self) -> Iterator[str]:
+        """Yield the keys of all objects."""
+        for record in (*self.objects, *self.markers):
+            yield record.key
+        for root in self.roots:
+            for key in (ROOT_KEY, *root.parts):
+                yield f"{root.directory}/{key}" if root.directory else key
 
     @property
     def count(self) -> int:

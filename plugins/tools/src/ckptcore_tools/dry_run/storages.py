@@ -14,7 +14,17 @@ from ckptcore.io.snapshot import ViewedSnapshot
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import ArraySegment, Pending, Segment, WritePlan
-from ckptcore.protocols import Buffer, HostBytes, IfTag, ObjectWriter, PutCondition, StorageAddress, StorageBackend
+from ckptcore.protocols import (
+    Buffer,
+    DirectoryFeatures,
+    HostBytes,
+    IfTag,
+    ObjectWriter,
+    PlaceLimits,
+    PutCondition,
+    StorageAddress,
+    StorageBackend,
+)
 from ckptcore_tools.dry_run.plans import RequestCounts
 
 __all__ = ["CountingDirectories", "CountingObjects", "NoElementsError", "SizeOnlySnapshot", "SizeRecorder"]
@@ -193,6 +203,18 @@ class CountingDirectories(CountingObjects):
 
     def has_locks(self) -> bool:
         """See `AtomicDirectories`. Not counted, because it is asked once for each directory."""
+        return True
+
+    def probe(self, key: str) -> DirectoryFeatures:
+        """See `AtomicDirectories`. Not counted, because it is asked once for each directory."""
+        return DirectoryFeatures()
+
+    def limits(self, key: str) -> PlaceLimits:
+        """See `AtomicDirectories`. Nothing is limited."""
+        return PlaceLimits()
+
+    def can_move(self, key: str, onto: str) -> bool:
+        """See `AtomicDirectories`."""
         return True
 
     def rename(self, source: str, destination: str) -> None:

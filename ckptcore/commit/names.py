@@ -1,0 +1,53 @@
+"""Names that a file system takes for one, and names that are too long for it."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator
+
+from ckptcore.protocols import NameForm
+
+__all__ = ["folded", "merged_names", "too_long"]
+
+
+def folded(name: str, merges: Collection[NameForm]) -> str:
+    """Return a text that is equal for two names if the file system may take them for one.
+
+    File systems differ in rare characters, so names with equal texts may be different names nevertheless.
+    """
+    if "accents" in merges:
+        name = unicodedata.normalize("NFKD", name)
+    if "case" in merges:
+        name = name.casefold()
+        if "accents" in merges:
+            name = unicodedata.normalize("NFKD", name)
+    return (name.rstrip(". ") or name) if "trailing dots" in merges else name
+
+
+def merged_names(keys: Iterable[str], merges: Collection[NameForm]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of keys, or of directories on their paths, that the file system may take for one."""
+    if not merges:
+        return
+    known: dict[str, str] = {}
+    folds: dict[str, str] = {"": ""}
+    for key in keys:
+        path = fold = ""
+        for name in key.split("/"):
+            above, path = fold, f"{path}/{name}" if path else name
+            if (fold := folds.get(path, "")) == "":
+                fold = folds[path] = f"{above}/{folded(name, merges)}"
+                first = known.setdefault(fold, path)
+                if first != path:
+                    yield first, path
+
+
+def too_long(keys: Iterable[str], name_bytes: int | None) -> str | None:
+    """Return the first name on the paths of keys that has more bytes than the file system allows; None without one."""
+    if name_bytes is None:
+        return None
+    for key in keys:
+        if len(key) * 4 > name_bytes:  # most are so short that nothing needs to be counted
+            for name in key.split("/"):
+                if len(name.encode("utf-8", "surrogateescape")) > name_bytes:
+                    return name
+    return None

@@ -1,0 +1,95 @@
+"""File systems that are mounted for a test, and unmounted after it. Without the rights the test is skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import ckptcore
+from tests.storage.missing_program import state
+
+_FAST: Final = ckptcore.Context(durability="none")
+_MIB: Final = 1 << 20
+_ROOT: Final = Path(__file__).parents[2]
+
+
+class Mounts:
+    """Mounts file systems below a directory until it is closed."""
+
+    def __init__(self, directory: Path, closing: ExitStack) -> None:
+        self._directory = directory
+        self._closing = closing
+
+    def run(self, *command: str) -> None:
+        """Run a command as root. Skip the test if that is impossible."""
+        if os.geteuid() != 0:
+            pytest.skip("mounting a file system takes root")
+        if shutil.which(command[0]) is None:
+            pytest.skip(f"{command[0]} is not installed")
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            pytest.skip(f"{' '.join(command)}: {ended.stderr.strip().splitlines()[0]}")
+
+    def mount(self, at: Path, *command: str) -> Path:
+        """Run a command that mounts a file system at its last argument."""
+        at.mkdir(exist_ok=True)
+        self.run(*command, str(at))
+        self._closing.callback(subprocess.run, ["umount", "-l", str(at)], check=True)
+        return at
+
+    def tmpfs(self, mib: int = 64) -> Path:
+        """A file system in memory."""
+        return self.mount(self._directory / "tmpfs", "mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs")
+
+    def disk(self, kind: str, mib: int, *options: str, make: tuple[str, ...] = ()) -> Path:
+        """A file system on a loop device. `make` has options of the program that makes it."""
+        image = self._directory / f"{kind}.img"
+        with open(image, "wb") as file:
+            file.truncate(mib * _MIB)
+        self.run(f"mkfs.{kind}", "-q", *make, str(image))
+        return self.mount(self._directory / kind, "mount", "-o", ",".join(["loop", *options]), str(image))
+
+    def overlay(self) -> Path:
+        """A writable layer over a directory that has a checkpoint "lower"."""
+        above = self.tmpfs()
+        lower, upper, work = (above / name for name in ("lower", "upper", "work"))
+        for directory in (lower, upper, work):
+            directory.mkdir()
+        ckptcore.save(lower / "lower", state(1), context=_FAST)
+        layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        return self.mount(self._directory / "overlay", "mount", "-t", "overlay", "-o", layers, "overlay")
+
+    def bindfs(self) -> Path:
+        """A view of a directory through FUSE."""
+        (source := self._directory / "source").mkdir()
+        return self.mount(self._directory / "bindfs", "bindfs", str(source))
+
+    def odd(self, options: str) -> Path:
+        """A file system of `tests.storage.odd_file_system`."""
+        pytest.importorskip("fuse", reason="fusepy or libfuse 2 is missing", exc_type=(ImportError, OSError))
+        if not os.access("/dev/fuse", os.W_OK):
+            pytest.skip("/dev/fuse cannot be used")
+        (source := self._directory / "source").mkdir()
+        (at := self._directory / "fuse").mkdir()
+        program = [sys.executable, "-m", "tests.storage.odd_file_system", str(source), str(at), options]
+        server = self._closing.enter_context(subprocess.Popen(program, cwd=_ROOT, stderr=subprocess.PIPE, text=True))
+        self._closing.callback(subprocess.run, ["umount", "-l", str(at)], check=False)
+        while not os.path.ismount(at):
+            if server.poll() is not None:
+                pytest.skip(f"FUSE: {server.communicate()[1]}")
+        return at
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    """File systems that are unmounted after the test."""
+    with ExitStack() as closing:
+        yield Mounts(tmp_path, closing)

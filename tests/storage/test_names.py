@@ -1,0 +1,179 @@
+"""Names that a file system takes for one, names that it does not allow, and places that it does not rename."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import AtomicityError, InvalidLocationError, NameCollisionError
+from tests.composites.objects import Files
+from tests.storage.mounts import Mounts, mounts
+
+__all__ = ["mounts"]
+
+pytestmark = pytest.mark.system
+
+_FAST: Final = ckptcore.Context(durability="none")
+_ONE, _TWO = np.ones(3, np.float32), np.zeros(3, np.float32)
+
+
+def _save(location: Path, state: dict[str, Any], **options: Any) -> None:
+    ckptcore.save(location, state, context=_FAST, **options)
+
+
+def _objects(location: Path, *names: str) -> None:
+    ckptcore.save_checkpointables(location, {name: {"w": _ONE} for name in names}, context=_FAST)
+
+
+_PAIRS: Final = [("W", "w"), ("\N{LATIN SMALL LETTER E WITH ACUTE}", "e\N{COMBINING ACUTE ACCENT}")]
+_SAVES: Final[dict[str, Callable[[Path, str, str], object]]] = {
+    "zarr": lambda at, one, two: _save(at, {one: _ONE, two: _TWO}, layout="zarr"),
+    "zarr3": lambda at, one, two: _save(at, {"in": {one: _ONE, two: _TWO}}, layout="zarr3"),
+    "objects": lambda at, one, two: _objects(at, one, two),
+    "zarr3 of an object": lambda at, one, two: ckptcore.save_checkpointables(
+        at, {"model": {one: _ONE, two: _TWO}}, layout="zarr3", context=_FAST
+    ),
+    "an object and the root": lambda at, one, two: _objects(at, "Checkpoint.json", one),
+}
+
+
+@pytest.fixture(params=["ext4", "xfs", "fuse"])
+def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
+    """A directory whose file system takes names for one."""
+    if request.param == "ext4":
+        at = mounts.disk("ext4", 64, make=("-O", "casefold", "-E", "encoding=utf8"))
+        (directory := at / "folded").mkdir()
+        mounts.run("chattr", "+F", str(directory))
+        return directory
+    if request.param == "xfs":
+        return mounts.disk("xfs", 320, make=("-n", "version=ci"))
+    return mounts.odd("case,accents")
+
+
+@pytest.mark.parametrize("kind", _SAVES)
+def test_names_that_are_one_are_refused_before_anything_is_written(kind: str, merging: Path) -> None:
+    for one, two in _PAIRS if kind != "an object and the root" else _PAIRS[:1]:
+        if "xfs" in str(merging) and not one.isascii():
+            continue  # it folds only ASCII
+        with pytest.raises(NameCollisionError, match=r"takes the names .* and .* for one.*Nothing was written"):
+            _SAVES[kind](merging / "c", one, two)
+        assert os.listdir(merging) == []
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt"])
+def test_names_inside_files_are_no_names_of_files(layout: str, merging: Path) -> None:
+    _save(merging / "c", {"W": _ONE, "w": _TWO}, layout=layout)
+    loaded = ckptcore.load(merging / "c")
+    assert loaded["W"].tolist() == [1] * 3 and loaded["w"].tolist() == [0] * 3
+
+
+def test_files_of_an_object_that_are_one_are_refused(merging: Path) -> None:
+    files = Files({"Readme": b"one", "readme": b"two"})
+    with pytest.raises(NameCollisionError, match="'Readme' and 'files/readme'|'files/Readme' and 'files/readme'"):
+        ckptcore.save_checkpointables(merging / "c", {"files": files}, context=_FAST)
+    assert os.listdir(merging) == []
+
+
+def test_copies_and_conversions_are_refused(merging: Path, tmp_path: Path) -> None:
+    _save(tmp_path / "zarr", {"W": _ONE, "w": _TWO}, layout="zarr3")
+    _objects(tmp_path / "several", "Model", "model")
+    _save(tmp_path / "one", {"W": _ONE, "w": _TWO})
+    for name, layout in (("zarr", None), ("several", None), ("several", "safetensors"), ("one", "zarr3")):
+        with pytest.raises(NameCollisionError, match="for one"):
+            ckptcore.copy(tmp_path / name, merging / "c", layout=layout, context=_FAST)
+        assert os.listdir(merging) == []
+
+
+def test_sessions_are_refused(merging: Path) -> None:
+    with ckptcore.partial(merging / "c", layout="zarr3", context=_FAST) as session:
+        session.save({"W": _ONE})
+    with (
+        pytest.raises(NameCollisionError, match="'state/W' and 'state/w'|'W' and 'w'"),
+        ckptcore.partial(merging / "c", layout="zarr3", context=_FAST) as session,
+    ):
+        session.save({"w": _TWO})
+    ckptcore.partial(merging / "c", context=_FAST).finalize()
+    assert ckptcore.load(merging / "c")["W"].tolist() == [1] * 3
+
+
+def test_a_checkpoint_with_another_spelling_is_not_replaced(merging: Path) -> None:
+    _save(merging / "model", {"w": _ONE})
+    with pytest.raises(NameCollisionError, match="takes this name for 'model'"):
+        _save(merging / "Model", {"w": _TWO}, overwrite="non-atomic")
+    assert ckptcore.load(merging / "model")["w"].tolist() == [1] * 3
+    _save(merging / "model", {"w": _TWO}, overwrite="non-atomic")
+    assert os.listdir(merging) == ["model"]
+
+
+def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
+    """No name tells the leader, so files are created exclusively."""
+    from ckptcore.commit.location import resolve_location
+    from ckptcore.commit.root import Claim, new_save_id
+    from ckptcore.runtime import runtime_of
+
+    location = resolve_location(tmp_path / "c", runtime_of(_FAST).storages, to_write=True)
+    claim = Claim(new_save_id(), "2026-01-01T00:00:00+00:00")
+    transaction = location.commits.begin(location, claim, overwrite=False)
+    other = location.commits.store_of(location, claim.save_id)
+    for store in (transaction.store, other):
+        for write in (lambda store=store: store.open_writer("a", 1), lambda store=store: store.put("b", b"1")):
+            if store is other:
+                with pytest.raises(NameCollisionError, match="was written already"):
+                    write()
+            else:
+                write()
+    transaction.abort()
+
+
+@pytest.mark.parametrize("options", ["names=143", "names=143,silent"])
+def test_long_names_are_refused_by_the_path_that_was_given(options: str, mounts: Mounts) -> None:
+    directory = mounts.odd(options)
+    fits = "n" * 116
+    _save(directory / fits, {"w": _ONE})
+    assert ckptcore.load(directory / fits)["w"].tolist() == [1] * 3
+    for name in ("n" * 117, "n" * 143):
+        with pytest.raises(InvalidLocationError, match=r"Choose a shorter name. Nothing was changed") as caught:
+            _save(directory / name, {"w": _ONE})
+        assert str(caught.value).startswith(f"{directory / name}: ")
+    if "silent" not in options:
+        with pytest.raises(InvalidLocationError, match=r"is the name of a file or directory in it and has 150 bytes"):
+            _objects(directory / "c", "m" * 150)
+    assert os.listdir(directory) == [fits]
+
+
+def test_names_of_any_file_system_are_refused_early(tmp_path: Path) -> None:
+    with pytest.raises(InvalidLocationError, match="allows at most 228"):
+        _save(tmp_path / ("n" * 229), {"w": _ONE})
+    _save(tmp_path / ("n" * 228), {"w": _ONE})
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_a_mount_point_is_refused_before_anything_is_written(kind: str, mounts: Mounts, tmp_path: Path) -> None:
+    if kind == "tmpfs":
+        at = mounts.tmpfs()
+    else:
+        (at := tmp_path / "with space").mkdir()
+        (source := tmp_path / "source").mkdir()
+        mounts.mount(at, "mount", "--bind", str(source))
+    before = sorted(os.listdir(tmp_path))
+    for overwrite in (False, True, "non-atomic", "keep-other-files"):
+        with pytest.raises(InvalidLocationError, match=f"{at} is a mount point.*such as {at}/checkpoint"):
+            _save(at, {"w": _ONE}, overwrite=overwrite)
+    with pytest.raises(InvalidLocationError, match="is a mount point"), ckptcore.partial(at, context=_FAST) as session:
+        session.save({"w": _ONE})
+    assert sorted(os.listdir(tmp_path)) == before and os.listdir(at) == []
+    _save(at / "checkpoint", {"w": _ONE})
+    assert ckptcore.load(at / "checkpoint")["w"].tolist() == [1] * 3
+
+
+def test_a_directory_of_a_lower_layer_is_refused_before_anything_is_written(mounts: Mounts) -> None:
+    lower = mounts.overlay() / "lower"
+    with pytest.raises(AtomicityError, match=f"{lower} holds a checkpoint.*Nothing was changed"):
+        _save(lower, {"w": _ONE}, overwrite=True)
+    assert os.listdir(lower.parent) == ["lower"]
