@@ -67,6 +67,11 @@ logger = logger_named("ckptcore.commit")
 
 T = TypeVar("T")
 
+_DELETED_FIRST: Final = (
+    "this storage cannot replace a checkpoint atomically: the old one is deleted before the new one is complete, and a "
+    "crash between leaves neither. Save to a new location to keep the old one until then"
+)
+
 _ATTEMPTS: Final = 5
 """Maximum attempts to replace the claim if the storage refuses its tag, and to remove objects if listings are stale."""
 
@@ -338,7 +343,9 @@ class ConditionalPutMethod(CommitMethod):
         if overwrite == "keep-other-files":
             overwrite = True  # other files are refused, because a failed save removes all objects of its directory
         replaces = find_existing(location, None if found is None else found[0], overwrite, is_foreign)
-        if replaces == "checkpoint" and overwrite != "non-atomic":
+        if replaces == "checkpoint" and overwrite == "best-effort":
+            location.support.say_once(self._directory, _DELETED_FIRST)
+        elif replaces == "checkpoint" and overwrite != "non-atomic":
             raise AtomicityError(
                 f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "
                 "save to another location, or pass overwrite='non-atomic'. Nothing was changed"

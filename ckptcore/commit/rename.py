@@ -80,6 +80,11 @@ T = TypeVar("T")
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 
+_TWO_RENAMES: Final = (
+    "this file system cannot exchange directories, so a checkpoint is replaced by two renames. Between them there is "
+    "none; if the process is killed then, the next load or save restores the old one"
+)
+
 _PUBLISH_TRIES: Final = 100
 """Maximum number of attempts to commit while other processes delete the old checkpoint."""
 
@@ -260,7 +265,8 @@ class RenameTransaction:
     def _replace(self, root: bytes | None) -> str | None:
         """Replace the old checkpoint by the new one. Return the hidden directory to delete, if any.
 
-        If the file system cannot exchange directories, ``overwrite="non-atomic"`` allows two renames instead.
+        If the file system cannot exchange directories, ``overwrite="non-atomic"`` and ``"best-effort"`` allow two
+        renames instead.
 
         Raises:
             ConditionFailedError, ObjectNotFoundError: the old one was deleted, or another process replaces it.
@@ -274,7 +280,7 @@ class RenameTransaction:
             self._directories.exchange(self._hidden, name)
             return self._hidden
         except AtomicityError as error:
-            if self._overwrite != "non-atomic":
+            if self._overwrite not in ("non-atomic", "best-effort"):
                 raise no_exchange(self._location) from error
         return self._method.aside(name).replace(self.store, self._hidden)
 
@@ -399,6 +405,8 @@ class RenameMethod(CommitMethod):
                 transaction.settle()
             self.directories.hide_from_others(location.name, hidden)
             transaction.probe(exchange=replaces and overwrite is True)
+            if replaces and overwrite == "best-effort" and not self.features(hidden).exchanges:
+                self._support.say_once(self._directory, _TWO_RENAMES)
         except BaseException:
             if resume:
                 transaction.leave()

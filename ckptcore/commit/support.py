@@ -40,6 +40,7 @@ class StorageSupport:
         self.lacks_locks = False
         self._leases: dict[str | None, LeasedLocks | None] = {}
         self._features: dict[str, DirectoryFeatures] = {}
+        self._said: set[str] = set()
         self._lock = threading.Lock()
         reset_in_children(self)
 
@@ -73,6 +74,18 @@ class StorageSupport:
         if weaker:
             logger.info("%s: this file system %s", key, ", and ".join(weaker))
         return found
+
+    def say_once(self, directory: StorageBackend, weaker: str) -> None:
+        """Log one warning about what is weaker in a directory, with its address."""
+        address = directory.address
+        text = f"{'' if address is None else address.url}: {weaker}"
+        with self._lock:
+            if text in self._said:
+                return
+            if len(self._said) >= _MAX_REMEMBERED:
+                self._said.clear()
+            self._said.add(text)
+        logger.warning("%s", text)
 
     def leases(self, directory: StorageBackend) -> LeasedLocks | None:
         """Return the leases that replace the locks of a file system without locks; None if it has locks.

@@ -61,7 +61,7 @@ __all__ = [
     "unneeded_keys",
 ]
 
-Overwrite: TypeAlias = bool | Literal["non-atomic", "keep-other-files"]
+Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files"]
 """True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
 
 IsForeign: TypeAlias = "Callable[[Location], bool]"
@@ -121,8 +121,10 @@ def find_existing(
             f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
             "them. Save to a name that does not begin with a dot"
         )
-    if overwrite not in (True, False, "non-atomic", "keep-other-files"):
-        raise ValueError(f"overwrite={overwrite!r}: expected True, False, 'non-atomic' or 'keep-other-files'")
+    if overwrite not in (True, False, "best-effort", "non-atomic", "keep-other-files"):
+        raise ValueError(
+            f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic' or 'keep-other-files'"
+        )
     if root is not None:
         if is_partial(root):
             raise partial_exists(location)

@@ -143,7 +143,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
             self._running = self._save(ckptcore.save_async if self._asynchronous else ckptcore.save, path, checkpoint)
 
     def _save(self, save: Callable[..., SaveHandle | None], path: _Path, state: dict[str, Any]) -> SaveHandle | None:
-        return save(path, state, layout=self._layout, overwrite=True, context=self._context)
+        return save(path, state, layout=self._layout, overwrite="best-effort", context=self._context)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -297,7 +297,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
             replacing_path(path) if replaces else path,
             own,
             layout=self._checkpoint_layout,
-            overwrite=True,
+            overwrite="best-effort",
             context=self._checkpoint_context,
         )
         if replaces:

@@ -92,7 +92,7 @@ def recover(path: _Path, context: Context) -> None:
         _rename_back(path)
     elif _is_complete(replacing, context) and not is_of_lightning(path):
         if not _is_complete(path, context):
-            ckptcore.copy(replacing, path, overwrite=True, context=context)
+            ckptcore.copy(replacing, path, overwrite="best-effort", context=context)
         ckptcore.delete(replacing, context=context)
 
 

@@ -60,7 +60,7 @@ def save_and_report(
         checkpoint_location(checkpoint),
         checkpointables,
         layout=layout,
-        overwrite=True,
+        overwrite="best-effort",
         metadata={"step": step},
         context=context,
     )

@@ -160,7 +160,7 @@ class CkptcoreManager(BaseCheckpointManager):
         if last_step and self.config.last_save_model_only:
             self._save_weights(writer, curr_step)
             return True
-        self.save_future = writer.save(curr_step, self._state(self.states), overwrite=True)
+        self.save_future = writer.save(curr_step, self._state(self.states), overwrite="best-effort")
         if last_step or self.config.async_mode == "disabled":
             self.maybe_wait_for_saving()
         return True
@@ -177,13 +177,15 @@ class CkptcoreManager(BaseCheckpointManager):
             for name, value in self.states[MODEL].state_dict().items()
         }
         if not self.config.last_save_in_hf:
-            writer.save_blocking(step, weights, overwrite=True)
+            writer.save_blocking(step, weights, overwrite="best-effort")
             return
         # Ranks hold shards, and files for Hugging Face have whole tensors.
         shards = filesystem.join(self.folder, f"shards-of-step-{step}")
-        ckptcore.save(shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite=True, context=self.context)
+        ckptcore.save(
+            shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="best-effort", context=self.context
+        )
         exported = filesystem.join(self.folder, f"step-{step}")
-        ckptcore.copy(shards, exported, subtree=(), overwrite=True, context=self.context)
+        ckptcore.copy(shards, exported, subtree=(), overwrite="best-effort", context=self.context)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             ckptcore.delete(shards, context=self.context)
 

@@ -34,6 +34,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils.hub import hf_api
 
 import ckptcore
+from ckptcore.commit.target import Overwrite
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
@@ -162,7 +163,7 @@ class CheckpointMixin(_Trainer):
                     location,
                     checkpointables,
                     layout=_ONE_FILE,
-                    overwrite=True,
+                    overwrite="best-effort",
                     metadata={"files": digests_of(files)},
                     strategy=SaveWithFiles(files=files),
                     context=self._context(kind),
@@ -457,11 +458,11 @@ def export_pretrained(
             f"{directory}: cannot export {nested[0]!r}, because it is in a subdirectory. Load the model and the "
             "tokenizer from the checkpoint with from_pretrained, and call save_pretrained of both"
         )
-    _export(directory, destination, overwrite=overwrite, context=None)
+    _export(directory, destination, overwrite="best-effort" if overwrite else False, context=None)
 
 
 def _export(
-    directory: Path, destination: str | os.PathLike[str], *, overwrite: bool, context: ckptcore.Context | None
+    directory: Path, destination: str | os.PathLike[str], *, overwrite: Overwrite, context: ckptcore.Context | None
 ) -> Sequence[str]:
     """Copy the model and the files next to it. Return the names of the files in subdirectories, which are not copied.
 

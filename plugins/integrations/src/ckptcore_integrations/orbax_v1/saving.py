@@ -141,7 +141,7 @@ def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_
         "location": str(path),
         "checkpointables": values,
         "layout": layout_of(context, rules, handlers),
-        "overwrite": overwrite,
+        "overwrite": "best-effort" if overwrite else False,
         "metadata": custom_metadata,
         "context": context_of(context),
     }

@@ -24,9 +24,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import ckptcore
+from ckptcore.commit.location import resolve_location
+from ckptcore.commit.target import Overwrite
 from ckptcore.errors import CheckpointExistsError, RankFailedError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 from ckptcore_integrations.torch_dcp.memory import dtype_name, host_array
 from ckptcore_integrations.torch_dcp.names import Steps, tree_of
 
@@ -66,7 +69,8 @@ class Writer(StorageWriter):
 
         Args:
             path: a path or URL; the checkpoint is a directory there.
-            overwrite: True to replace an existing checkpoint atomically. Other files in its directory stay.
+            overwrite: True to replace an existing checkpoint, atomically on file systems. Other files in its directory
+                stay.
             context: options of ckptcore. A save into a group of some of the job's processes replaces its coordinator.
         """
         self.path = path
@@ -150,7 +154,7 @@ class Writer(StorageWriter):
                 self.path,
                 tree_of(leaves, {name: part.steps for name, part in merged.items()}),
                 layout=layout,
-                overwrite="keep-other-files" if self.overwrite else False,
+                overwrite=self._overwrite(context),
                 metadata={CUSTOM: {"checkpoint_id": location, "save_id": self.save_id, "items": items}},
                 context=context,
             )
@@ -161,6 +165,13 @@ class Writer(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return done
+
+    def _overwrite(self, context: ckptcore.Context) -> Overwrite:
+        """Return how a checkpoint is replaced. Object stores cannot keep other files, and refuse them."""
+        if not self.overwrite:
+            return False
+        location = resolve_location(self.path, runtime_of(context).storages)
+        return "keep-other-files" if location.commits.replaces_atomically else "best-effort"
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the metadata that the save returns. `write_data` has written the file."""
