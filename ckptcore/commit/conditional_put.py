@@ -12,7 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ckptcore.commit.conditional_stores import FencedStore, find_object, refuse_storage, save_lost, try_conditional_puts
+from ckptcore.commit.conditional_stores import (
+    FencedStore,
+    creates_missing,
+    find_object,
+    refuse_storage,
+    save_lost,
+    try_conditional_puts,
+)
 from ckptcore.commit.method import (
     CommitMethod,
     PlannedSession,
@@ -203,6 +210,26 @@ class ConditionalPutTransaction:
                 "the tag that it had just returned. Check if other software writes there, and save again"
             )
         self._done = True
+        if creates_missing(self._location):
+            self._expect_objects(root)
+
+    def _expect_objects(self, root: bytes) -> None:
+        """Check that no deletion removed the objects and the claim before the root was put.
+
+        A deletion removes the claim last, so then an object of this save is missing.
+
+        Raises:
+            SaveLostError: the root is removed again.
+        """
+        gone = set(self.store.written).difference(self.store.list())
+        if gone:
+            found = find_object(self._roots, ROOT_KEY)
+            if found is not None and found[0] == root:
+                self._roots.delete([ROOT_KEY])
+            raise SaveLostError(
+                f"{self._location.display}: another process deleted it during the save, with {len(gone)} objects that "
+                "were written. Save again"
+            )
 
     def _has_committed(self, root: bytes, error: StorageError) -> bool:
         """Return True if the root was committed although its put failed with an error; False if it can be put again.

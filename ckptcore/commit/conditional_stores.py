@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from ckptcore.commit.root import ROOT_KEY, Claim, PartialSave
+from ckptcore.commit.root import ROOT_KEY, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import decode_root
 from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.errors import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EmulatedConditionalPuts",
     "FencedStore",
+    "creates_missing",
     "find_object",
     "refuse_storage",
     "save_lost",
@@ -46,6 +47,7 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
 
     Puts the current root twice with conditions that are not met. A storage that supports conditional puts refuses both.
+    Then puts an object that does not exist on the condition of a tag, which most storages refuse, too.
 
     Args:
         location: the location.
@@ -66,11 +68,28 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
             raise refuse_storage(location, f"its storage has no conditional puts: {error}") from error
         if not supported[service] and support.without == "marker":
             tag = location.store.get_with_tag(ROOT_KEY)[1]  # one of the puts replaced the root
+        if supported[service]:
+            missing = f"checkpoint.probe.{new_save_id()}"
+            support.creates_missing[service] = not _is_refused(location.store, missing, b"", IfTag(tag))
+            if support.creates_missing[service]:
+                location.store.delete([missing])
+                support.say_once(location.parent, _CREATES_MISSING)
     if not supported[service] and support.without == "refuse":
         raise refuse_storage(
             location, "its storage ignores the conditions of puts: a put 'if absent' replaced an object"
         )
     return tag
+
+
+_CREATES_MISSING: Final = (
+    "this storage accepts a put on the condition of a tag (If-Match) for an object that does not exist, so a commit "
+    "cannot tell that a deletion removed the claim. Each commit lists its objects afterwards, and fails if they are gone"
+)
+
+
+def creates_missing(location: Location) -> bool:
+    """Return True if the storage of a location was found to accept the tag of an object that does not exist."""
+    return location.support.creates_missing.get(_service(location.absolute), False)
 
 
 def refuse_storage(location: Location, reason: str) -> AtomicityError:
@@ -90,9 +109,9 @@ def _service(url: str) -> str:
 
 
 def _is_supported(location: Location, root: bytes, condition: PutCondition) -> bool:
-    if _is_refused(location.store, root, condition):
+    if _is_refused(location.store, ROOT_KEY, root, condition):
         return True
-    if not _is_refused(location.store, root, condition):
+    if not _is_refused(location.store, ROOT_KEY, root, condition):
         return False
     # The second put was refused, so conditions work, and the root was deleted before the first one. Deletions remove
     # the root last, so nothing else exists.
@@ -103,9 +122,9 @@ def _is_supported(location: Location, root: bytes, condition: PutCondition) -> b
     )
 
 
-def _is_refused(store: StorageBackend, root: bytes, condition: PutCondition) -> bool:
+def _is_refused(store: StorageBackend, key: str, data: bytes, condition: PutCondition) -> bool:
     try:
-        store.put(ROOT_KEY, root, condition=condition)
+        store.put(key, data, condition=condition)
     except (ConditionFailedError, ObjectNotFoundError):
         return True
     return False

@@ -29,6 +29,7 @@ class StorageSupport:
     Attributes:
         without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
         conditional_puts: by tested service (scheme and host): True if it supports them, False if it ignores conditions.
+        creates_missing: by tested service: True if it accepts the tag of an object that does not exist any more.
         lacks_locks: True once a directory without locks was found.
     """
 
@@ -37,6 +38,7 @@ class StorageSupport:
         self.without: Final = without
         self._clock = clock
         self.conditional_puts: dict[str, bool] = {}
+        self.creates_missing: dict[str, bool] = {}
         self.lacks_locks = False
         self._leases: dict[str | None, LeasedLocks | None] = {}
         self._features: dict[str, DirectoryFeatures] = {}

@@ -9,9 +9,9 @@ from ckptcore_testing.faulty_storage import with_storage
 
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
-from ckptcore.errors import AtomicityError, StorageError
+from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.protocols import IfTag, ObjectWriter, PutCondition, StorageBackend, StorageOpener, StorageOptions
 
 __all__ = ["SCHEME", "Answers", "Kept", "Mishap", "Storages"]
 
@@ -22,8 +22,8 @@ Mishap: TypeAlias = Literal["lost", "retried", "late", "never sent"]
 """Outcomes of a request that reports a failure: executed; executed twice by a client that retries; executed just
 before the next change of the same object; not executed."""
 
-Kept: TypeAlias = Literal["kept", "ignored", "unknown"]
-"""How the storage treats conditions: it checks them, ignores them, or refuses such puts."""
+Kept: TypeAlias = Literal["kept", "kept if it exists", "ignored", "unknown"]
+"""How the storage treats conditions: it checks them, checks tags only of what exists, ignores them, or refuses."""
 
 
 class Storages:
@@ -133,12 +133,21 @@ class _Answering(MemoryStorage):
         """See `StorageBackend`."""
         if condition is not None and self._answers.kept == "unknown":
             raise AtomicityError("this storage knows no conditions")
-        kept = condition if self._answers.kept == "kept" else None
+        kept = condition if self._answers.kept.startswith("kept") else None
+        if self._answers.kept == "kept if it exists" and isinstance(condition, IfTag) and self._lacks(key):
+            kept = None
 
         def change() -> str:
             return super(_Answering, self).put(key, data, condition=kept)
 
         return str(self._answers.do("put", [key], change, change))
+
+    def _lacks(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except ObjectNotFoundError:
+            return True
+        return False
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`."""
@@ -148,7 +157,8 @@ class _Answering(MemoryStorage):
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`."""
         self._answers.opening(key)
-        inner = super().open_new(key, size) if self._answers.kept == "kept" else super().open_writer(key, size)
+        kept = self._answers.kept.startswith("kept")
+        inner = super().open_new(key, size) if kept else super().open_writer(key, size)
         return _Writer(key, inner, self._answers)
 
     def delete(self, keys: Sequence[str]) -> None:
