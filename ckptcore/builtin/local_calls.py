@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import BinaryIO, Final, Protocol, TypeAlias
+from typing import BinaryIO, Final, Protocol, TypeAlias, TypeVar
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
@@ -40,11 +40,14 @@ __all__ = [
     "open_without_links",
     "real_path",
     "rename_without_replacing",
+    "retry_stale",
     "start_writeback",
     "sync_directory",
     "sync_file",
     "working_directory",
 ]
+
+T = TypeVar("T")
 
 OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader for ever."""
@@ -218,6 +221,9 @@ def _function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int]
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 """Error numbers of missing files, including a file in the place of a directory."""
 
+_STALE_RETRIES: Final = 3
+"""Repetitions of a call that fails with ESTALE. The next call by the same path usually finds the new file."""
+
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -239,12 +245,32 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
             f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
             "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
         )
+    elif error.errno == errno.ESTALE:
+        found = StorageError(
+            f"cannot {doing} {path}{amount}: {reason}. The file server has forgotten what this machine found there, "
+            "which says nothing about the file: try again, or mount the file system again"
+        )
     elif error.errno in ABSENT:
         found = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
     else:
         found = StorageError(f"cannot {doing} {path}{amount}: {reason}")
     found.errno = error.errno
     return found
+
+
+def retry_stale(call: Callable[[], T]) -> T:
+    """Return the result of a call that finds files by their paths. Repeat it if the file server reports a stale handle.
+
+    Raises:
+        OSError
+    """
+    for _ in range(_STALE_RETRIES):
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return call()
 
 
 def close_descriptor(descriptor: int, path: str) -> None:

@@ -21,6 +21,7 @@ from ckptcore.builtin.local_calls import (
     local_error,
     open_inside,
     open_without_links,
+    retry_stale,
     sync_directory,
 )
 from ckptcore.errors import StorageError
@@ -72,18 +73,22 @@ def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(directory) as entries:
-            return list(entries)
+        return retry_stale(partial(_scan, directory))
     except OSError as error:
         if error.errno in ABSENT or error.errno == errno.ENAMETOOLONG:
             return []
         raise local_error(error, "list", directory) from error
 
 
+def _scan(directory: str) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as entries:
+        return list(entries)
+
+
 def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
     """Return the result of a type test of an entry; False for a broken link or a cycle of links."""
     try:
-        return is_kind()
+        return retry_stale(is_kind)
     except OSError as error:
         if error.errno == errno.ELOOP or error.errno in ABSENT:
             return False

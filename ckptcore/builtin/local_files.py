@@ -8,14 +8,15 @@ it reads with O_DIRECT. Both ways return the same bytes; a wrong guess only cost
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ckptcore.builtin.local_calls import (
     local_error,
     open_inside,
     open_without_links,
+    retry_stale,
 )
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model.arrays import HostArray
@@ -38,6 +40,8 @@ __all__ = [
     "open_cold_reader",
 ]
 
+T = TypeVar("T")
+
 _IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver
 _OPEN_FILES: Final = 64
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
@@ -47,7 +51,7 @@ _MAX_BYTES: Final = 1 << 30  # of one system call, below the limit of Linux, 2 G
 class LocalFile:
     """A regular file that is open for reading. It is closed with the last reference."""
 
-    __slots__ = ("_descriptor", "cold", "key", "path", "status")
+    __slots__ = ("_descriptor", "_root", "cold", "key", "path", "status")
 
     def __init__(self, key: str, path: str, root: str) -> None:
         """Open a file.
@@ -66,9 +70,9 @@ class LocalFile:
         self.cold: ColdReader | None = None
         self.key = key
         self.path = path
+        self._root = root
         try:
-            descriptor = open_without_links(path, OPEN_TO_READ)
-            self._descriptor = open_inside(root, path, OPEN_TO_READ) if descriptor is None else descriptor
+            self._descriptor = retry_stale(functools.partial(_open, root, path))
             self.status = os.fstat(self._descriptor)
         except OSError as error:
             if error.errno in _IS_SOCKET:
@@ -96,7 +100,7 @@ class LocalFile:
         pieces = []
         try:
             while start < end:
-                piece = os.pread(self._descriptor, min(end - start, _MAX_BYTES), start)
+                piece = self._fresh(functools.partial(os.pread, self._descriptor, min(end - start, _MAX_BYTES), start))
                 if not piece:
                     break
                 pieces.append(piece)
@@ -151,12 +155,12 @@ class LocalFile:
             if len(buffers) == 1 and self._read_at_once(offset, buffers[0]):
                 return
             pending = _drop(list(buffers), 0)
-            if self.cold is not None and self.cold.is_cold(offset, sum(map(len, pending))):
-                count = self.cold.read_into(offset, pending)
+            if self.cold is not None:
+                count = self._read_cold(self.cold, offset, pending)
                 offset += count
                 pending = _drop(pending, count)
             while pending:
-                count = os.preadv(self._descriptor, _for_one_call(pending), offset)
+                count = self._fresh(functools.partial(os.preadv, self._descriptor, _for_one_call(pending), offset))
                 if count == 0:
                     raise self._too_short(offset, sum(map(len, pending)))
                 offset += count
@@ -167,9 +171,45 @@ class LocalFile:
     def _read_at_once(self, offset: int, buffer: memoryview) -> bool:
         """Try to fill one buffer by one buffered system call, the common case. Return False if it is not filled."""
         nbytes = len(buffer)
-        if nbytes > _MAX_BYTES or (self.cold is not None and self.cold.is_cold(offset, nbytes)):
-            return False
-        return os.preadv(self._descriptor, (buffer,), offset) == nbytes
+        try:
+            if nbytes > _MAX_BYTES or (self.cold is not None and self.cold.is_cold(offset, nbytes)):
+                return False
+            return os.preadv(self._descriptor, (buffer,), offset) == nbytes
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return False  # `read_into` opens the file again
+
+    def _read_cold(self, cold: ColdReader, offset: int, pending: list[memoryview]) -> int:
+        """Read with direct I/O if that is probably faster. Return the bytes read."""
+        try:
+            return cold.read_into(offset, pending) if cold.is_cold(offset, sum(map(len, pending))) else 0
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            self.cold = None  # it has files of its own, which the server has forgotten
+            return 0
+
+    def _fresh(self, read: Callable[[], T]) -> T:
+        """Read. If the file server has forgotten the open file, open it again by its path, and read again.
+
+        Raises:
+            OSError: also if another file has the path now.
+        """
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            again = retry_stale(functools.partial(_open, self._root, self.path))
+            try:
+                found, known = os.fstat(again), self.status
+                if not os.path.samestat(found, known) or found.st_mtime_ns != known.st_mtime_ns:
+                    raise
+                os.dup2(again, self._descriptor, inheritable=False)  # other threads keep the number
+            finally:
+                os.close(again)
+        return read()
 
     def _too_short(self, offset: int, nbytes: int) -> CorruptCheckpointError:
         size = os.fstat(self._descriptor).st_size
@@ -180,6 +220,11 @@ class LocalFile:
             start=min(size, offset),
             stop=offset + nbytes,
         )
+
+
+def _open(root: str, path: str) -> int:
+    descriptor = open_without_links(path, OPEN_TO_READ)
+    return open_inside(root, path, OPEN_TO_READ) if descriptor is None else descriptor
 
 
 def _no_file(path: str) -> ObjectNotFoundError:
@@ -236,7 +281,7 @@ class LocalFiles:
         file = self._files.get(path)
         if file is not None:
             try:
-                if os.path.samestat(os.stat(path), file.status):
+                if os.path.samestat(retry_stale(functools.partial(os.stat, path)), file.status):
                     return file
             except OSError as error:
                 self._close(path)

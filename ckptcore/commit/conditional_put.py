@@ -428,7 +428,9 @@ class ConditionalPutMethod(CommitMethod):
             transaction.store.abort_uploads()
         return owned, transaction, examined
 
-    def store_of(self, location: Location, save_id: str, *, owner: int | None = None) -> StorageBackend:
+    def store_of(
+        self, location: Location, save_id: str, *, owner: int | None = None, is_new: bool = False
+    ) -> StorageBackend:
         """See `CommitMethod`."""
         return FencedStore(location, save_id, owner=owner)
 

@@ -122,13 +122,16 @@ class CommitMethod(ABC):
         """
 
     @abstractmethod
-    def store_of(self, location: Location, save_id: str, *, owner: int | None = None) -> StorageBackend:
+    def store_of(
+        self, location: Location, save_id: str, *, owner: int | None = None, is_new: bool = False
+    ) -> StorageBackend:
         """Return the store of a transaction that another process of the job began.
 
         Args:
             location: the location of the checkpoint.
             save_id: the save id of the transaction.
             owner: the owner of a session; None: the transaction is not a session.
+            is_new: True if the transaction does not resume an earlier one, so that no object replaces another one.
         """
 
     @abstractmethod

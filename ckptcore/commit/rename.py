@@ -493,11 +493,14 @@ class RenameMethod(CommitMethod):
         except SaveLostError as error:
             raise session_running(location) from error
 
-    def store_of(self, location: Location, save_id: str, *, owner: int | None = None) -> StorageBackend:
+    def store_of(
+        self, location: Location, save_id: str, *, owner: int | None = None, is_new: bool = False
+    ) -> StorageBackend:
         """See `CommitMethod`."""
         if owner is not None:
             return self.session_store(location)
-        return NewDirectory(location, name_of_save(location.name, save_id))
+        hidden = name_of_save(location.name, save_id)
+        return NewDirectory(location, hidden) if is_new else subdirectory(location.parent, hidden)
 
     def session_store(self, location: Location) -> StorageBackend:
         """See `CommitMethod`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,6 +157,12 @@ def _verify_composite(
     )
 
 
+def _raise_stale(error: Exception) -> None:
+    """Raise an error of a file server that says nothing about the file, which is not damage."""
+    if isinstance(error, OSError) and error.errno == errno.ESTALE:
+        raise error
+
+
 def _bytes_to_check(opened: Checkpoint) -> int:
     """Return the bytes of all objects, and of arrays in bases. Without objects, those of all arrays."""
     in_bases = [] if opened.root is None else [opened.tree.leaves[leaf] for leaf in opened.root.references.leaf]
@@ -236,6 +243,7 @@ class _Verification:
         try:
             found = self._opened.location.store.size(record.key)
         except CheckpointError as error:
+            _raise_stale(error)
             self._add(CorruptCheckpointError(str(error), key=record.key, start=0, stop=record.size))
             return
         if found != record.size:
@@ -271,6 +279,7 @@ class _Verification:
         try:
             self._read(key, start, stop)
         except (CheckpointError, OSError) as error:
+            _raise_stale(error)
             if not isinstance(error, CorruptCheckpointError):
                 error = CorruptCheckpointError(str(error), key=key, start=start, stop=stop)
             self._add(error)

@@ -221,7 +221,7 @@ class PlainCommit:
             return self._claim.store
         if self._claimed_store is None:
             location = self._save.target.location
-            self._claimed_store = location.commits.store_of(location, self._save.info.save_id)
+            self._claimed_store = location.commits.store_of(location, self._save.info.save_id, is_new=True)
         return self._claimed_store
 
     def commit(self, payloads: Sequence[object]) -> None:

@@ -81,6 +81,7 @@ class Mounts:
         (at := self._directory / "fuse").mkdir()
         program = [sys.executable, "-m", "tests.storage.odd_file_system", str(source), str(at), options]
         server = self._closing.enter_context(subprocess.Popen(program, cwd=_ROOT, stderr=subprocess.PIPE, text=True))
+        self._closing.callback(server.kill)  # also if the test left files open
         self._closing.callback(subprocess.run, ["umount", "-l", str(at)], check=False)
         while not os.path.ismount(at):
             if server.poll() is not None:

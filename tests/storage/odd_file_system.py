@@ -2,7 +2,7 @@
 
 It shows a directory through FUSE, in the foreground. Options, joined by commas: ``case`` and ``accents`` take names for
 one as exFAT and APFS do; ``names=143`` limits the bytes of a name, as eCryptfs does, and ``silent`` does not tell the
-limit.
+limit. As long as there is a file ``SOURCE.stale``, paths that contain its text are stale, as on NFS after a failover.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
 
     def _path(self, path: str) -> str:
         """Return the path below the source, with the names under which its parts exist."""
+        if os.path.exists(stale := f"{self._source}.stale"):
+            with open(stale, encoding="utf-8") as file:
+                if file.read() in path:
+                    raise FuseOSError(errno.ESTALE)
         found = self._source
         for name in path.strip("/").split("/"):
             if len(name.encode("utf-8", "surrogateescape")) > self._limit:

@@ -120,7 +120,7 @@ def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
     location = resolve_location(tmp_path / "c", runtime_of(_FAST).storages, to_write=True)
     claim = Claim(new_save_id(), "2026-01-01T00:00:00+00:00")
     transaction = location.commits.begin(location, claim, overwrite=False)
-    other = location.commits.store_of(location, claim.save_id)
+    other = location.commits.store_of(location, claim.save_id, is_new=True)
     for store in (transaction.store, other):
         for write in (lambda store=store: store.open_writer("a", 1), lambda store=store: store.put("b", b"1")):
             if store is other:

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckptcore_integrations.added_files import is_checkpoint
 from ckptcore_integrations.lightning_disk import create_link, is_dangling, newest_neighbor, replacing_path
 
@@ -114,6 +114,8 @@ def _rename_back(path: _Path) -> None:
 def _is_complete(location: _Path, context: Context) -> bool:
     try:
         ckptcore.metadata(location, context=context)
+    except StorageError:
+        raise  # nothing is known about the checkpoint
     except CheckpointError:
         return False
     return True
@@ -138,6 +140,8 @@ def step_of(path: _Path, context: Context) -> int | None:
     """Return the global step of a checkpoint, or None if it cannot be read."""
     try:
         state = ckptcore.load(path, select=ckptcore.select.names("global_step"), context=context)
+    except StorageError:
+        raise  # nothing is known about the checkpoint
     except CheckpointError:
         return None
     step = state["global_step"]
