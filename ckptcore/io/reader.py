@@ -6,7 +6,7 @@ import functools
 import itertools
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -29,7 +29,7 @@ from ckptcore.io.requests import (
 )
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
-from ckptcore.protocols.storage import ReaderByKey
+from ckptcore.protocols.storage import RangeReader, ReaderByKey
 
 __all__ = ["ObjectReader"]
 
@@ -348,8 +348,12 @@ class _ChunkReading:
     ) -> None:
         self.stopped = False
         self._reader = reader
-        self._objects = {key: storage.open_reader(key) for key in sums}
+        self._storage = storage
         self._tasks = tasks
+        # Objects are open from their first task to their last one: there may be more of them than a process may open.
+        self._objects: dict[str, RangeReader] = {}
+        self._left = Counter([task.key for task in tasks])
+        self._opening = threading.Lock()
         self._sums = sums
         self._waiting = waiting
         self._progress = progress
@@ -400,6 +404,10 @@ class _ChunkReading:
             else:
                 requests += 1
                 taken += self._read_parts(task.key, parts, sums, scratch, checked)
+        with self._opening:
+            self._left[task.key] -= 1
+            if not self._left[task.key]:
+                self._objects.pop(task.key, None)
         if self.stopped:  # an array may be incomplete
             return None
         complete = []
@@ -430,8 +438,13 @@ class _ChunkReading:
         return requests
 
     def _read_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        opened = self._objects.get(key)
+        if opened is None:
+            with self._opening:
+                if (opened := self._objects.get(key)) is None:
+                    opened = self._objects[key] = self._storage.open_reader(key)
         try:
-            self._objects[key].get_into(ranges)
+            opened.get_into(ranges)
         except CorruptCheckpointError as error:
             error.key = key  # a wrapping storage may name the object by a longer key, which matches no array
             raise
