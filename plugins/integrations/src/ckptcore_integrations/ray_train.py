@@ -7,11 +7,12 @@ checkpoints: it deletes old ones, and gives workers the newest one after a failu
 from __future__ import annotations
 
 import itertools
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
 import ray.train
-from pyarrow.fs import FileSystem, FileType
+from pyarrow.fs import FileSystem, FileType, FSSpecHandler, PyFileSystem
 from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMode
 from ray.train.collective import broadcast_from_rank_zero
 
@@ -23,6 +24,11 @@ from ckptcore_integrations.own_options import own_options
 __all__ = ["checkpoint_location", "resume", "save_and_report"]
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
+_SCHEMES_OF_FSSPEC = {
+    "file": "", "local": "", "s3": "s3://", "s3a": "s3://", "gs": "gs://", "gcs": "gs://", "memory": "fsspec+memory://",
+}  # fmt: skip
+_AZURE = ".dfs.core.windows.net"
+"""The end of the hosts in URLs of Azure. Other hosts, such as those of emulators, are an option of the Context."""
 
 
 @own_options()
@@ -114,13 +120,45 @@ def resume(
 def checkpoint_location(checkpoint: Checkpoint) -> str:
     """Return the path or URL of a checkpoint of Ray Train, for the functions of ckptcore.
 
+    The file system is one of pyarrow (local, S3, GCS, Azure), a subtree of one, or one of fsspec. Its options, such as
+    keys or an endpoint, are not part of a URL: give them to the Context.
+
     Raises:
-        ValueError: its file system is neither local, nor S3, nor GCS.
+        ValueError: its file system has no URL.
     """
-    filesystem: FileSystem = checkpoint.filesystem
-    if filesystem.type_name not in _SCHEMES:
+    return _location(checkpoint.filesystem, checkpoint.path)
+
+
+def _location(filesystem: FileSystem, path: str) -> str:
+    kind = filesystem.type_name
+    if kind == "subtree":
+        return _location(filesystem.base_fs, posixpath.join(filesystem.base_path, path.lstrip("/")))
+    if isinstance(filesystem, PyFileSystem) and isinstance(filesystem.handler, FSSpecHandler):
+        return _location_of_fsspec(filesystem.handler.fs, path)
+    if kind == "abfs":
+        return _location_of_azure(filesystem, path)
+    if kind not in _SCHEMES:
         raise ValueError(
-            f"{checkpoint.path} is on a file system {filesystem.type_name!r}: expected one of {', '.join(_SCHEMES)}. "
-            "Set RunConfig(storage_path=...) to a path, or a URL of S3 or GCS"
+            f"{path} is on a file system {kind!r}, which has no URL that ckptcore opens: expected one of "
+            f"{', '.join(_SCHEMES)}, abfs (Azure), a subtree of one, or one of fsspec. Set "
+            "RunConfig(storage_path=...) to a path or such a URL"
         )
-    return _SCHEMES[filesystem.type_name] + checkpoint.path
+    return _SCHEMES[kind] + path
+
+
+def _location_of_fsspec(filesystem: Any, path: str) -> str:
+    protocols = [filesystem.protocol] if isinstance(filesystem.protocol, str) else list(filesystem.protocol)
+    if "dir" in protocols:
+        return _location_of_fsspec(filesystem.fs, posixpath.join(filesystem.path, path.lstrip("/")))
+    for protocol in protocols:
+        if protocol in _SCHEMES_OF_FSSPEC:
+            return _SCHEMES_OF_FSSPEC[protocol] + path
+    return f"{protocols[0]}://{path.lstrip('/')}"
+
+
+def _location_of_azure(filesystem: FileSystem, path: str) -> str:
+    """Return a URL with the account, which pyarrow only tells when the file system is pickled."""
+    _, (options,) = filesystem.__reduce__()
+    container, _, below = path.partition("/")
+    host = f"{options['account_name']}{options['dfs_storage_authority']}"
+    return f"abfs://{container}@{host}/{below}" if host.endswith(_AZURE) else f"abfs://{path}"

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from ckptcore_integrations.ray_train import checkpoint_location
+from fsspec.implementations.dirfs import DirFileSystem
 from pyarrow import fs
 from ray.train import Checkpoint
 
@@ -165,10 +167,28 @@ def test_file_systems(tmp_path: Path) -> None:
     """Ray takes a file system of pyarrow for RunConfig(storage_path=...), a path or URL."""
     location = os.fspath(tmp_path / "c")
     ckptcore.save(location, {"n": 3})
-    with pytest.raises(
-        ValueError, match=r"'subtree': expected one of local, s3, gcs. Set RunConfig\(storage_path=...\)"
-    ):
-        checkpoint_location(Checkpoint("c", fs.SubTreeFileSystem(os.fspath(tmp_path), fs.LocalFileSystem())))
+    subtree = fs.SubTreeFileSystem(os.fspath(tmp_path), fs.LocalFileSystem())
+    of_fsspec = fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("file")))
+    of_directory = fs.PyFileSystem(fs.FSSpecHandler(DirFileSystem(os.fspath(tmp_path), fsspec.filesystem("file"))))
+    below = fs.SubTreeFileSystem(os.fspath(tmp_path), of_fsspec)
+    for made, at in ((subtree, "c"), (of_fsspec, location), (of_directory, "c"), (below, "c")):
+        assert ckptcore.load(checkpoint_location(Checkpoint(at, made))) == {"n": 3}
+    azure = fs.AzureFileSystem(account_name="account", account_key="a2V5")
+    assert checkpoint_location(Checkpoint("box/c", azure)) == "abfs://box@account.dfs.core.windows.net/c"
+    emulated = fs.AzureFileSystem(account_name="account", account_key="a2V5", dfs_storage_authority="127.0.0.1:10000")
+    assert checkpoint_location(Checkpoint("box/c", emulated)) == "abfs://box/c"
+    memory = fs.SubTreeFileSystem("runs", fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("memory"))))
+    marker = ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="marker"))
+    ckptcore.save(checkpoint_location(Checkpoint("c", memory)), {"n": 4}, context=marker)
+    assert fsspec.filesystem("memory").exists("/runs/c/checkpoint.json")
+
+    class Strange(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no types
+        def get_type_name(self) -> str:
+            return "strange"
+
+    Strange.__abstractmethods__ = frozenset()
+    with pytest.raises(ValueError, match=r"'py::strange', which has no URL.*Set RunConfig\(storage_path=...\)"):
+        checkpoint_location(Checkpoint("c", fs.PyFileSystem(Strange())))
     filesystem, path = fs.FileSystem.from_uri(location)
     assert ckptcore.load(checkpoint_location(Checkpoint(path, filesystem))) == {"n": 3}
     for made, scheme in ((fs.S3FileSystem(region="eu-west-1", anonymous=True), "s3"), (fs.GcsFileSystem(), "gs")):
