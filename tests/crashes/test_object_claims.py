@@ -308,6 +308,12 @@ def test_a_storage_without_conditions_is_refused(kept: Kept) -> None:
     assert list(storages.open().list()) == []
 
 
+@pytest.mark.lives(
+    "stores that accept If-Match for a missing object",
+    "a store in memory",
+    "a save that a deletion overtakes is lost",
+    "each commit lists its objects",
+)
 @pytest.mark.parametrize("kept", ["kept", "kept if it exists"])
 def test_a_save_beside_a_deletion_is_lost(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
     """The deletion has removed the claim when the root is put. Some services accept the tag of a missing object."""

@@ -102,6 +102,18 @@ def _try_each_request(store: ObjectStore, program: _Program, faults: Sequence[Re
                     raise
 
 
+@pytest.mark.lives(
+    "S3",
+    "ministack, behind a proxy that loses answers",
+    "one commit for each save; the loser of two gets `SaveLostError`",
+    "no atomic replacement: `overwrite=True` is refused",
+)
+@pytest.mark.lives(
+    "GCS",
+    "the strict server of ckptcore_testing, behind a proxy that loses answers",
+    "one commit for each save; the loser of two gets `SaveLostError`",
+    "no atomic replacement: `overwrite=True` is refused",
+)
 def test_a_lost_answer_at_each_request(object_store: ObjectStore) -> None:
     _try_each_request(object_store, _first_save, [LoseAnswer()])
 

@@ -66,6 +66,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return {row["row"]: row for row in found}
 
 
+@pytest.mark.lives(
+    "NFS, Lustre, old kernels, sandboxes",
+    "a preloaded library whose system calls fail",
+    "saves, loads, sessions, runs, deletion without each call",
+    "see [File systems](file-systems.md)",
+)
 @pytest.mark.parametrize("row", _PARAMETERS)
 def test_everything_works_without_a_call(row: str, rows: Mapping[str, Any]) -> None:
     found, calls = rows[row], row.partition(":")[0]

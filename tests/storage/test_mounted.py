@@ -32,6 +32,36 @@ _KINDS: Final[dict[str, Callable[[Mounts], Path]]] = {
 }
 
 
+@pytest.mark.lives(
+    "tmpfs",
+    "Linux 6.18",
+    "saves, loads, overwriting, sessions, runs, deletion",
+    "lost with the machine",
+)
+@pytest.mark.lives(
+    "XFS",
+    "Linux 6.18, on a loop device",
+    "saves, loads, overwriting, sessions, runs, deletion",
+    "nothing",
+)
+@pytest.mark.lives(
+    "ext4",
+    "Linux 6.18, on a loop device",
+    "saves, loads, overwriting, sessions, runs, deletion",
+    "nothing",
+)
+@pytest.mark.lives(
+    "overlayfs",
+    "Linux 6.18, without redirect_dir",
+    "saves, loads, overwriting, sessions, runs, deletion",
+    "a checkpoint of a lower layer: see below",
+)
+@pytest.mark.lives(
+    "FUSE",
+    "bindfs 1.14.7",
+    'saves, loads, sessions, runs, deletion; `overwrite="best-effort"`, as trainers and replacements save',
+    "no exchange of directories: `overwrite=True` is refused, others replace by two renames",
+)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_everything_works(kind: str, mounts: Mounts) -> None:
     directory = _KINDS[kind](mounts)
@@ -41,6 +71,27 @@ def test_everything_works(kind: str, mounts: Mounts) -> None:
     assert set(happened.values()) == {"done"}, happened
 
 
+@pytest.mark.parametrize("kind", _KINDS)
+def test_checkpoints_are_replaced_as_well_as_it_can(
+    kind: str, mounts: Mounts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The two checkpoints in one directory share its warning."""
+    directory = _KINDS[kind](mounts) / "here"
+    for number in (1, 2, 3):
+        for name in ("one", "other"):
+            ckptcore.save(directory / name, state(number), overwrite="best-effort", context=_FAST)
+            check(ckptcore.load(directory / name), number)
+    warned = [record for record in caplog.records if "is replaced by two renames" in record.getMessage()]
+    assert len(warned) == (1 if kind == "bindfs" else 0)
+    assert sorted(os.listdir(directory)) == ["one", "other"]
+
+
+@pytest.mark.lives(
+    "overlayfs, a checkpoint of a lower layer",
+    "Linux 6.18, without redirect_dir",
+    "loads; deletion",
+    '`overwrite=True` is refused before anything is written; `overwrite="non-atomic"` deletes the old one in place',
+)
 def test_a_checkpoint_of_a_lower_layer_is_replaced_and_deleted(mounts: Mounts) -> None:
     """Its directory cannot be renamed."""
     lower = mounts.overlay() / "lower"

@@ -56,6 +56,18 @@ def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
     return mounts.odd("case,accents")
 
 
+@pytest.mark.lives(
+    "exFAT, NTFS, APFS, SMB",
+    "FUSE by fusepy, with names without case and with one form of accents",
+    "names that are one are refused before anything is written, with both names",
+    "no exchange of directories",
+)
+@pytest.mark.lives(
+    "ext4 with casefold, XFS with ascii-ci",
+    "on a loop device, where the kernel has them: skipped so far",
+    "as on exFAT",
+    "nothing else",
+)
 @pytest.mark.parametrize("kind", _SAVES)
 def test_names_that_are_one_are_refused_before_anything_is_written(kind: str, merging: Path) -> None:
     for one, two in _PAIRS if kind != "an object and the root" else _PAIRS[:1]:
@@ -131,6 +143,12 @@ def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
     transaction.abort()
 
 
+@pytest.mark.lives(
+    "eCryptfs",
+    "FUSE by fusepy, with names of 143 bytes",
+    "saves and loads; longer names are refused before anything is written",
+    "names of checkpoints have at most 116 bytes",
+)
 @pytest.mark.parametrize("options", ["names=143", "names=143,silent"])
 def test_long_names_are_refused_by_the_path_that_was_given(options: str, mounts: Mounts) -> None:
     directory = mounts.odd(options)
@@ -153,6 +171,12 @@ def test_names_of_any_file_system_are_refused_early(tmp_path: Path) -> None:
     _save(tmp_path / ("n" * 228), {"w": _ONE})
 
 
+@pytest.mark.lives(
+    "mount points",
+    "Linux 6.18, tmpfs and bind mounts",
+    "refused before anything is written, with the directory to use",
+    "nothing, in a directory below it",
+)
 @pytest.mark.parametrize("kind", ["tmpfs", "bind"])
 def test_a_mount_point_is_refused_before_anything_is_written(kind: str, mounts: Mounts, tmp_path: Path) -> None:
     if kind == "tmpfs":

@@ -27,6 +27,12 @@ def _save_steps(directory: Path) -> None:
             run.save(step, {"w": np.full(100_000, step)})
 
 
+@pytest.mark.lives(
+    "NFS, stale handles",
+    "FUSE by fusepy that answers ESTALE",
+    "no reader takes an older step, and `verify` reports no damage; the next load works",
+    "a load that meets it fails",
+)
 @pytest.mark.system
 @pytest.mark.parametrize("stale", ["/run/2", "/2/", "/2/model", "/2/checkpoint.json"])
 def test_no_reader_takes_an_older_step(stale: str, mounts: Mounts, tmp_path: Path) -> None:

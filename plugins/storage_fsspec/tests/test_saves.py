@@ -103,6 +103,12 @@ def test_a_checkpoint_comes_back(marked: Place, layout: str) -> None:
         ckptcore.load(location, context=context)
 
 
+@pytest.mark.lives(
+    "everything else, through fsspec (SFTP, SMB and Azure were not tried)",
+    "fsspec: memory, gcsfs and s3fs",
+    'saves, loads, runs of one process at a time, with `without_conditions="marker"`',
+    "two saves at once are not noticed",
+)
 def test_steps_of_a_run(marked: Place) -> None:
     url, context = marked
     with ckptcore.Checkpointer(url, preservation_policy=policies.LatestN(2), context=context) as steps:

@@ -38,6 +38,12 @@ def test_a_checkpoint_comes_back(bucket: str, context: ckptcore.Context, layout:
         ckptcore.load(location, context=context)
 
 
+@pytest.mark.lives(
+    "S3-compatible services",
+    "ministack; Ceph by `make test-ceph`",
+    "saves, loads, runs",
+    "no atomic replacement",
+)
 def test_steps_of_a_run(bucket: str, context: ckptcore.Context) -> None:
     policy = policies.LatestN(2)
     with ckptcore.Checkpointer(f"s3://{bucket}/run", preservation_policy=policy, context=context) as steps:

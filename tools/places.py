@@ -1,0 +1,105 @@
+"""Write the page of where runs live, from the tests with the mark ``lives``.
+
+    python -m tools.places            write docs/reference/where-runs-live.md
+    python -m tools.places --check    only compare it
+
+A test adds a row by a mark with four literal texts: the file system or store, what was tried, what holds, and what is
+weaker. The name of a library in what was tried gets the version of ``constraints.txt``:
+
+    @pytest.mark.lives("S3", "moto", "everything", "nothing")
+
+Tests are parsed and not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tools.brought import pinned_versions
+
+__all__ = ["Row", "main", "rows_of", "written_page"]
+
+_ROOT: Final = Path(__file__).resolve().parents[1]
+_PAGE: Final = _ROOT / "docs/reference/where-runs-live.md"
+
+_INTRODUCTION: Final = """\
+# Where runs live
+
+The file systems and stores that the tests save to, load from and run on. `python -m tools.places`
+writes the table from the marks of the tests. A test that needs rights or a kernel that are missing is
+skipped with a message.
+
+A save tries once for each directory what its file system can do, and keeps the result for the
+process: whether directories can be exchanged, and which names it takes for one. On an object store,
+the first save in a bucket tries the conditions of puts. What is weaker is logged in one line.
+[File systems](file-systems.md) has the details of each missing call, and
+[Durability and integrity](../how-to/durability.md) says what a commit means.
+
+| where | tried | what holds | what is weaker | test |
+|---|---|---|---|---|
+"""
+
+
+class Row(NamedTuple):
+    """A file system or a store."""
+
+    place: str
+    tried: str
+    holds: str
+    weaker: str
+    test: str
+
+
+def rows_of(file: str, source: str) -> Iterable[Row]:
+    """Yield the rows of a file of tests.
+
+    Raises:
+        ValueError: an argument of a mark is not a literal, or there are not four.
+    """
+    for function in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
+        for node in [one for decorator in function.decorator_list for one in ast.walk(decorator)]:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.lives":
+                texts = [ast.literal_eval(argument) for argument in node.args]
+                if len(texts) != 4 or not all(isinstance(text, str) for text in texts):
+                    raise ValueError(f"{file}::{function.name}: expected four texts, found {texts}")
+                yield Row(*texts, f"{file}::{function.name}")
+
+
+def written_page(rows: Iterable[Row], versions: Mapping[str, str]) -> str:
+    """Return the page. `versions` has the versions of libraries by name, in lower case."""
+
+    def with_version(found: re.Match[str]) -> str:
+        version = versions.get(found[0].lower())
+        return found[0] if version is None else f"{found[0]} {version}"
+
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.place.lower(), row)):
+        tried = re.sub(r"[\w-]+", with_version, row.tried)
+        lines.append(f"| {row.place} | {tried} | {row.holds} | {row.weaker} | `{row.test}` |\n")
+    return _INTRODUCTION + "".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or compare the page. Return 1 if it differs."""
+    rows: list[Row] = []
+    for place in [_ROOT / "tests", *sorted((_ROOT / "plugins").glob("*/tests"))]:
+        for file in sorted(place.rglob("test_*.py")):
+            source = file.read_text(encoding="utf-8")
+            if "mark.lives(" in source:
+                rows.extend(rows_of(file.name, source))
+    page = written_page(rows, pinned_versions((_ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    if "--check" not in arguments:
+        _PAGE.write_text(page, encoding="utf-8")
+    elif not _PAGE.exists() or _PAGE.read_text(encoding="utf-8") != page:
+        print(f"{_PAGE.relative_to(_ROOT)} differs from the marks of the tests: run python -m tools.places")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
