@@ -67,7 +67,8 @@ def rows_of(file: str, source: str) -> Iterable[Row]:
                 texts = [ast.literal_eval(argument) for argument in node.args]
                 if len(texts) != 4 or not all(isinstance(text, str) for text in texts):
                     raise ValueError(f"{file}::{function.name}: expected four texts, found {texts}")
-                yield Row(*texts, f"{file}::{function.name}")
+                place, tried, holds, weaker = texts
+                yield Row(place, tried, holds, weaker, f"{file}::{function.name}")
 
 
 def written_page(rows: Iterable[Row], versions: Mapping[str, str]) -> str:

@@ -74,7 +74,10 @@ class Mounts:
 
     def odd(self, options: str) -> Path:
         """A file system of `tests.storage.odd_file_system`."""
-        pytest.importorskip("fuse", reason="fusepy or libfuse 2 is missing", exc_type=(ImportError, OSError))
+        try:
+            import fuse  # noqa: F401  # the program imports it, too
+        except (ImportError, OSError) as error:
+            pytest.skip(f"fusepy or libfuse 2 is missing: {error}")
         if not os.access("/dev/fuse", os.W_OK):
             pytest.skip("/dev/fuse cannot be used")
         (source := self._directory / "source").mkdir()

@@ -97,7 +97,7 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
         os.chown(self._path(path), uid, gid)
         return 0
 
-    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+    def utimens(self, path: str, times: tuple[int, int]) -> int:
         os.utime(self._path(path), ns=times)
         return 0
 
