@@ -336,6 +336,19 @@ class LayoutTests:
         first.assert_reads_back()
         second.assert_reads_back()
 
+    def test_names_in_keys_are_those_that_some_file_systems_take_for_one(self, storage: StorageBackend) -> None:
+        """The core refuses such names before a save writes, so the layout must tell all of them."""
+        layout = self.layout()
+        trial = flat_trial({name: ArraySpec((5,), "float32") for name in ("W", "w", "other")})
+        written = write_trial(layout, trial, storage)
+        names = list(layout.names_in_keys(trial.plan(0)))
+        assert all(any(key == name or key.startswith(f"{name}/") for key in written.digests) for name in names)
+        folds: dict[str, str] = {}
+        for key in written.digests:
+            if folds.setdefault(key.lower(), key) != key:
+                below = [name for name in names if key == name or key.startswith(f"{name}/")]
+                assert below, f"{key} and {folds[key.lower()]} differ in case only: names_in_keys must have their names"
+
     def test_names_of_their_own_do_not_collide_with_others(self, storage: StorageBackend) -> None:
         """Two saves in one directory share only the index, so that one takes the place of the other by renames."""
         layout = self.layout()

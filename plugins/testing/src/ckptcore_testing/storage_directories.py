@@ -142,6 +142,46 @@ class AtomicDirectoriesTests:
 
     # --- rename -------------------------------------------------------------------------------------------------------
 
+    def test_a_probe_leaves_nothing_and_tells_what_is_so(self, storage: DirectoryStorage) -> None:
+        lock = storage.lock_directory("a")
+        assert lock is not None
+        with lock:
+            storage.put("a/File", b"1")
+            found = storage.probe("a")
+            assert list(storage.list_names("a")) == ["File"]
+            try:
+                storage.size("a/file")
+                is_one = True
+            except ObjectNotFoundError:
+                is_one = False
+            assert ("case" in found.merges) == is_one
+        storage.put("b/1", b"1")
+        if found.exchanges:
+            storage.exchange("a", "b")
+            assert list(storage.list("b")) == ["b/File"]
+        else:
+            with pytest.raises(AtomicityError):
+                storage.exchange("a", "b")
+
+    def test_limits_are_known_before_a_directory_exists(self, storage: DirectoryStorage) -> None:
+        limits = storage.limits("new")
+        assert not limits.is_mount_point and (limits.name_bytes is None or limits.name_bytes > 64)
+        assert list(storage.list_names()) == []
+
+    def test_a_directory_can_be_moved(self, storage: DirectoryStorage) -> None:
+        for directory in ("old", "hidden"):
+            storage.put(f"{directory}/a", b"1")
+        assert storage.can_move("old", "hidden")
+        assert list(storage.list()) == ["hidden/a", "old/a"]
+
+    def test_a_new_object_replaces_nothing(self, storage: DirectoryStorage) -> None:
+        writer = storage.open_new("a/b", 3)
+        writer.write_at(0, b"one")
+        writer.finish()
+        with pytest.raises(ConditionFailedError):
+            storage.open_new("a/b", 3).finish()
+        assert storage.get("a/b") == b"one"
+
     def test_rename_moves_everything(self, storage: DirectoryStorage) -> None:
         storage.put("old/a", b"1")
         storage.put("old/b/c", b"2")
