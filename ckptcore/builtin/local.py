@@ -43,7 +43,6 @@ from ckptcore.builtin.local_directories import (
     lock_object,
     try_to_lock,
 )
-from ckptcore.builtin.local_features import can_move, limits_of, probe_directory
 from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
 from ckptcore.errors import (
     AtomicityError,
@@ -374,6 +373,8 @@ class LocalStorage(StorageBackend):
 
     def probe(self, key: str) -> DirectoryFeatures:
         """See `AtomicDirectories`."""
+        from ckptcore.builtin.local_features import probe_directory  # loads do not need it
+
         path = self._checked_path(key)
         try:
             return probe_directory(path)
@@ -382,6 +383,8 @@ class LocalStorage(StorageBackend):
 
     def limits(self, key: str) -> PlaceLimits:
         """See `AtomicDirectories`."""
+        from ckptcore.builtin.local_features import limits_of  # loads do not need it
+
         path = self._path(key)
         try:
             return limits_of(path)
@@ -390,6 +393,8 @@ class LocalStorage(StorageBackend):
 
     def can_move(self, key: str, onto: str) -> bool:
         """See `AtomicDirectories`."""
+        from ckptcore.builtin.local_features import can_move  # only saves that replace a checkpoint need it
+
         path, full = self._checked_path(key), self._checked_path(onto)
         try:
             return can_move(path, full)

@@ -16,6 +16,7 @@ import re
 import stat
 import struct
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -34,6 +35,7 @@ __all__ = [
     "exchange",
     "file_system_type",
     "is_local_file_system",
+    "limit_open_files",
     "local_error",
     "open_inside",
     "open_regular_file",
@@ -312,6 +314,53 @@ def _forget_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
+
+
+_OPEN_FILES: Final = 32
+"""Most files that all storages of a process keep open for further reads, each with up to three descriptors. A process
+may have no more than 256."""
+
+
+class _OpenFiles(Protocol):
+    """An object that keeps files open."""
+
+    def close_file(self, path: str) -> None:
+        """Close a file. Thread-safe."""
+        ...
+
+
+class _RecentFiles:
+    """The cached files of all storages in this process, the oldest first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.forget()
+        close_in_children(self)
+
+    def forget(self) -> None:
+        """Start without files, as a forked child must."""
+        self._lock = threading.Lock()
+        self._owners: dict[tuple[int, str], weakref.ref[_OpenFiles]] = {}
+
+    def add(self, owner: _OpenFiles, path: str) -> None:
+        """Remember that a cache has opened a file. Close the oldest files beyond the limit."""
+        oldest = []
+        with self._lock:
+            self._owners.pop((id(owner), path), None)
+            self._owners[id(owner), path] = weakref.ref(owner)
+            while len(self._owners) > _OPEN_FILES:
+                key = next(iter(self._owners))
+                oldest.append((self._owners.pop(key), key[1]))
+        for reference, unneeded in oldest:
+            if (cache := reference()) is not None:
+                cache.close_file(unneeded)
+
+
+_RECENT: Final = _RecentFiles()
+
+
+def limit_open_files(owner: _OpenFiles, path: str) -> None:
+    """Remember that an object keeps a file open. Close the oldest files of all such objects beyond the limit."""
+    _RECENT.add(owner, path)
 
 
 def working_directory() -> str:

@@ -15,7 +15,6 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -25,6 +24,7 @@ from ckptcore.builtin.local_calls import (
     OPEN_TO_READ,
     close_in_children,
     is_local_file_system,
+    limit_open_files,
     local_error,
     open_inside,
     open_without_links,
@@ -44,7 +44,6 @@ __all__ = [
 T = TypeVar("T")
 
 _IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver
-_OPEN_FILES: Final = 32  # of all storages of a process, each with up to three descriptors; many have 256 of them
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
 _MAX_BYTES: Final = 1 << 30  # of one system call, below the limit of Linux, 2 GiB
 
@@ -292,7 +291,7 @@ class LocalFiles:
             file.cold = open_cold_reader(path, file.status)
         with self._lock:
             self._files[path] = file
-        _RECENT.add(self, path)
+        limit_open_files(self, path)
         return file
 
     def close_file(self, path: str) -> None:
@@ -305,34 +304,6 @@ class LocalFiles:
         with self._lock:
             self._files.clear()
 
-
-class _RecentFiles:
-    """The cached files of all storages in this process, the oldest first. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.forget()
-        close_in_children(self)
-
-    def forget(self) -> None:
-        """Start without files, as a forked child must."""
-        self._lock = threading.Lock()
-        self._owners: dict[tuple[int, str], weakref.ref[LocalFiles]] = {}
-
-    def add(self, owner: LocalFiles, path: str) -> None:
-        """Remember that a cache has opened a file. Close the oldest files beyond the limit."""
-        oldest = []
-        with self._lock:
-            self._owners.pop((id(owner), path), None)
-            self._owners[id(owner), path] = weakref.ref(owner)
-            while len(self._owners) > _OPEN_FILES:
-                key = next(iter(self._owners))
-                oldest.append((self._owners.pop(key), key[1]))
-        for reference, unneeded in oldest:
-            if (cache := reference()) is not None:
-                cache.close_file(unneeded)
-
-
-_RECENT: Final = _RecentFiles()
 
 _TICK_NANOSECONDS: Final = 2_000_000_000
 """Two changes within this time may have equal timestamps: FAT has a resolution of 2 s, others of milliseconds."""

@@ -68,6 +68,14 @@ class CommitMethod(ABC):
     replaces_atomically: ClassVar[bool]
     claims_by_root: ClassVar[bool]
 
+    def refuse_place(self, location: Location) -> None:
+        """Refuse a location that no commit can reach, such as a mount point. Changes nothing.
+
+        Raises:
+            InvalidLocationError
+            StorageError
+        """
+
     @abstractmethod
     def begin(
         self,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator
+from typing import Final
 
+from ckptcore.errors import NameCollisionError
 from ckptcore.protocols import NameForm
 
-__all__ = ["folded", "merged_names", "too_long"]
+__all__ = ["ALL_FORMS", "existing_name", "folded", "merged_names", "names_merged", "too_long"]
+
+ALL_FORMS: Final[frozenset[NameForm]] = frozenset(("case", "accents", "trailing dots"))
+"""The differences between names that some file systems ignore."""
 
 
 def folded(name: str, merges: Collection[NameForm]) -> str:
@@ -51,3 +56,25 @@ def too_long(keys: Iterable[str], name_bytes: int | None) -> str | None:
                 if len(name.encode("utf-8", "surrogateescape")) > name_bytes:
                     return name
     return None
+
+
+def names_merged(display: str, first: str, second: str, end: str) -> NameCollisionError:
+    """Return the error for two names that are one. Names that look alike are shown by their code points."""
+    look_alike = unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
+    names = " and ".join(map(ascii if look_alike else repr, (first, second)))
+    return NameCollisionError(
+        f"cannot save to {display}: this file system takes the names {names} for one, so one would "
+        f"have the values of the other. Rename one of them, or save to another file system. {end}"
+    )
+
+
+def existing_name(display: str, key: str, others: Iterable[str]) -> NameCollisionError:
+    """Return the error for a key that exists already in a new directory, with the other name of it if there is one."""
+    fold = folded(key, ALL_FORMS)
+    for other in others:
+        if other != key and folded(other, ALL_FORMS) == fold:
+            return names_merged(display, other, key, "Nothing was committed")
+    return NameCollisionError(
+        f"cannot save to {display}: {key!r} was written already, perhaps by another process of the job, or the file "
+        "system takes another name for it. Nothing was committed"
+    )

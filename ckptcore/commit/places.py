@@ -1,4 +1,4 @@
-"""Places on file systems: what is refused before anything is written, and new directories in which nothing is replaced.
+"""Places on file systems: what is refused before anything is written.
 
 File systems take some names for one, limit their length, and do not rename mount points.
 """
@@ -8,36 +8,19 @@ from __future__ import annotations
 import errno
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from ckptcore.commit.names import folded, merged_names, too_long
+from ckptcore.commit.names import ALL_FORMS, folded, merged_names, names_merged, too_long
 from ckptcore.commit.root import new_save_id
-from ckptcore.commit.subdirectory import AtomicSubdirectories, subdirectory
 from ckptcore.commit.target import name_of_save
-from ckptcore.errors import (
-    AtomicityError,
-    ConditionFailedError,
-    InvalidLocationError,
-    NameCollisionError,
-    ObjectNotFoundError,
-    StorageError,
-)
-from ckptcore.protocols import (
-    IF_ABSENT,
-    AtomicDirectories,
-    DirectoryFeatures,
-    NameForm,
-    ObjectWriter,
-    PutCondition,
-    StorageBackend,
-)
+from ckptcore.errors import AtomicityError, InvalidLocationError, NameCollisionError, StorageError
+from ckptcore.protocols import DirectoryFeatures, PlaceLimits
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
 __all__ = [
-    "NewDirectory",
     "expect_distinct",
     "expect_place",
     "naming_place",
@@ -45,18 +28,13 @@ __all__ = [
     "refuse_other_spelling",
 ]
 
-_FORMS: Final[frozenset[NameForm]] = frozenset(("case", "accents", "trailing dots"))
-_PROBE: Final = ".probe-names"
 
-
-def expect_place(location: Location, directories: AtomicDirectories) -> None:
+def expect_place(location: Location, limits: PlaceLimits) -> None:
     """Refuse a location that no rename can reach: a mount point, or a name without room for the hidden directory.
 
     Raises:
         InvalidLocationError
-        StorageError
     """
-    limits = directories.limits(location.name)
     if limits.is_mount_point:
         raise _is_mount_point(location)
     longest = name_of_save(location.name, new_save_id())
@@ -107,7 +85,7 @@ def refuse_other_spelling(location: Location) -> None:
         return
     wanted = unicodedata.normalize("NFC", location.name)
     for name in names:
-        if unicodedata.normalize("NFC", name) != wanted and folded(name, _FORMS) == folded(location.name, _FORMS):
+        if unicodedata.normalize("NFC", name) != wanted and folded(name, ALL_FORMS) == folded(location.name, ALL_FORMS):
             raise NameCollisionError(
                 f"cannot save to {location.display}: the file system takes this name for {name!r}, which exists and "
                 f"would be replaced. Save to another name, or to {name!r} if it is meant. Nothing was written"
@@ -124,19 +102,20 @@ def no_exchange(location: Location) -> AtomicityError:
 
 def expect_distinct(
     location: Location,
-    store: StorageBackend,
+    name_bytes: int | None,
     features: DirectoryFeatures,
+    is_one: Callable[[str, str], bool],
     keys: Callable[[], Iterable[str]],
 ) -> None:
     """Refuse keys that the file system takes for one, or that are too long for it. See `Transaction.expect_distinct`.
 
     Args:
         location: the location of the checkpoint.
-        store: the storage, opened at a hidden directory of this process.
+        name_bytes: the most bytes of a name.
         features: what the file system was found to do.
+        is_one: asks the file system itself about two keys, because each compares rare characters in its own way.
         keys: returns the keys.
     """
-    name_bytes = store.limits(_PROBE).name_bytes if isinstance(store, AtomicDirectories) else None
     if not features.merges and (name_bytes is None or name_bytes >= 255):
         return  # layouts write no longer names
     found = list(keys())
@@ -147,64 +126,5 @@ def expect_distinct(
             "shorter name, or save elsewhere. Nothing was written"
         )
     for first, second in merged_names(found, features.merges):
-        if _is_one(store, first, second):
-            raise _merged(location.display, first, second, "Nothing was written")
-
-
-def _is_one(store: StorageBackend, first: str, second: str) -> bool:
-    """Ask the file system itself, because each compares rare characters in its own way."""
-    inside = subdirectory(store, _PROBE)
-    inside.put(first, b"")
-    try:
-        inside.size(second)
-    except ObjectNotFoundError:
-        return False
-    finally:
-        if isinstance(store, AtomicDirectories):
-            store.delete_directory(_PROBE)
-    return True
-
-
-def _merged(display: str, first: str, second: str, end: str) -> NameCollisionError:
-    look_alike = unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
-    names = " and ".join(map(ascii if look_alike else repr, (first, second)))
-    return NameCollisionError(
-        f"cannot save to {display}: this file system takes the names {names} for one, so one would "
-        f"have the values of the other. Rename one of them, or save to another file system. {end}"
-    )
-
-
-class NewDirectory(AtomicSubdirectories):
-    """A new hidden directory, as a storage: no object replaces another one, under whichever name it is found."""
-
-    def __init__(self, location: Location, hidden: str) -> None:
-        """Open the hidden directory of a save to a location."""
-        super().__init__(location.parent, hidden)
-        self._display = location.display
-
-    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """See `StorageBackend`. Replaces nothing without a condition."""
-        if condition is not None:
-            return super().put(key, data, condition=condition)
-        try:
-            return super().put(key, data, condition=IF_ABSENT)
-        except ConditionFailedError as error:
-            raise self._exists(key) from error
-
-    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`. Replaces nothing."""
-        try:
-            return super().open_new(key, size)
-        except ConditionFailedError as error:
-            raise self._exists(key) from error
-
-    def _exists(self, key: str) -> NameCollisionError:
-        fold = folded(key, _FORMS)
-        with suppress(StorageError):
-            for other in self.list():
-                if other != key and folded(other, _FORMS) == fold:
-                    return _merged(self._display, other, key, "Nothing was committed")
-        return NameCollisionError(
-            f"cannot save to {self._display}: {key!r} was written already, perhaps by another process of the job, or "
-            "the file system takes another name for it. Nothing was committed"
-        )
+        if is_one(first, second):
+            raise names_merged(location.display, first, second, "Nothing was written")

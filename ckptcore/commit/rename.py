@@ -21,17 +21,9 @@ from ckptcore.commit.method import (
     session_running,
     sessions_changed,
 )
-from ckptcore.commit.places import (
-    NewDirectory,
-    expect_distinct,
-    expect_place,
-    naming_place,
-    no_exchange,
-    refuse_other_spelling,
-)
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import encode_claim, encode_partial
-from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.subdirectory import NewDirectory, subdirectory
 from ckptcore.commit.target import (
     IsForeign,
     Overwrite,
@@ -84,6 +76,9 @@ _TWO_RENAMES: Final = (
     "this file system cannot exchange directories, so a checkpoint is replaced by two renames. Between them there is "
     "none; if the process is killed then, the next load or save restores the old one"
 )
+
+_PROBE: Final = ".probe"
+"""Name of a directory in which a save tries what the file system can do."""
 
 _PUBLISH_TRIES: Final = 100
 """Maximum number of attempts to commit while other processes delete the old checkpoint."""
@@ -149,7 +144,7 @@ class RenameTransaction:
         self._held.enter_context(lock.lock)
         self._check = lock.check
         self._own = subdirectory(location.parent, hidden)
-        self.store: StorageBackend = NewDirectory(location, hidden) if is_new else self._own
+        self.store: StorageBackend = NewDirectory(location.parent, hidden, location.display) if is_new else self._own
 
     def probe(self, *, exchange: bool) -> None:
         """Find out what the file system can do, before anything is written.
@@ -163,9 +158,11 @@ class RenameTransaction:
         features = self._method.features(self._hidden)
         if not exchange:
             return
+        from ckptcore.commit.places import no_exchange  # only saves that replace a checkpoint need it
+
         if not features.exchanges:
             raise no_exchange(self._location)
-        inside = f"{self._hidden}/.probe"
+        inside = f"{self._hidden}/{_PROBE}"
         _make_directory(self._directories, inside)  # because a rename onto an empty directory would succeed
         try:
             if not self._directories.can_move(self._location.name, self._hidden):
@@ -175,7 +172,22 @@ class RenameTransaction:
 
     def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
         """See `Transaction`."""
-        expect_distinct(self._location, self._own, self._method.features(self._hidden), keys)
+        from ckptcore.commit.places import expect_distinct  # loads do not need it
+
+        name_bytes = self._directories.limits(self._hidden).name_bytes
+        expect_distinct(self._location, name_bytes, self._method.features(self._hidden), self._is_one, keys)
+
+    def _is_one(self, first: str, second: str) -> bool:
+        """Return True if the file system takes two keys for one."""
+        inside = subdirectory(self._own, _PROBE)
+        inside.put(first, b"")
+        try:
+            inside.size(second)
+        except ObjectNotFoundError:
+            return False
+        finally:
+            self._directories.delete_directory(f"{self._hidden}/{_PROBE}")
+        return True
 
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
@@ -275,6 +287,8 @@ class RenameTransaction:
         if self._overwrite == "keep-other-files":
             self._place(root)
             return self._hidden
+        from ckptcore.commit.places import no_exchange, refuse_other_spelling  # only overwriting needs it
+
         refuse_other_spelling(self._location)
         try:
             self._directories.exchange(self._hidden, name)
@@ -379,6 +393,12 @@ class RenameMethod(CommitMethod):
         self._support = support
         self.directories = cast(AtomicDirectories, directory)
 
+    def refuse_place(self, location: Location) -> None:
+        """See `CommitMethod`."""
+        from ckptcore.commit.places import expect_place  # loads do not need it
+
+        expect_place(location, self.directories.limits(location.name))
+
     def begin(
         self,
         location: Location,
@@ -389,8 +409,10 @@ class RenameMethod(CommitMethod):
         resume: bool = False,
     ) -> Transaction:
         """See `CommitMethod`."""
+        from ckptcore.commit.places import naming_place, refuse_other_spelling  # loads do not need it
+
         wait_for_saves_to(location.identity)
-        expect_place(location, self.directories)
+        self.refuse_place(location)
         self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
@@ -417,7 +439,9 @@ class RenameMethod(CommitMethod):
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
-        expect_place(location, self.directories)
+        from ckptcore.commit.places import naming_place  # loads do not need it
+
+        self.refuse_place(location)
         self.restore(location.name)
         with naming_place(location):
             transaction = self._resume(location)
@@ -500,7 +524,9 @@ class RenameMethod(CommitMethod):
         if owner is not None:
             return self.session_store(location)
         hidden = name_of_save(location.name, save_id)
-        return NewDirectory(location, hidden) if is_new else subdirectory(location.parent, hidden)
+        return (
+            NewDirectory(location.parent, hidden, location.display) if is_new else subdirectory(location.parent, hidden)
+        )
 
     def session_store(self, location: Location) -> StorageBackend:
         """See `CommitMethod`."""
@@ -523,7 +549,7 @@ class RenameMethod(CommitMethod):
 
     def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
-        expect_place(location, self.directories)
+        self.refuse_place(location)
         expect_no_nested(location)
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():
             self.aside(location.name).discard()

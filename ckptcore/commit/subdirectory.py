@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
+from ckptcore.errors import ConditionFailedError, NameCollisionError
 from ckptcore.protocols import (
+    IF_ABSENT,
     AtomicDirectories,
     DirectoryFeatures,
     ObjectWriter,
@@ -20,7 +22,7 @@ from ckptcore.protocols import (
     StorageCapabilities,
 )
 
-__all__ = ["AtomicSubdirectories", "Subdirectory", "has_directories", "subdirectory"]
+__all__ = ["AtomicSubdirectories", "NewDirectory", "Subdirectory", "has_directories", "subdirectory"]
 
 
 class Subdirectory(StorageBackend):
@@ -176,6 +178,36 @@ class AtomicSubdirectories(Subdirectory):
     def delete_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self._directories.delete_directory(self._prefix + key)
+
+
+class NewDirectory(AtomicSubdirectories):
+    """A new directory, as a storage: no object replaces another one, under whichever name it is found."""
+
+    def __init__(self, parent: StorageBackend, name: str, display: str) -> None:
+        """Open a directory that a save writes. `display` is its location, for errors."""
+        super().__init__(parent, name)
+        self._display = display
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`. Replaces nothing without a condition."""
+        try:
+            return super().put(key, data, condition=condition or IF_ABSENT)
+        except ConditionFailedError as error:
+            if condition is not None:
+                raise
+            raise self._exists(key) from error
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`. Replaces nothing."""
+        try:
+            return super().open_new(key, size)
+        except ConditionFailedError as error:
+            raise self._exists(key) from error
+
+    def _exists(self, key: str) -> NameCollisionError:
+        from ckptcore.commit.names import existing_name  # only errors need it
+
+        return existing_name(self._display, key, self.list())
 
 
 def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:

@@ -21,11 +21,12 @@ from ckptcore.errors import (
 )
 from ckptcore.io.requests import map_ordered, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
+from ckptcore.loading.foreign import format_names
 from ckptcore.loading.opening import (
     ConsistentRead,
     MemberOpener,
     is_deleted,
-    is_lost,
+    lost_members,
     member_opener,
     open_either,
     present_members,
@@ -33,7 +34,7 @@ from ckptcore.loading.opening import (
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
-__all__ = ["FileCheck", "Problem", "StoredFiles", "has_expected_sizes", "missing_states"]
+__all__ = ["FileCheck", "Problem", "StoredFiles", "has_expected_sizes", "missing_members", "missing_states"]
 
 _FEW: Final = 8
 """Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
@@ -64,22 +65,23 @@ def _wrong_size(key: str, expected: int, found: int | None, least: str = "") -> 
     return Problem(key, min(found or 0, expected), max(found or 0, expected), (), message)
 
 
-def missing_states(
-    composite: CompositeCheckpoint, name: str, member: Member, existing: Collection[str]
-) -> Iterator[Problem]:
-    """Yield a problem if a checkpointable was lost, or if some processes saved a state of it that does not exist.
-
-    A checkpointable that ckptcore deleted is no problem.
-    """
-    processes = member.processes or 1
-    if not existing and is_lost(composite, name):
+def missing_members(composite: CompositeCheckpoint, absent: Collection[str]) -> Iterator[Problem]:
+    """Yield one problem if checkpointables of which nothing exists were lost. Those that ckptcore deleted are none."""
+    lost = lost_members(composite, absent)
+    if lost:
+        found = f"{format_names([repr(name) for name in lost])} {'is' if len(lost) == 1 else 'are'} listed but missing"
         message = (
-            f"{name!r} is listed but missing: it was lost, or never copied here. Copy it again; or pass its location "
-            "to ckptcore.delete if it is not needed"
+            f"{found}: lost, or never copied here. Copy it again; or pass its location to ckptcore.delete if it is not "
+            "needed"
             if composite.root is not None
-            else f"{name!r} is listed but missing: it was deleted, lost, or never copied here. Copy it again"
+            else f"{found}: deleted, lost, or never copied here. Copy it again"
         )
-        yield Problem(name, None, None, (), message)
+        yield Problem(lost[0], None, None, (), message)
+
+
+def missing_states(name: str, member: Member, existing: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem if some processes saved a separate state of a checkpointable that does not exist any more."""
+    processes = member.processes or 1
     if 0 < len(existing) < processes:
         message = f"{name!r} has a state for each of {processes} processes, but only {len(existing)} exist"
         yield Problem(name, None, None, (), message)
@@ -198,7 +200,9 @@ class FileCheck:
             sizes.update({f"{directory}/{key}": size for key, size in {**own, **summary.parts}.items()})
             problems += self._wrong_in_bases(summary.bases, SubPath(location, directory))
         for name, member in root.members.items():
-            problems += missing_states(composite, name, member, existing.get(name, ()))
+            problems += missing_states(name, member, existing.get(name, ()))
+        absent = tuple([name for name in root.members if name not in existing])
+        problems += missing_members(composite, absent)
         wrong = self._wrong(store, sizes)
         # The composite stays the same while a checkpointable is deleted. Its own root is replaced or removed first.
         deleted = {
@@ -207,7 +211,7 @@ class FileCheck:
             if root_bytes(subdirectory(store, directory)) != roots[directory]
         }
         problems += [problem for problem in wrong if (problem.key or "").partition("/")[0] not in deleted]
-        return StoredFiles(nbytes, tuple(problems), tuple([name for name in root.members if name not in existing]))
+        return StoredFiles(nbytes, tuple(problems), absent)
 
     def _roots(self, composite: CompositeCheckpoint) -> Iterator[tuple[str, str, bytes]]:
         """Yield each existing directory of a composite of ckptcore: its checkpointable, its name, and its root."""
@@ -238,8 +242,7 @@ class FileCheck:
                 nbytes += opened.tree.nbytes
                 problems += self._wrong_in_foreign(opened, f"{directory}/")
         deleted = tuple([name for name in composite.members if name not in existing])
-        for name in deleted:
-            problems += missing_states(composite, name, composite.members[name], ())
+        problems += missing_members(composite, deleted)
         return StoredFiles(nbytes, tuple(problems), deleted)
 
     def _wrong_in_foreign(self, opened: Checkpoint, prefix: str = "") -> Sequence[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
@@ -42,7 +42,7 @@ __all__ = [
     "MemberOpener",
     "RootCache",
     "is_deleted",
-    "is_lost",
+    "lost_members",
     "member_opener",
     "open_checkpoint",
     "open_directory",
@@ -458,24 +458,32 @@ def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
     return not inside.list_names() and not (composite.root is None and _is_file(composite.location, directory))
 
 
-def is_lost(composite: CompositeCheckpoint, name: str) -> bool:
-    """Return True if ckptcore did not delete a checkpointable of which nothing exists.
+def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> list[str]:
+    """Return the checkpointables that ckptcore did not delete, of those of which nothing exists.
 
-    Sends a request for each of its directories until one is known to be lost. Other software leaves no mark.
+    Sends one request, or one for each directory if the storage cannot list. Other software does not tell deletions.
     """
     root, store = composite.root, composite.location.store
-    if root is None:
-        return True
-    member = root.members[name]
-    for rank in range(member.processes or 1):  # stops at the first lost one: a hostile root may state any number
-        directory = member.directory(name, rank)
-        try:
-            store.size(deletion_mark(root.save_id, directory))
-        except ObjectNotFoundError:
-            data = root_bytes(subdirectory(store, directory))
-            if data is None or not is_claim(data):  # a claim without objects: the deletion was interrupted
-                return True
-    return False
+    if root is None or not absent:
+        return list(absent)
+    names = frozenset(store.list_names())
+    listed = ROOT_KEY in names
+
+    def is_told(directory: str) -> bool:
+        mark = deletion_mark(root.save_id, directory)
+        if mark in names or (not listed and _is_file(composite.location, mark)):
+            return True
+        # A claim: the deletion was interrupted.
+        data = root_bytes(subdirectory(store, directory)) if f"{directory}/" in names else None
+        return data is not None and is_claim(data)
+
+    lost = []
+    for name in absent:
+        member = root.members[name]
+        # Stops at the first lost directory: a hostile root may state any number of processes.
+        if not all(is_told(member.directory(name, rank)) for rank in range(member.processes or 1)):
+            lost.append(name)
+    return lost
 
 
 def _is_file(location: Location, name: str) -> bool:

@@ -23,7 +23,7 @@ from ckptcore.loading.checkpoint import (
     file_pieces,
     naming_arrays,
 )
-from ckptcore.loading.completeness import Problem, missing_states
+from ckptcore.loading.completeness import Problem, missing_members, missing_states
 from ckptcore.loading.left_out import left_out_of
 from ckptcore.loading.opening import (
     ConsistentRead,
@@ -125,7 +125,7 @@ def _verify_composite(
         existing = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
         if not existing:
             deleted.append(name)
-        problems.extend(missing_states(composite, name, member, existing))
+        problems.extend(missing_states(name, member, existing))
         for directory in existing:
             try:
                 opened.append((directory, open_directory(composite, name, directory, location, context)))
@@ -134,6 +134,7 @@ def _verify_composite(
             except CheckpointError as error:
                 key = directory if root is None else f"{directory}/{ROOT_KEY}"
                 problems.append(Problem(key, None, None, (), str(error)))
+    problems.extend(missing_members(composite, deleted))
     objects, done = 0 if root is None else 1 + len(root.parts), 0
     progress.plan(sum(_bytes_to_check(one) for _, one in opened))
     unverified: list[str] = []

@@ -130,6 +130,7 @@ def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo,
     if request.hooks.allowed is not None:
         request.hooks.allowed()
     refuse_inside(target.location)
+    target.location.commits.refuse_place(target.location)
     if not request.strategy.checks_target:
         refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
     if keeps_others(target):

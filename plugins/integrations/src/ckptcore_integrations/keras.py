@@ -21,7 +21,6 @@ from keras.src.callbacks.monitor_callback import MonitorCallback  # type: ignore
 from keras.src.saving import saving_lib  # type: ignore[import-untyped]
 
 from ckptcore import Checkpointer, CheckpointReader, Context, PerProcess
-from ckptcore.commit.target import Overwrite
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, DirectoryInUseError, TreeMismatchError
 from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy
@@ -187,7 +186,9 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         try:
             self._expect_known(checkpointer)
             # A training that was set back to a step saves the later ones again.
-            overwrite: Overwrite = "best-effort" if self._resumed is not None or step == self._last_saved else False
+            overwrite: Literal["best-effort", False] = (
+                "best-effort" if self._resumed is not None or step == self._last_saved else False
+            )
             checkpointer.save_checkpointables(step, self._values(), metrics=metrics, overwrite=overwrite)
         except BaseException:
             checkpointer.close()

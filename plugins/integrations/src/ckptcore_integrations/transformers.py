@@ -26,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
@@ -34,7 +34,6 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils.hub import hf_api
 
 import ckptcore
-from ckptcore.commit.target import Overwrite
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
@@ -462,7 +461,11 @@ def export_pretrained(
 
 
 def _export(
-    directory: Path, destination: str | os.PathLike[str], *, overwrite: Overwrite, context: ckptcore.Context | None
+    directory: Path,
+    destination: str | os.PathLike[str],
+    *,
+    overwrite: Literal["best-effort", False],
+    context: ckptcore.Context | None,
 ) -> Sequence[str]:
     """Copy the model and the files next to it. Return the names of the files in subdirectories, which are not copied.
 

@@ -12,7 +12,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import ckptcore
-from ckptcore.commit.location import resolve_location
-from ckptcore.commit.target import Overwrite
 from ckptcore.errors import CheckpointExistsError, RankFailedError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.runtime import runtime_of
 from ckptcore_integrations.torch_dcp.memory import dtype_name, host_array
 from ckptcore_integrations.torch_dcp.names import Steps, tree_of
 
@@ -154,7 +151,7 @@ class Writer(StorageWriter):
                 self.path,
                 tree_of(leaves, {name: part.steps for name, part in merged.items()}),
                 layout=layout,
-                overwrite=self._overwrite(context),
+                overwrite=self._overwrite(),
                 metadata={CUSTOM: {"checkpoint_id": location, "save_id": self.save_id, "items": items}},
                 context=context,
             )
@@ -166,12 +163,12 @@ class Writer(StorageWriter):
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return done
 
-    def _overwrite(self, context: ckptcore.Context) -> Overwrite:
+    def _overwrite(self) -> Literal["keep-other-files", "best-effort", False]:
         """Return how a checkpoint is replaced. Object stores cannot keep other files, and refuse them."""
         if not self.overwrite:
             return False
-        location = resolve_location(self.path, runtime_of(context).storages)
-        return "keep-other-files" if location.commits.replaces_atomically else "best-effort"
+        scheme, is_url, _ = os.fspath(self.path).partition("://")
+        return "best-effort" if is_url and scheme.lower() != "file" else "keep-other-files"
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the metadata that the save returns. `write_data` has written the file."""

@@ -25,7 +25,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
 from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.loading.left_out import check_left_out
-from ckptcore.loading.opening import ConsistentRead, is_deleted, is_lost, open_either, open_member, present_members
+from ckptcore.loading.opening import ConsistentRead, is_deleted, lost_members, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.arrays import Box, HostArray
@@ -170,14 +170,19 @@ class _Conversion:
         members: dict[str, Member] = {}
         parts = []
         present = present_members(composite)
-        for name, member in composite.members.items():
-            existing = [one for one in present.get(name, ()) if not is_deleted(composite, one)]
-            if not existing and composite.root is not None and is_lost(composite, name):
+        existing_of = {
+            name: [one for one in present.get(name, ()) if not is_deleted(composite, one)] for name in composite.members
+        }
+        if composite.root is not None:
+            lost = lost_members(composite, [name for name, existing in existing_of.items() if not existing])
+            if lost:
                 raise CorruptCheckpointError(
-                    f"{composite.location.display}: {name!r} is listed but missing: it was lost, or never copied here. "
-                    f"Copy it again, or pass {composite.location.display.rstrip('/')}/{name} to ckptcore.delete if it "
-                    "is not needed. Nothing was written"
+                    f"{composite.location.display}: {lost[0]!r} is listed but missing: it was lost, or never copied "
+                    f"here. Copy it again, or pass {composite.location.display.rstrip('/')}/{lost[0]} to "
+                    "ckptcore.delete if it is not needed. Nothing was written"
                 )
+        for name, member in composite.members.items():
+            existing = existing_of[name]
             if existing:
                 check_name(name)  # other software allows other names
             if existing and len(existing) < (member.processes or 1):

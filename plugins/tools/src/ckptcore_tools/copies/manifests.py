@@ -18,7 +18,7 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, Object
 from ckptcore.events import logger_named
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.opening import ConsistentRead, is_deleted, is_lost, open_either, open_member, present_members
+from ckptcore.loading.opening import ConsistentRead, is_deleted, lost_members, open_either, open_member, present_members
 from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -268,12 +268,12 @@ def _marks_of_deletions(composite: CompositeCheckpoint) -> list[ObjectRecord]:
     """Return the objects that say which checkpointables were deleted, so that the copy does not seem to lack them."""
     root = composite.root
     assert root is not None  # other software leaves no marks
-    present = present_members(composite)
+    absent = root.members.keys() - present_members(composite).keys()
+    told = absent.difference(lost_members(composite, absent))
     return [
-        ObjectRecord(deletion_mark(root.save_id, member.directory(name, rank)), -1)
-        for name, member in root.members.items()
-        if name not in present and not is_lost(composite, name)
-        for rank in range(member.processes or 1)
+        ObjectRecord(deletion_mark(root.save_id, root.members[name].directory(name, rank)), -1)
+        for name in sorted(told)
+        for rank in range(root.members[name].processes or 1)
     ]
 
 
