@@ -92,11 +92,13 @@ def _is_mount_point(path: str) -> bool:
         if error.errno in ABSENT:
             return False
         raise
-    return status.st_dev != os.lstat(os.path.dirname(path)).st_dev or path in _mount_points()
+    mounts = _mount_points()
+    # A bind mount may have the device of the directory around it, and a subvolume of Btrfs, which can be renamed, not.
+    return path in mounts if mounts else status.st_dev != os.stat(os.path.dirname(path)).st_dev
 
 
 def _mount_points() -> set[str]:
-    """Return the mount points of this process. A bind mount may have the device of the directory around it."""
+    """Return the mount points of this process; empty if they are unknown."""
     try:
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
             fields = [line.split(" ", 5)[4] for line in file]

@@ -287,14 +287,13 @@ class RenameTransaction:
         if self._overwrite == "keep-other-files":
             self._place(root)
             return self._hidden
-        from ckptcore.commit.places import no_exchange, refuse_other_spelling  # only overwriting needs it
-
-        refuse_other_spelling(self._location)
         try:
             self._directories.exchange(self._hidden, name)
             return self._hidden
         except AtomicityError as error:
             if self._overwrite not in ("non-atomic", "best-effort"):
+                from ckptcore.commit.places import no_exchange  # only errors need it
+
                 raise no_exchange(self._location) from error
         return self._method.aside(name).replace(self.store, self._hidden)
 
