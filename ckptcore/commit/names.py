@@ -75,6 +75,6 @@ def existing_name(display: str, key: str, others: Iterable[str]) -> NameCollisio
         if other != key and folded(other, ALL_FORMS) == fold:
             return names_merged(display, other, key, "Nothing was committed")
     return NameCollisionError(
-        f"cannot save to {display}: {key!r} was written already, perhaps by another process of the job, or the file "
-        "system takes another name for it. Nothing was committed"
+        f"cannot save to {display}: the layout wrote {key} twice, perhaps from several processes, or the file system "
+        "takes another name for it. Nothing was committed"
     )

@@ -139,7 +139,7 @@ def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
     transaction.store.open_writer("a", 1).abort()
     transaction.store.put("a", b"1")
     for write in (partial(other.open_writer, "a", 1), partial(other.put, "a", b"1")):
-        with pytest.raises(NameCollisionError, match="'a' was written already"):
+        with pytest.raises(NameCollisionError, match="the layout wrote a twice"):
             write()
     transaction.abort()
 
