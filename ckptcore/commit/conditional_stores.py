@@ -46,8 +46,9 @@ __all__ = [
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
 
-    Puts the current root twice with conditions that are not met. A storage that supports conditional puts refuses both.
-    Then puts an object that does not exist on the condition of a tag, which most storages refuse, too.
+    Puts the current root if absent, and an object that does not exist on the condition of a tag. A storage that
+    supports conditional puts refuses both. If it accepts the second one, the current root is put on the condition of
+    another tag, too: it may check the tags of existing objects only.
 
     Args:
         location: the location.
@@ -61,19 +62,19 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     support, service = location.support, _service(location.absolute)
     supported = support.conditional_puts
     if service not in supported:
+        missing = f"checkpoint.{new_save_id()}.{ROOT_KEY}"
         try:
-            conditions = (IF_ABSENT, IfTag(_other_tag(tag)))
-            supported[service] = all(_is_supported(location, root, condition) for condition in conditions)
+            supported[service] = _is_supported(location, root, IF_ABSENT)
+            if supported[service] and not _is_refused(location.store, missing, b"", IfTag(tag)):
+                location.store.delete([missing])
+                supported[service] = _is_supported(location, root, IfTag(_other_tag(tag)))
+                support.creates_missing[service] = supported[service]
         except AtomicityError as error:
             raise refuse_storage(location, f"its storage has no conditional puts: {error}") from error
         if not supported[service] and support.without == "marker":
             tag = location.store.get_with_tag(ROOT_KEY)[1]  # one of the puts replaced the root
-        if supported[service]:
-            missing = f"checkpoint.probe.{new_save_id()}"
-            support.creates_missing[service] = not _is_refused(location.store, missing, b"", IfTag(tag))
-            if support.creates_missing[service]:
-                location.store.delete([missing])
-                support.say_once(location.parent, _CREATES_MISSING)
+        if support.creates_missing.get(service):
+            support.say_once(location.parent, _CREATES_MISSING)
     if not supported[service] and support.without == "refuse":
         raise refuse_storage(
             location, "its storage ignores the conditions of puts: a put 'if absent' replaced an object"
