@@ -56,6 +56,7 @@ from ckptcore.protocols import (
     Buffer,
     DirectoryFeatures,
     IfAbsent,
+    IfTag,
     ObjectWriter,
     PlaceLimits,
     PutCondition,
@@ -191,6 +192,13 @@ class LocalStorage(StorageBackend):
         path = self._new_path(key)
         directory = os.path.dirname(path)
         temporary = f"{directory}/{_TEMPORARY_PREFIX}{os.urandom(8).hex()}"
+        if isinstance(condition, IfTag):
+            try:
+                os.lstat(path)
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise local_error(error, "read the status of", path) from error
+                _check_tag(None, condition.tag, path)  # creates no directories for an object that is gone
         try:
             descriptor = self._create(temporary, read_attributes(path))
             try:
@@ -360,7 +368,8 @@ class LocalStorage(StorageBackend):
             except OSError as error:
                 if error.errno in NO_LOCKS:
                     raise AtomicityError(
-                        f"cannot lock the directory {path}: its file system has no locks ({error.strerror})"
+                        f"cannot lock the directory {path}: its file system has no locks that all hosts see "
+                        f"({error.strerror})"
                     ) from error
                 raise local_error(error, "lock the directory", path) from error
 

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from typing import BinaryIO, Final, Protocol, TypeAlias, TypeVar
 
@@ -34,9 +34,12 @@ __all__ = [
     "close_in_children",
     "exchange",
     "file_system_type",
+    "has_locks_of_all_hosts",
     "is_local_file_system",
     "limit_open_files",
     "local_error",
+    "locks_reach_all_hosts",
+    "mount_of",
     "open_inside",
     "open_regular_file",
     "open_without_links",
@@ -60,6 +63,10 @@ _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le",
 _AT_FDCWD: Final = -100  # linux/fcntl.h
 _RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h, like struct open_how: flags, mode and resolve, 64 bits each
 _OPEN_HOW: Final = struct.Struct("=QQQ")
+_STATX_BYTES: Final = 256  # linux/stat.h, like the offsets: the size of struct statx
+_STATX_MOUNT: Final = slice(0x88, 0x98)  # the numbers of the device, and of the mount since Linux 5.8
+_STATX_MNT_ID: Final = 0x1000
+_AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h
 _STATFS_BYTES: Final = 256  # at least the size of struct statfs, 120 bytes
 _LOCAL_FILE_SYSTEMS: Final = frozenset({
     0xEF53,  # ext2, ext3, ext4; the numbers are from linux/magic.h
@@ -69,7 +76,23 @@ _LOCAL_FILE_SYSTEMS: Final = frozenset({
     0x2FC12FC1,  # zfs
     0x01021994,  # tmpfs
     0x794C7630,  # overlayfs
+    0x858458F6,  # ramfs
+    0xCA451A4E,  # bcachefs
+    0x3153464A,  # jfs
+    0x4D44,  # vfat
+    0x2011BAB0,  # exfat
+    0x7366746E,  # ntfs3
 })  # fmt: skip
+_LOCK_OPTIONS: Final[Mapping[str, tuple[str, str]]] = {
+    "ceph": ("", ""),
+    "fuseblk": ("", ""),
+    "gfs2": ("", "localflocks"),
+    "gpfs": ("", ""),
+    "lustre": ("flock", "localflock"),
+    "ocfs2": ("", "localflocks"),
+}
+"""By type of a file system whose locks all hosts see: the mount options that this needs and that prevent it, or ""."""
+
 _MISSING_CALL: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
 """Error numbers of calls that a kernel, file system or sandbox does not have. Sandboxes answer EPERM."""
 
@@ -200,7 +223,57 @@ def is_local_file_system(descriptor: int) -> bool:
     if function is None or ctypes.sizeof(ctypes.c_long) != 8:
         return False
     found = ctypes.create_string_buffer(_STATFS_BYTES)
-    return _done(function(descriptor, found)) and ctypes.c_long.from_buffer(found).value in _LOCAL_FILE_SYSTEMS
+    is_known = function(descriptor, found) == 0 or _done(-1)
+    return is_known and ctypes.c_long.from_buffer(found).value in _LOCAL_FILE_SYSTEMS
+
+
+def mount_of(descriptor: int) -> bytes:
+    """Return bytes that differ for open files on different mounts, as far as the system tells.
+
+    Raises:
+        OSError
+    """
+    function = _function("statx", (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p))
+    if function is not None:
+        found = ctypes.create_string_buffer(_STATX_BYTES)
+        if _done(function(descriptor, b"", _AT_EMPTY_PATH, _STATX_MNT_ID, found)):
+            return found.raw[_STATX_MOUNT]
+    return os.fstat(descriptor).st_dev.to_bytes(8, "big")
+
+
+def has_locks_of_all_hosts(descriptor: int) -> bool:
+    """Return True if a lock (`flock`) of an open file excludes processes on all hosts that can see the file.
+
+    The system does not tell this, so only types of file systems are trusted of which it is known. FUSE locks within one
+    host unless its program does more, and so do NFS with ``local_lock`` and BeeGFS by default; NFS without it has no
+    locks of directories.
+
+    Raises:
+        OSError
+    """
+    if sys.platform != "linux" or is_local_file_system(descriptor):
+        return True  # other systems do not tell the type
+    status = os.fstat(descriptor)
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    with suppress(FileNotFoundError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            # See proc(5): the type and the options are the first and the third field after the separator.
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == device:
+                kind, _, options = after.split(" ", 2)
+                return locks_reach_all_hosts(kind, {*options.strip().split(","), *before.split()[5].split(",")})
+    return False
+
+
+def locks_reach_all_hosts(kind: str, options: Collection[str]) -> bool:
+    """Return True if the locks of a network file system are known to exclude processes on other hosts.
+
+    Args:
+        kind: the type of the file system, as in ``/proc/self/mountinfo``.
+        options: its mount options.
+    """
+    needed, refused = _LOCK_OPTIONS.get(kind, (None, ""))
+    return needed is not None and {needed} - {""} <= set(options) and refused not in options
 
 
 def _done(result: int) -> bool:

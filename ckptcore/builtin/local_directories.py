@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import stat
 import threading
@@ -18,7 +19,9 @@ from ckptcore.builtin.local_calls import (
     NO_LOCKS,
     close_descriptor,
     close_in_children,
+    has_locks_of_all_hosts,
     local_error,
+    mount_of,
     open_inside,
     open_without_links,
     retry_stale,
@@ -86,19 +89,24 @@ def _scan(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
-    """Return the result of a type test of an entry; False for a broken link or a cycle of links."""
+    """Return the result of a type test of an entry; False for a broken link, a cycle, or an unreachable target."""
     try:
         return retry_stale(is_kind)
     except OSError as error:
-        if error.errno == errno.ELOOP or error.errno in ABSENT:
+        if error.errno == errno.ELOOP or error.errno in ABSENT or entry.is_symlink():
             return False
         raise local_error(error, "read the type of", entry.path) from error
 
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_OPEN_TO_STAT = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC  # O_PATH: also unreadable ones
 # Most directories that are remembered as durable. Beyond this, some are synced twice.
 _MAX_REMEMBERED = 4096
 _CREATE_ATTEMPTS = 1000
+_LEAVES_EMPTY = (
+    errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY,
+)  # fmt: skip
+"""Errors of `rmdir` that let a directory stay: it is not empty, or may not be removed."""
 _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_SECONDS = 0.001
 
@@ -112,6 +120,7 @@ class LocalDirectories:
         # Path, device and inode of directories with durable names. A new directory at the path has another inode.
         self._durable: set[tuple[str, int, int]] = set()
         self._lock = threading.Lock()
+        self._mount_point = _mount_points().get(root) or _find_mount_point(root)
         close_in_children(self)
 
     def forget(self) -> None:
@@ -123,12 +132,15 @@ class LocalDirectories:
 
         Raises:
             InvalidLocationError: a symbolic link leads out of the checkpoint.
-            StorageError
+            StorageError: also if the file system of the root is no longer mounted. Nothing is created below its mount
+                point.
         """
         # Another process may remove an empty parent meanwhile: start again. Some file systems, such as /proc, also
         # report a missing parent where they do not support new directories, so the attempts are limited.
         for _ in range(_CREATE_ATTEMPTS):
             if self.exists(directory):
+                if directory == self.root and self._mount_point not in (None, "/"):
+                    self._expect_mounted()
                 return
             if _is_below(directory, self.root):
                 self.ensure(os.path.dirname(directory))
@@ -137,6 +149,7 @@ class LocalDirectories:
             missing = [directory]
             while not os.path.isdir(above := os.path.dirname(missing[-1])) and above != missing[-1]:
                 missing.append(above)
+            self._expect_mounted()
             for path in reversed(missing):
                 self._make(path)
         if not self.exists(directory):
@@ -160,7 +173,24 @@ class LocalDirectories:
         except OSError as error:
             raise self._not_a_directory(error, directory) from error
         close_descriptor(descriptor, directory)
+        if self._mount_point is None:
+            self._mount_point = _find_mount_point(self.root)
         return True
+
+    def _expect_mounted(self) -> None:
+        """Refuse to create anything in the root while its file system is not mounted.
+
+        Raises:
+            StorageError
+        """
+        point = self._mount_point
+        if point is None or (above := os.path.dirname(point)) == point:
+            return
+        if not os.path.isdir(point) or _mount_at(point) == _mount_at(above):
+            raise StorageError(
+                f"{self.root} is not there: the file system of {point} is not mounted now. Nothing was "
+                "created below its mount point. Mount it again, and save again; or save to another directory"
+            )
 
     def check_parent(self, path: str) -> None:
         """Refuse a path if a link on it leads out of the checkpoint. The caller handles a missing directory.
@@ -281,7 +311,7 @@ class LocalDirectories:
                     return
                 os.rmdir(directory)
             except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                if error.errno in _LEAVES_EMPTY:
                     return
                 raise local_error(error, "remove the empty directory", directory) from error
             finally:
@@ -305,6 +335,47 @@ def _is_free(descriptor: int) -> bool:
         else:
             return True
     return False
+
+
+@functools.cache
+def _mount_points() -> dict[str, str]:
+    """Return the mount points of the directories that this process has used, by directory.
+
+    A later save must not create a directory below a mount point whose file system is gone.
+    """
+    return {}
+
+
+def _find_mount_point(directory: str) -> str | None:
+    """Return the mount point of a directory, which may be gone. None if the directory was never there."""
+    known = _mount_points()
+    try:
+        mount, found = _mount_at(directory), directory
+        while (above := os.path.dirname(found)) != found and _mount_at(above) == mount:
+            found = above
+    except StorageError:
+        # The directory does not exist, or cannot be opened.
+        return max((point for point in set(known.values()) if _is_below(directory, point)), key=len, default=None)
+    if len(known) >= _MAX_REMEMBERED:
+        known.clear()
+    known[directory] = found
+    return found
+
+
+def _mount_at(directory: str) -> bytes:
+    """Return bytes that tell the mount of a directory from others.
+
+    Raises:
+        StorageError
+    """
+    try:
+        descriptor = os.open(directory, _OPEN_TO_STAT)
+        try:
+            return mount_of(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise local_error(error, "read the mount of", directory) from error
 
 
 def _is_below(path: str, directory: str) -> bool:
@@ -395,15 +466,14 @@ class FileLock:
 def try_to_lock(directory: str) -> FileLock | None:
     """Lock an existing directory; None if it is locked, by this process or another.
 
-    On a network file system the lock may only be visible to processes of the same machine.
-
     Raises:
         FileNotFoundError: it does not exist, or was replaced.
-        OSError: its number is in `NO_LOCKS` if the file system has no locks of directories.
+        OSError: its number is in `NO_LOCKS` if the file system has no locks of directories that all hosts see.
     """
     lock = FileLock(directory)
     try:
-        lock.open(os.O_RDONLY | os.O_DIRECTORY)
+        if not has_locks_of_all_hosts(lock.open(os.O_RDONLY | os.O_DIRECTORY)):
+            raise OSError(errno.ENOLCK, "other hosts may not see its locks", directory)
         lock.acquire()
     except BlockingIOError:
         lock.forget()
@@ -415,7 +485,9 @@ def try_to_lock(directory: str) -> FileLock | None:
 
 
 def can_lock(directory: str) -> bool:
-    """Return True if the file system of a directory has locks of directories. Looks at the nearest existing directory.
+    """Return True if the file system of a directory has locks of directories, and all hosts see them.
+
+    Looks at the nearest existing directory.
 
     Takes the lock for a moment, and changes nothing.
 
@@ -431,6 +503,8 @@ def can_lock(directory: str) -> bool:
                 raise
             directory = os.path.dirname(directory)
     try:
+        if not has_locks_of_all_hosts(descriptor):
+            return False
         # Exclusive, as in `FileLock`: NFS has no such locks of directories, which cannot be open for writing.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -7,6 +7,7 @@ the base. So at least one of two concurrent operations sees the other (see `ckpt
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -41,7 +42,17 @@ from ckptcore.events import logger_named
 from ckptcore.io.requests import IOThreads, map_ordered, requests_of
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["base_locks", "bases_in", "delete_checkpoint", "find_bases", "pin_name", "referring_to"]
+__all__ = [
+    "base_locks",
+    "bases_in",
+    "concerns_one_entry",
+    "delete_checkpoint",
+    "find_bases",
+    "pin_name",
+    "referring_to",
+]
+
+logger = logger_named("ckptcore.commit")
 
 logger = logger_named("ckptcore.commit")
 
@@ -49,6 +60,20 @@ _PIN_SECONDS: Final = 90.0
 """Seconds that a deletion waits for a leased pin. The lease of a killed process expires earlier."""
 
 _LAST_POLL_SECONDS: Final = 2.0
+
+_OF_ONE_ENTRY: Final = frozenset({
+    errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.EIO, errno.ESTALE, errno.ELOOP,
+})  # fmt: skip
+"""Error numbers of a directory that is closed, damaged, or the mount point of a file system that does not answer."""
+
+
+def concerns_one_entry(error: StorageError) -> bool:
+    """Return True if an error concerns one entry of a directory, and not the storage as a whole or the network.
+
+    Examples are ``lost+found``, the directory of another user, and an object in an archive or with a disabled key. Such
+    an entry must not block the others.
+    """
+    return isinstance(error, PermissionError) or error.errno in _OF_ONE_ENTRY
 
 
 def delete_checkpoint(location: Location, threads: IOThreads) -> None:
@@ -220,21 +245,34 @@ def find_bases(
     bases_of: Callable[[StorageBackend, str], Sequence[Base]] = bases_in,
     *,
     without: str = "",
+    warn: Callable[..., None] = logger.warning,
 ) -> Mapping[str, Sequence[Base]]:
     """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
 
-    A checkpoint with an unreadable root has no bases, because it cannot be loaded.
+    A checkpoint with an unreadable root has no bases, because it cannot be loaded. An entry that this process may not
+    read does not block the others: it is logged.
 
     Args:
         directory: the storage, opened at the directory.
         threads: threads for the requests.
         bases_of: returns the bases of one checkpoint; must be thread-safe.
         without: a name to leave out.
+        warn: logs a message with its arguments.
     """
+
+    def known_bases(name: str) -> Sequence[Base]:
+        try:
+            return bases_of(directory, name)
+        except StorageError as error:
+            if not concerns_one_entry(error):
+                raise
+            warn("%s cannot be read, and it is not known if it refers to checkpoints next to it: %s", name, error)
+            return ()
+
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
     names = [name for name in directories if name not in (without, INTERNAL_DIRECTORY) and not is_hidden_name(name)]
     parallelism = requests_of(directory).concurrency
-    bases = map_ordered(threads, names, lambda name: bases_of(directory, name), parallelism=parallelism)
+    bases = map_ordered(threads, names, known_bases, parallelism=parallelism)
     return dict(zip(names, bases, strict=True))
 
 

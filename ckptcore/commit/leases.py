@@ -13,6 +13,7 @@ import atexit
 import datetime
 import functools
 import json
+import logging
 import os
 import platform
 import queue
@@ -37,6 +38,7 @@ __all__ = [
     "Lease",
     "LeaseObserver",
     "SeenLease",
+    "absent_directory",
     "break_lease",
     "check_lease_seconds",
     "decode_holder",
@@ -96,21 +98,25 @@ class _Repetition:
 def _repeat(
     wake: queue.SimpleQueue[None], seconds: float, work: Callable[[], None], at_end: Callable[[], None]
 ) -> None:
+    fails = False
     while True:
         try:
             wake.get(timeout=seconds)
         except queue.Empty:
-            _attempt(work)
+            fails = _fails(work, logging.INFO if fails else logging.WARNING)  # an outage is one warning
         else:
-            _attempt(at_end)
+            _fails(at_end, logging.WARNING)
             return
 
 
-def _attempt(work: Callable[[], None]) -> None:
+def _fails(work: Callable[[], None], level: int) -> bool:
+    """Do the work of a lease. Log an error, and return True if there was one."""
     try:
         work()
     except Exception as error:  # noqa: BLE001  # the thread continues: one failure does not lose a lease
-        logger.warning("a lease could not be renewed or released: %s", error)
+        logger.log(level, "a lease could not be renewed or released: %s", error)
+        return True
+    return False
 
 
 @functools.cache
@@ -152,6 +158,8 @@ class Holder:
             `LeaseObserver`). None for a locked directory.
         renewals: the number of attempted renewals. Makes the bytes, and so the tag, of each attempt differ.
         released: True if the lease was released or broken.
+        number: for the owner of a directory, a number above those of all owners before it; otherwise 0.
+        process: a random id of the process. A restarted container has the same host and pid, and another process.
     """
 
     hold_id: str
@@ -161,6 +169,8 @@ class Holder:
     lease_seconds: float | None = None
     renewals: int = 0
     released: bool = False
+    number: int = 0
+    process: str = ""
 
     def encode(self) -> bytes:
         """Return the record as JSON."""
@@ -170,7 +180,7 @@ class Holder:
     @property
     def is_here(self) -> bool:
         """True if this process is the holder."""
-        return (self.host, self.pid) == (platform.node(), os.getpid())
+        return self.process == _process_id(os.getpid())
 
     def describe(self) -> str:
         """Return the holder in words, for an error."""
@@ -178,14 +188,21 @@ class Holder:
         return f"{whose}process {self.pid} on {self.host or 'a machine without a name'} since {self.since}"
 
 
-def new_holder(lease_seconds: float | None = None) -> Holder:
+def new_holder(lease_seconds: float | None = None, *, number: int = 0) -> Holder:
     """Return this process as the holder of a new lock."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Holder(_new_id(), platform.node(), os.getpid(), now, lease_seconds)
+    pid = os.getpid()
+    return Holder(_new_id(), platform.node(), pid, now, lease_seconds, number=number, process=_process_id(pid))
 
 
 def _new_id() -> str:
     return os.urandom(8).hex()
+
+
+@functools.lru_cache(maxsize=1)
+def _process_id(pid: int) -> str:
+    """Return the random id of this process. `pid` gives a forked child another one."""
+    return _new_id()
 
 
 def decode_holder(data: bytes) -> Holder | None:
@@ -199,12 +216,15 @@ def decode_holder(data: bytes) -> Holder | None:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         return None
     try:
+        document = {"number": 0, "process": "", **document}  # other software has neither
         holder = Holder(**{field.name: document[field.name] for field in fields(Holder)})
     except KeyError:
         return None
     is_possible = (
-        all(_is_text(text) for text in (holder.hold_id, holder.host, holder.since))
-        and all(type(number) is int and 0 <= number < 1 << 63 for number in (holder.pid, holder.renewals))
+        all(_is_text(text) for text in (holder.hold_id, holder.host, holder.process, holder.since))
+        and all(
+            type(number) is int and 0 <= number < 1 << 62 for number in (holder.pid, holder.renewals, holder.number)
+        )
         and (holder.lease_seconds is None or _is_lease(holder.lease_seconds))
         and type(holder.released) is bool
     )
@@ -269,6 +289,14 @@ def read_lease(store: StorageBackend, key: str) -> SeenLease | None:
     except ObjectNotFoundError:
         return None
     return SeenLease(key, tag, decode_holder(data))
+
+
+def absent_directory(display: str) -> StorageError:
+    """Return the error for a directory that this process owns, and that is not there now."""
+    return StorageError(
+        f"{display} is not there: its file system is not mounted now, or the directory was removed. Nothing was "
+        "written. The next save goes on if it is back; mount it again, or open another directory"
+    )
 
 
 def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
@@ -346,6 +374,7 @@ class Lease:
         at_close: Literal["mark", "delete"],
         began: float,
         clock: Clock,
+        is_absent: Callable[[], bool] = bool,
     ) -> None:
         """Create the lease of an object that was just put.
 
@@ -357,6 +386,7 @@ class Lease:
                 too, because a delayed deletion could remove their lease. "delete": for a unique key.
             began: the time, by `clock`, when the put began.
             clock: the clock.
+            is_absent: returns True if the directory of the object is not there now. Called if the object is missing.
         """
         assert seen.holder is not None and seen.holder.lease_seconds is not None
         self.subject: Final = subject
@@ -369,6 +399,7 @@ class Lease:
         self._at_close = at_close
         self._began = began  # start of the last successful renewal; other processes see the renewal later
         self._clock = clock
+        self._is_absent = is_absent
         self._state: Literal["held", "released", "lost"] = "held"
         self._taken_by: Holder | None = None
         self._lock = threading.Lock()
@@ -443,8 +474,14 @@ class Lease:
         )
 
     def _look(self) -> None:
-        """Read the object: check that this process still has the lease, and remember the tag."""
+        """Read the object: check that this process still has the lease, and remember the tag.
+
+        Raises:
+            StorageError: the directory is not there now. This process may still have the lease.
+        """
         seen = read_lease(self._store, self._key)
+        if seen is None and self._is_absent():
+            raise absent_directory(self.subject.removeprefix("the directory "))
         if seen is None or seen.holder is None or seen.holder.hold_id != self._holder.hold_id or seen.holder.released:
             self._state = "lost"
             self._taken_by = None if seen is None else seen.holder
@@ -476,19 +513,24 @@ def take_lease(
     condition: PutCondition,
     lease_seconds: float,
     clock: Clock,
+    *,
+    number: int = 0,
+    is_absent: Callable[[], bool] = bool,
 ) -> Lease | None:
     """Write a lease. Return None if `condition` is not met. See `Lease` for the arguments.
 
     Raises:
         StorageError: the storage failed. If the lease was written, it expires.
     """
-    holder = new_holder(lease_seconds)
+    holder = new_holder(lease_seconds, number=number)
     began = clock.now()
     try:
         seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
-    except (ConditionFailedError, ObjectNotFoundError):
+    except (ConditionFailedError, ObjectNotFoundError) as error:
         found = _found_after_put(store, key, holder)
+        if found is None and isinstance(error, ObjectNotFoundError) and not isinstance(condition, IfTag):
+            raise  # the directory disappeared
         if found is None:
             return None
         seen = found
-    return Lease(store, seen, subject, at_close, began, clock)
+    return Lease(store, seen, subject, at_close, began, clock, is_absent)

@@ -27,9 +27,10 @@ deleted, and its load raises an error.
 from __future__ import annotations
 
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, Self, TypeAlias, cast
 
@@ -40,6 +41,7 @@ from ckptcore.commit.leases import (
     Lease,
     LeaseObserver,
     SeenLease,
+    absent_directory,
     break_lease,
     check_lease_seconds,
     decode_holder,
@@ -47,6 +49,7 @@ from ckptcore.commit.leases import (
     read_lease,
     take_lease,
 )
+from ckptcore.commit.subdirectory import has_directories
 from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.errors import (
     AtomicityError,
@@ -85,16 +88,21 @@ class Lock:
     garbage collected without `close` is released by its thread.
     """
 
-    def __init__(self, subject: str, *, check: Callable[[], None], release: Callable[[], None]) -> None:
+    def __init__(
+        self, subject: str, *, check: Callable[[], None], release: Callable[[], None], number: int = 0
+    ) -> None:
         """Wrap a lock that was just taken.
 
         Args:
             subject: what is locked, in words, for errors.
             check: raises the errors of `Lock.check` if the lock is lost.
             release: releases the lock.
+            number: for the owner of a directory: see `Holder.number`.
         """
+        self.number: Final = number
         self._subject = subject
         self._check = check
+        self._fails = False
         self._releases = [release]  # empty once it is closed
         self._state: Literal["held", "closed", "parent's"] = "held"
         reset_in_children(self)
@@ -108,8 +116,9 @@ class Lock:
         """Check that this process still has the lock. Usually at most one small request to the storage.
 
         Raises:
-            SaveLostError: the lock was taken over, removed or closed, or belongs to the parent process. This is final.
-            StorageError: the storage failed, so the state of the lock is unknown.
+            SaveLostError: the lock was taken over, removed or closed, or belongs to the parent process.
+            StorageError: the storage failed, or the file system of the directory is not mounted now, so the state of
+                the lock is unknown.
         """
         if self._state == "closed":
             raise SaveLostError(f"{self._subject} is no longer locked: it was closed; open it again")
@@ -118,7 +127,16 @@ class Lock:
                 f"{self._subject} is locked by the process that this one was forked from; save in that process, "
                 "or open the directory in this one"
             )
-        self._check()
+        try:
+            self._check()
+        except StorageError as error:
+            if not self._fails:  # once for each outage
+                logger.warning("%s: nothing is saved until the storage works again: %s", self._subject, error)
+            self._fails = True
+            raise
+        if self._fails:
+            self._fails = False
+            logger.warning("%s: the storage works again, and saves go on", self._subject)
 
     def close(self, seconds: float | None = None) -> None:
         """Release the lock. Further calls do nothing. An error of the storage is logged.
@@ -203,16 +221,20 @@ class Locks(ABC):
         self._display = display
         self._lease_seconds = check_lease_seconds(lease_seconds)
         self._clock = clock or SYSTEM_CLOCK
+        self._seen = LeaseObserver(self._clock, lease_seconds)
 
-    def own(self, if_in_use: IfInUse = "error") -> Lock:
+    def own(self, if_in_use: IfInUse = "error", *, at_least: int = 0) -> Lock:
         """Own the directory until the result is closed, or this process ends.
 
         Call `check` before every change of a step: a suspended process may have lost the directory. On a file system
-        with locks, the directory of a failed job is free at once. On some network file systems, locks work only
-        between processes of one machine. Then the first of two owners fails when it checks.
+        with locks, the directory of a failed job is free at once.
+
+        A full disk may have no room for the lock. Then the first `check` that finds room takes it: until then nothing
+        can be saved, and what is deleted makes room.
 
         Args:
             if_in_use: "take over" waits about one lease time for a renewal. Without effect on a file system with locks.
+            at_least: the number of the result is at least this, and higher than the numbers of all owners before.
 
         Raises:
             DirectoryInUseError: another job owns it.
@@ -221,11 +243,109 @@ class Locks(ABC):
         """
         if if_in_use not in ("error", "take over"):
             raise ValueError(f"if_in_use={if_in_use!r}: expected 'error' or 'take over'")
-        return self._own(if_in_use)
+        try:
+            return self._own(if_in_use, at_least)
+        except StorageFullError as error:
+            logger.warning("%s is owned by this process, and locked once there is room: %s", self._display, error)
+            return self._own_with_room(if_in_use, at_least)
 
     @abstractmethod
-    def _own(self, if_in_use: IfInUse) -> Lock:
-        """See `own`."""
+    def _own(self, if_in_use: IfInUse, at_least: int) -> Lock:
+        """See `own`.
+
+        Raises:
+            StorageFullError: there is no room for the lock.
+        """
+
+    def _own_with_room(self, if_in_use: IfInUse, at_least: int) -> Lock:
+        """Return a lock that is taken by the first `check` that finds room for it."""
+        taken: list[Lock] = []
+        taking = threading.Lock()
+
+        def check() -> None:
+            with taking:
+                if not taken:
+                    try:
+                        taken.append(self._own(if_in_use, at_least))
+                    except StorageFullError:
+                        return
+                    except DirectoryInUseError as error:
+                        raise SaveLostError(f"another process owns it since this disk was full: {error}") from error
+            taken[0].check()
+
+        def release() -> None:
+            for lock in taken:
+                lock.close()
+
+        number = self._next_number(read_lease(self._store, _OWNER_LEASE), at_least)
+        return Lock(self._owned, check=check, release=release, number=number)
+
+    @property
+    def _owned(self) -> str:
+        return f"the directory {self._display}"
+
+    def _next_number(self, seen: SeenLease | None, at_least: int) -> int:
+        """Return a number for an owner: at least `at_least`, and higher than the numbers of all earlier owners."""
+        earlier = [decode_holder(self._read_record()), None if seen is None else seen.holder]
+        return max([at_least, *[holder.number + 1 for holder in earlier if holder is not None]])
+
+    def _read_record(self) -> bytes:
+        """Return the record of the owner of a locked directory; empty if there is none."""
+        try:
+            return self._store.get(_OWNER_RECORD, 0, _RECORD_BYTES) if self._has_directories else b""
+        except ObjectNotFoundError:
+            return b""
+
+    @property
+    def _has_directories(self) -> bool:
+        return has_directories(type(self._store))
+
+    def _is_absent(self) -> bool:
+        """Return True if the directory is not there now, because its file system is not mounted.
+
+        The owner creates a directory in it, which only a person would remove.
+        """
+        return self._has_directories and "owner/" not in self._store.list_names(INTERNAL_DIRECTORY)
+
+    def _unleased(self, if_in_use: IfInUse) -> SeenLease | None:
+        """Return the lease of the last owner, which is released or has expired; None if there is none.
+
+        Raises:
+            DirectoryInUseError: another process has the lease.
+        """
+        seen = read_lease(self._store, _OWNER_LEASE)
+        if seen is None or seen.is_released:
+            return seen
+        if if_in_use == "error":
+            raise DirectoryInUseError(
+                f"{self._display} is in use: {seen.describe()} owns it, or failed without releasing it. Close "
+                "that Checkpointer, end that job, or use another directory. If that process has failed, pass "
+                "if_in_use='take over', which waits about "
+                f"{seen.seconds(self._lease_seconds):.0f} seconds for a renewal of its lease"
+            )
+        return self._await_expiry(seen)
+
+    def _await_expiry(self, first: SeenLease) -> SeenLease | None:
+        """Wait until a lease has expired or is released. Return its last state; None if it was removed.
+
+        Raises:
+            DirectoryInUseError: it was renewed, or another process took it.
+        """
+        seconds = first.seconds(self._lease_seconds)
+        logger.info("%s: waiting about %.0f s for a renewal by %s", self._display, seconds, first.describe())
+        seen: SeenLease | None = first
+        while seen is not None and not seen.is_released and not self._seen.is_expired(seen):
+            self._clock.sleep(seconds / _LOOKS_PER_LEASE)
+            seen = read_lease(self._store, first.key)
+            if seen is None or seen.is_released:
+                break
+            if seen.tag != first.tag:
+                raise DirectoryInUseError(
+                    f"{self._display} is in use: {seen.describe()} owns it and is alive, because it renewed its lease. "
+                    "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read "
+                    "here meanwhile"
+                )
+        return seen
 
     @abstractmethod
     def owner(self) -> SeenOwner | None:
@@ -241,9 +361,22 @@ class Locks(ABC):
     def _take(self, purpose: Purpose, name: str) -> Lock:
         """Lock a step, visible to other processes when this returns. Several locks of one step may exist."""
 
-    @abstractmethod
     def _is_locked(self, key: str) -> bool:
         """Return True if a lock exists. Remove it if its process has failed."""
+        seen = read_lease(self._store, key)
+        if seen is None:
+            return False
+        if not seen.is_released and not (self._seen.is_expired(seen) and self._break(seen)):
+            return True
+        self._store.delete([key])
+        return False
+
+    def _break(self, seen: SeenLease) -> bool:
+        try:
+            return break_lease(self._store, seen)
+        except StorageFullError:  # no room for the mark: its holder notices the deletion as well
+            now = read_lease(self._store, seen.key)
+            return now is not None and now.tag == seen.tag
 
     @abstractmethod
     def may_expire(self, name: str) -> bool:
@@ -256,7 +389,9 @@ class Locks(ABC):
     def _keys(self, purpose: Purpose) -> Mapping[str, str]:
         """List the locks of steps. Return the name of the step, by key of the lock."""
         directory = f"{INTERNAL_DIRECTORY}/{purpose}"
-        matches = [matched for entry in self._store.list_names(directory) if (matched := self._entry.fullmatch(entry))]
+        matches: list[re.Match[str]] = [
+            matched for entry in self._store.list_names(directory) if (matched := self._entry.fullmatch(entry))
+        ]
         return {f"{directory}/{matched[0].removesuffix('/')}": matched[1] for matched in matches}
 
     def _locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
@@ -362,11 +497,14 @@ def _check_name(name: str) -> None:
 
 
 _OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
+_OWNER_LEASE: Final = f"{INTERNAL_DIRECTORY}/owner.json"
 _OWNER_RECORD: Final = f"{_OWNER}/owner.json"
 _RECORD_BYTES: Final = 1 << 16
 _LOCK_ATTEMPTS: Final = 4
 _LOCK_SECONDS: Final = 0.05
 _RECORD_ATTEMPTS: Final = 200
+_RENEWALS_PER_LEASE: Final = 3
+_LOOKS_PER_LEASE: Final = 8
 
 
 class DirectoryLocks(Locks):
@@ -374,9 +512,11 @@ class DirectoryLocks(Locks):
 
     A lock is valid once its directory is locked. A process that finds an unlocked directory locks and removes it. So if
     a process has created a directory and cannot lock it, it creates another one.
+
+    Another host may see the directory through a file system without locks, and so have leases: they count too.
     """
 
-    _entry = re.compile(r"(.+)\.[0-9a-f]{16}/", re.DOTALL)
+    _entry = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
 
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
@@ -401,6 +541,8 @@ class DirectoryLocks(Locks):
         return False
 
     def _is_locked(self, key: str) -> bool:
+        if key.endswith(".json"):
+            return super()._is_locked(key)
         try:
             lock = self._directories.lock_directory(key)
         except StorageError as error:
@@ -420,7 +562,7 @@ class DirectoryLocks(Locks):
         except StorageError as error:
             logger.warning("%s cannot be removed: %s", key, error)
 
-    def _own(self, if_in_use: IfInUse) -> Lock:
+    def _own(self, if_in_use: IfInUse, at_least: int) -> Lock:
         lock = self._directories.lock_directory(_OWNER)
         for attempt in range(_RECORD_ATTEMPTS):
             # A process that is being killed, or that calls `owner`, may have the lock for a moment. A new owner writes
@@ -435,28 +577,71 @@ class DirectoryLocks(Locks):
                 "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read here "
                 "meanwhile"
             )
-        with ExitStack() as held:
-            held.enter_context(lock)
-            record = new_holder().encode()
-            self._store.put(_OWNER_RECORD, record)
-            is_lost = False
+        with ExitStack() as taking:
+            taking.enter_context(lock)
 
-            def check() -> None:
-                nonlocal is_lost
-                is_lost = is_lost or self._read_record() != record
-                if is_lost:
-                    raise SaveLostError(
-                        f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
-                        f"was removed or replaced; the owner is {self._recorded_owner()}. Do not change "
-                        f"{INTERNAL_DIRECTORY}/ by hand. Open the directory again when no other process writes there"
-                    )
+            def lock_again() -> None:
+                again = self._directories.lock_directory(_OWNER)
+                if again is not None:
+                    held.enter_context(again)
 
-            return Lock(f"the directory {self._display}", check=check, release=held.pop_all().close)
+            seen = self._unleased(if_in_use)
+            if seen is not None and not seen.is_released and not self._break(seen):
+                raise DirectoryInUseError(f"{self._display} is in use: {seen.describe()} has renewed its lease")
+            number = self._next_number(seen, at_least)
+            check = self._write_record(new_holder(number=number).encode(), lock_again)
+            held = taking.pop_all()
+            return Lock(self._owned, check=check, release=held.close, number=number)
+
+    def _write_record(self, record: bytes, lock_again: Callable[[], None]) -> Callable[[], None]:
+        """Write the record of this owner, and return the function that checks it: see `Lock.check`.
+
+        If a full disk has no room for it, a later check writes it. The lock is valid meanwhile.
+
+        Args:
+            record: the record.
+            lock_again: called once the directory is back; locks it, if the lock was lost with its file system.
+        """
+        before: bytes | None = self._read_record()
+        is_absent = False
+
+        def write() -> None:
+            nonlocal before
+            try:
+                self._store.put(_OWNER_RECORD, record)
+                before = None
+            except StorageFullError as error:
+                logger.info("the record of the owner of %s is written later: %s", self._display, error)
+
+        def check() -> None:
+            nonlocal is_absent
+            found = self._read_record()
+            if found != record and self._is_absent():
+                is_absent = True
+                raise absent_directory(self._display)
+            if is_absent:
+                lock_again()
+                is_absent = False
+            if before is not None and found == before:
+                write()
+            elif found != record:
+                raise SaveLostError(
+                    f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
+                    f"was removed or replaced; the owner is {self._recorded_owner()}. Do not change "
+                    f"{INTERNAL_DIRECTORY}/ by hand. Open the directory again when no other process writes there"
+                )
+
+        write()
+        return check
 
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""
         # Listed first, because taking the lock creates the directory.
-        if "owner/" not in self._store.list_names(INTERNAL_DIRECTORY):
+        names = self._store.list_names(INTERNAL_DIRECTORY)
+        seen = read_lease(self._store, _OWNER_LEASE) if "owner.json" in names else None
+        if seen is not None and not seen.is_released:
+            return SeenOwner(seen.holder, None)
+        if "owner/" not in names:
             return None
         lock = self._directories.lock_directory(_OWNER)
         if lock is not None:
@@ -464,20 +649,9 @@ class DirectoryLocks(Locks):
                 return None
         return SeenOwner(decode_holder(self._read_record()), is_alive=True)
 
-    def _read_record(self) -> bytes:
-        try:
-            return self._store.get(_OWNER_RECORD, 0, _RECORD_BYTES)
-        except ObjectNotFoundError:
-            return b""
-
     def _recorded_owner(self) -> str:
         holder = decode_holder(self._read_record())
         return "a process without a record" if holder is None else holder.describe()
-
-
-_OWNER_LEASE: Final = f"{INTERNAL_DIRECTORY}/owner.json"
-_RENEWALS_PER_LEASE: Final = 3
-_LOOKS_PER_LEASE: Final = 8
 
 
 class LeasedLocks(Locks):
@@ -489,14 +663,7 @@ class LeasedLocks(Locks):
 
     _entry = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
 
-    def __init__(
-        self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
-    ) -> None:
-        """See `Locks`."""
-        super().__init__(store, display, lease_seconds, clock)
-        self._seen = LeaseObserver(self._clock, lease_seconds)
-
-    def _lock(self, lease: Lease) -> Lock:
+    def _lock(self, lease: Lease, number: int = 0) -> Lock:
         """Begin to renew a lease on a thread. Return it as a lock."""
         try:
             stop = self._clock.repeat(self._lease_seconds / _RENEWALS_PER_LEASE, lease.renew, lease.release)
@@ -511,7 +678,7 @@ class LeasedLocks(Locks):
                 logger.warning("%s cannot be released, so its lease has to expire: %s", lease.subject, error)
             stop()
 
-        return Lock(lease.subject, check=lease.check, release=release)
+        return Lock(lease.subject, check=lease.check, release=release, number=number)
 
     def _take(self, purpose: Purpose, name: str) -> Lock:
         return self._take_as(f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}.json", f"the step {name}")
@@ -587,62 +754,39 @@ class LeasedLocks(Locks):
                 return False
         return True
 
-    def _is_locked(self, key: str) -> bool:
-        seen = read_lease(self._store, key)
-        if seen is None:
-            return False
-        if not seen.is_released and not (self._seen.is_expired(seen) and self._break(seen)):
-            return True
-        self._store.delete([key])
-        return False
-
-    def _break(self, seen: SeenLease) -> bool:
-        try:
-            return break_lease(self._store, seen)
-        except StorageFullError:  # no room for the mark: its holder notices the deletion as well
-            now = read_lease(self._store, seen.key)
-            return now is not None and now.tag == seen.tag
-
-    def _own(self, if_in_use: IfInUse) -> Lock:
-        subject = f"the directory {self._display}"
+    def _own(self, if_in_use: IfInUse, at_least: int) -> Lock:
         while True:
-            seen = read_lease(self._store, _OWNER_LEASE)
-            if seen is not None and not seen.is_released:
-                if if_in_use == "error":
-                    raise DirectoryInUseError(
-                        f"{self._display} is in use: {seen.describe()} owns it, or failed without releasing it. Close "
-                        "that Checkpointer, end that job, or use another directory. If that process has failed, pass "
-                        "if_in_use='take over', which waits about "
-                        f"{seen.seconds(self._lease_seconds):.0f} seconds for a renewal of its lease"
-                    )
-                seen = self._await_expiry(seen)
-            condition = IF_ABSENT if seen is None else IfTag(seen.tag)
-            lease = take_lease(self._store, _OWNER_LEASE, subject, "mark", condition, self._lease_seconds, self._clock)
+            seen = self._unleased(if_in_use)
+            number = self._next_number(seen, at_least)
+            lease = take_lease(
+                self._store,
+                _OWNER_LEASE,
+                self._owned,
+                "mark",
+                IF_ABSENT if seen is None else IfTag(seen.tag),
+                self._lease_seconds,
+                self._clock,
+                number=number,
+                is_absent=self._is_absent,
+            )
             if lease is not None:
-                return self._lock(lease)
+                lock = self._lock(lease, number)
+                try:
+                    self._make_owner_directory()
+                except BaseException:
+                    lock.close()
+                    raise
+                return lock
             # Another process took the lease first. Read it again, because that process may release it.
 
-    def _await_expiry(self, first: SeenLease) -> SeenLease | None:
-        """Wait until a lease has expired or is released. Return its last state; None if it was removed.
-
-        Raises:
-            DirectoryInUseError: it was renewed, or another process took it.
-        """
-        seconds = first.seconds(self._lease_seconds)
-        logger.info("%s: waiting about %.0f s for a renewal by %s", self._display, seconds, first.describe())
-        seen: SeenLease | None = first
-        while seen is not None and not seen.is_released and not self._seen.is_expired(seen):
-            self._clock.sleep(seconds / _LOOKS_PER_LEASE)
-            seen = read_lease(self._store, first.key)
-            if seen is None or seen.is_released:
-                break
-            if seen.tag != first.tag:
-                raise DirectoryInUseError(
-                    f"{self._display} is in use: {seen.describe()} owns it and is alive, because it renewed its lease. "
-                    "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read "
-                    "here meanwhile"
-                )
-        return seen
+    def _make_owner_directory(self) -> None:
+        """Create the directory by which `_is_absent` recognises a directory of a file system."""
+        if self._has_directories:
+            with suppress(AtomicityError, StorageFullError):  # without locks, the directory exists nevertheless
+                lock = cast(AtomicDirectories, self._store).lock_directory(_OWNER)
+                if lock is not None:
+                    with lock:
+                        pass
 
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""

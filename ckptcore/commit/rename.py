@@ -25,6 +25,7 @@ from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, Root
 from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import NewDirectory, subdirectory
 from ckptcore.commit.target import (
+    INTERNAL_DIRECTORY,
     IsForeign,
     Overwrite,
     expect_no_nested,
@@ -497,7 +498,14 @@ class RenameMethod(CommitMethod):
                 if leases is None:
                     raise
             else:
-                return None if locked is None else _HiddenLock(locked, check=None)
+                if locked is None:
+                    return None
+                with ExitStack() as stack:
+                    stack.enter_context(locked)
+                    entries = self._directory.list_names(f"{INTERNAL_DIRECTORY}/saving")
+                    if any(entry.startswith(f"{name}.") for entry in entries):
+                        return self._with_lease(name, stack.pop_all(), waits=waits)
+                    return _HiddenLock(stack.pop_all(), check=None)
         leased = leases.lock_directory(name, waits=waits)
         if leased is None:
             return None
@@ -507,6 +515,20 @@ class RenameMethod(CommitMethod):
             leased.close()
             raise
         return _HiddenLock(leased, leased.check)
+
+    def _with_lease(self, name: str, locked: ExitStack, *, waits: bool) -> _HiddenLock | None:
+        """Return the lock of a hidden directory of which a host that may not see locks has, or had, a lease.
+
+        None if the lease is valid.
+        """
+        from ckptcore.commit.locks import LeasedLocks  # plain saves do not need it
+
+        with locked as stack:
+            leased = LeasedLocks(self._directory, name).lock_directory(name, waits=waits)
+            if leased is None:
+                return None
+            stack.enter_context(leased)
+            return _HiddenLock(stack.pop_all(), leased.check)
 
     def _resume(self, location: Location) -> RenameTransaction:
         """Take over the hidden directory of a partial save."""

@@ -32,6 +32,7 @@ __all__ = [
     "Role",
     "Root",
     "RootSummary",
+    "SaveOrder",
     "Session",
     "check_name",
     "new_save_id",
@@ -210,6 +211,30 @@ class References:
             raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another checkpoint")
 
 
+class SaveOrder(NamedTuple):
+    """The order of saves of one checkpoint: of two copies of a step, the one with the higher order counts.
+
+    Times do not decide it, because the clocks of two machines differ. Every save has a higher order than what it
+    replaces, and a save of a run also than every step that the run was set back from.
+
+    Attributes:
+        owner: the number of the owner of the directory: each owner has a higher one than all owners before it. 0 for
+            the first one, and for a checkpoint that was not saved as a step.
+        save: raised by each save of this owner that replaces a checkpoint, or comes before an existing step.
+    """
+
+    owner: int = 0
+    save: int = 0
+
+    @property
+    def next(self) -> SaveOrder:
+        """The order of a save that replaces one with this order."""
+        return SaveOrder(self.owner, self.save + 1)
+
+
+_FIRST: Final = SaveOrder()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedRoot:
     """The fields that the roots of one tree and of a composite share.
@@ -218,6 +243,7 @@ class CommittedRoot:
         save_id: the save id: 16 hexadecimal digits.
         created: when the save began, ISO 8601 in UTC.
         writer: names and versions of the software that wrote it.
+        order: see `SaveOrder`.
         custom: metadata of the user.
         parts: the keys of the objects that store large tables of the root.
         metrics: measurements of the user, by name.
@@ -228,6 +254,7 @@ class CommittedRoot:
     save_id: str
     created: str
     writer: Mapping[str, str]
+    order: SaveOrder = _FIRST
     custom: Mapping[str, JSON] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -312,6 +339,7 @@ class RootSummary(NamedTuple):
         objects: the size of each object in bytes, by key; empty for a composite; None if the sizes are in a part.
         parts: the size of each part of the root in bytes, by key.
         bases: the checkpoints that it refers to.
+        order: see `SaveOrder`.
     """
 
     committed: bool
@@ -324,6 +352,7 @@ class RootSummary(NamedTuple):
     parts: Mapping[str, int]
     bases: tuple[Base, ...] = ()
     timeline: JSON = None
+    order: SaveOrder = SaveOrder()
 
 
 def new_save_id() -> str:

@@ -30,6 +30,7 @@ from ckptcore.commit.root import (
     Role,
     Root,
     RootSummary,
+    SaveOrder,
     Session,
     check_name,
 )
@@ -82,6 +83,9 @@ _CHECKSUM_NAME: Final = "xxh3_64"
 _CHECKSUM: Final = re.compile(rf',"checksum":"{_CHECKSUM_NAME}:([0-9a-f]{{16}})"\}}\n'.encode())
 _CHECKSUM_TAIL_BYTES: Final = len(f',"checksum":"{_CHECKSUM_NAME}:0123456789abcdef"}}\n')
 _MAX_PROCESSES: Final = 1 << 24
+_MAX_ORDER: Final = 1 << 62
+"""The highest number in an order. Above the highest one of a hostile root there must be another."""
+
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 ReadPart: TypeAlias = Callable[[str, int], bytes]
@@ -184,6 +188,7 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
         **_head("committed", root.save_id, role),
         "created": root.created,
         "writer": dict(root.writer),
+        **({"order": list(root.order)} if root.order != SaveOrder() else {}),
         **own,
         "tables": inline,
         "parts": described,
@@ -256,6 +261,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             "save_id": head.save_id,
             "created": _decode_created(document),
             "writer": _decode_writer(document),
+            "order": _decode_order(document["order"]) if "order" in document else SaveOrder(),
             "custom": dict(tables["custom"]),
             "parts": tuple(parts),
             "metrics": _decode_metrics(document),
@@ -301,6 +307,7 @@ def summarize_root(data: bytes) -> RootSummary:
             dict(_sizes((described["key"], described["size"]) for described in parts.values())),
             _decode_bases(document),
             document.get("timeline"),
+            _decode_order(document.get("order")),
         )
 
 
@@ -464,6 +471,12 @@ def _decode_progress(document: dict[str, Any]) -> dict[str, int]:
 
 def _decode_writer(document: dict[str, Any]) -> dict[str, str]:
     return {name: value for name, value in _table(document, "writer").items() if isinstance(value, str)}
+
+
+def _decode_order(found: Any) -> SaveOrder:
+    if not isinstance(found, list) or len(found) != len(SaveOrder._fields):
+        return SaveOrder()
+    return SaveOrder(*found) if all(type(part) is int and 0 <= part <= _MAX_ORDER for part in found) else SaveOrder()
 
 
 def _decode_created(document: dict[str, Any]) -> str:

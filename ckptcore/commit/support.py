@@ -123,9 +123,10 @@ class StorageSupport:
         address = directory.address
         display = "" if address is None else address.url
         logger.warning(
-            "%s: this file system has no locks of directories (flock), so ckptcore uses leases. The files of a killed "
-            "save stay until this process has seen its lease unchanged for more than a minute, and a directory whose "
-            "owner was killed is free after as long. Mount it with locks on all hosts or on none (Lustre: -o flock)",
+            "%s: across hosts, this file system has no locks of directories (flock), so ckptcore uses leases. The "
+            "files of a killed save stay until this process has seen its lease unchanged for more than a minute, and a "
+            "directory whose owner was killed is free after as long: Checkpointer(if_in_use='take over'). Mount it "
+            "with locks on all hosts or on none (Lustre: -o flock)",
             display,
         )
         return LeasedLocks(directory, display, clock=self._clock)

@@ -10,8 +10,16 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, CompositeRoot, Root
-from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, is_claim, is_partial, read_head
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, CompositeRoot, Root, SaveOrder
+from ckptcore.commit.root_json import (
+    HEAD_BYTES,
+    RootHead,
+    decode_root,
+    is_claim,
+    is_partial,
+    read_head,
+    summarize_root,
+)
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -45,6 +53,7 @@ __all__ = [
     "name_of_partial",
     "name_of_replaced",
     "name_of_save",
+    "next_order",
     "none_is_foreign",
     "own_files",
     "parse_root",
@@ -222,6 +231,22 @@ def root_bytes(store: StorageBackend) -> bytes | None:
         return store.get(ROOT_KEY)
     except ObjectNotFoundError:
         return None
+
+
+def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
+    """Return the order of a save: above that of the checkpoint that it replaces.
+
+    Args:
+        location: the location of the save.
+        overwrite: whether a checkpoint is replaced.
+    """
+    data = root_bytes(location.store) if overwrite else None
+    if data is None:
+        return SaveOrder()
+    try:
+        return summarize_root(data).order.next
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return SaveOrder().next
 
 
 def is_claimed_by(data: bytes | None, save_id: str) -> bool:

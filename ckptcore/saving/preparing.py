@@ -11,8 +11,8 @@ from typing import Any, Final, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import Location, resolve_location
-from ckptcore.commit.root import Member, Root, check_name, new_save_id
-from ckptcore.commit.target import fixed_names, read_root, refuse_inside, refuse_to_replace
+from ckptcore.commit.root import Member, Root, SaveOrder, check_name, new_save_id
+from ckptcore.commit.target import fixed_names, next_order, read_root, refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError, UnsupportedVersionError
 from ckptcore.events import Recording
@@ -67,8 +67,13 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         descriptions = _describe_parts(request, context, agreement)
         if not isinstance(request.values, OneTree):
             info = info._replace(members={one.name: one.member(size) for one in descriptions})
+        order = SaveOrder()
         if agreement.rank == 0:
             _refuse_target(request, target, info, context)
+            if request.hooks.order is not None:
+                order = request.hooks.order()
+            elif overwrite:
+                order = next_order(target.location, overwrite)
         if size > 1:
             from ckptcore.saving.replica_digests import replica_digests  # needed only in a job
 
@@ -76,14 +81,14 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             digests = {name: replica_digests(one, agreement.rank, size) for name, one in common.items()}
             stage.payload = _digests(info.members, descriptions, strategy, digests)
     payloads = stage.payloads
-    decided = agreement.lead("save", lambda: _decide(payloads, descriptions, has_others=keeps_others(target)))
+    decided = agreement.lead("save", lambda: _decide(payloads, descriptions, order, has_others=keeps_others(target)))
     recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _merge_trees(agreement, descriptions, digests, decided["different"], payloads)
     if decided["own_names"] and info.members is None:
         (one,) = descriptions
         descriptions = [one._replace(layout=one.layout.with_own_names(decided["save_id"]) or one.layout)]
-    info = info._replace(save_id=decided["save_id"], created=decided["created"])
+    info = info._replace(save_id=decided["save_id"], created=decided["created"], order=SaveOrder(*decided["order"]))
     save = Save(target, info, (), strategy, agreement, recording, context)
     return strategy.prepare(SaveDraft(save, descriptions))
 
@@ -243,7 +248,9 @@ def keeps_others(target: CommitTarget) -> bool:
     )
 
 
-def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, has_others: bool) -> dict[str, Any]:
+def _decide(
+    payloads: Sequence[Any], descriptions: _Descriptions, order: SaveOrder, *, has_others: bool
+) -> dict[str, Any]:
     """Choose the id and the time of the save, and for each tree that differs, the ranks that send it. On the leader.
 
     With `has_others`, objects get names of their own, if the layout supports that.
@@ -254,6 +261,7 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, has_others:
     """
     decision: dict[str, Any] = {"save_id": new_save_id(), "created": save_created(), "different": {}}
     decision["own_names"] = has_others
+    decision["order"] = list(order)
     if len(payloads) < 2:
         return decision
     for same, kind in (("names", "checkpointables (names, order, kinds)"), ("strategy", "further checkpoints")):

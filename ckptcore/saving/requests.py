@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 from ckptcore.commit.location import AnyLocation, Location
-from ckptcore.commit.root import Claim, Member, Role
+from ckptcore.commit.root import Claim, Member, Role, SaveOrder
 from ckptcore.commit.target import IsForeign, Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
@@ -95,16 +95,19 @@ class SaveNotes(NamedTuple):
 
 
 class SaveHooks(NamedTuple):
-    """Functions that a save calls. An error of `allowed` or `before_commit` fails the save.
+    """Functions that a save calls. An error of `allowed`, `order` or `before_commit` fails the save.
 
     Attributes:
         allowed: called on the leader before anything is written.
+        order: called on the leader after `allowed`; returns the order of the save. None: the next one after that of the
+            checkpoint that the save replaces.
         before_commit: called on each process that commits, right before the commit.
         committed: called on every rank after the commit and before further saves, on the thread that writes.
         progress: called with the bytes of arrays that this process has written and has to write, from any thread.
     """
 
     allowed: Callable[[], None] | None = None
+    order: Callable[[], SaveOrder] | None = None
     before_commit: Callable[[], None] | None = None
     committed: Callable[[], None] | None = None
     progress: ProgressCallback | None = None
@@ -153,6 +156,7 @@ class CommitInfo(NamedTuple):
         custom, metrics, progress: metadata of the user.
         members: the checkpointables by name; None if the checkpoint is one tree.
         role: ``export`` for an export in the directory of its save. See `Root.role`.
+        order: see `SaveOrder`.
     """
 
     save_id: str
@@ -162,6 +166,7 @@ class CommitInfo(NamedTuple):
     progress: Mapping[str, int] = _EMPTY
     members: Mapping[str, Member] | None = None
     role: Role = "checkpoint"
+    order: SaveOrder = SaveOrder()
 
     @property
     def claimed(self) -> Claim:

@@ -451,6 +451,7 @@ def build_root(
         save_id=info.save_id,
         created=info.created,
         writer=this_writer(),
+        order=info.order,
         members=info.members or {},
         custom=info.custom,
         metrics=info.metrics,
@@ -470,6 +471,7 @@ def complete_tree(
     return replace(
         root,
         objects=objects,
+        order=info.order,
         custom=info.custom,
         metrics=info.metrics,
         timeline=timeline,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
@@ -42,7 +40,6 @@ __all__ = [
     "PendingDeletion",
     "StepDeleter",
     "policy_infos",
-    "readable_steps",
 ]
 
 logger = logger_named("ckptcore.training")
@@ -129,9 +126,6 @@ class DeletionQueue:
             raise
 
 
-_PERMISSION_ERRNOS: Final = frozenset({errno.EACCES, errno.EPERM})
-
-
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
     """Return the steps that a preservation policy decides about, ascending.
 
@@ -144,7 +138,7 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
         broken: steps to ignore because they are damaged.
     """
     infos = []
-    committed = readable_steps(steps)
+    committed = _readable_steps(steps)
     steps.look_ahead(committed)
     for step in committed:
         if step in broken:
@@ -161,18 +155,18 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
         except CheckpointNotFoundError:
             continue  # deleted since it was listed
         except CheckpointError as error:
-            logger.warning("step %d in %s is left alone: its root cannot be read: %s", step, steps.display, error)
+            steps.warn_once("step %d in %s is left alone: its root cannot be read: %s", step, steps.display, error)
     return infos
 
 
-def readable_steps(steps: StepDirectory) -> Sequence[int]:
+def _readable_steps(steps: StepDirectory) -> Sequence[int]:
     """Return every committed step, ascending. A step whose request fails is logged and left out."""
 
     def is_committed(step: int) -> bool:
         try:
             return steps.is_committed(step)
         except StorageError as error:
-            logger.warning("step %d in %s is left alone: it cannot be read: %s", step, steps.display, error)
+            steps.warn_once("step %d in %s is left alone: it cannot be read: %s", step, steps.display, error)
             return False
 
     candidates = steps.candidates()
@@ -292,7 +286,9 @@ class StepDeleter:
         try:
             return self._commits.is_committed(self._steps.name(step)) is False
         except StorageError as error:
-            logger.warning("step %d in %s is left alone: it cannot be read: %s", step, self._steps.display, error)
+            self._steps.warn_once(
+                "step %d in %s is left alone: it cannot be read: %s", step, self._steps.display, error
+            )
             return False
 
     def collect(
@@ -319,7 +315,7 @@ class StepDeleter:
                 try:
                     return self._delete(step, _Decision(since, keep))
                 except CheckpointExistsError as error:  # its directory contains another checkpoint
-                    logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
+                    self._steps.warn_once("step %d in %s stays: %s", step, self._steps.display, error)
                     return False
                 except StorageError as error:
                     logger.warning("step %d in %s cannot be deleted: %s", step, self._steps.display, error)
@@ -436,22 +432,17 @@ class StepDeleter:
             known = {self._steps.name(other): other for other in self._steps.candidates()}
 
         def bases_of(store: StorageBackend, name: str) -> Sequence[Base]:
-            try:
-                if name in known:
-                    try:
-                        found = self._steps.summary(known[name])
-                        return () if found is None else found.bases
-                    except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
-                        pass  # `bases_in` may still read the bases
-                return bases_in(store, name)
-            except StorageError as error:
-                if not isinstance(error, PermissionError) and error.errno not in _PERMISSION_ERRNOS:
-                    raise
-                logger.warning("%s in %s cannot be read, and may refer to a step: %s", name, self._steps.display, error)
-                return ()
+            if name in known:
+                try:
+                    found = self._steps.summary(known[name])
+                    return () if found is None else found.bases
+                except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
+                    pass  # `bases_in` may still read the bases
+            return bases_in(store, name)
 
         name = self._steps.name(step)
-        bases = find_bases(self._store, runtime_of(self._context).io_threads, bases_of, without=name)
+        threads = runtime_of(self._context).io_threads
+        bases = find_bases(self._store, threads, bases_of, without=name, warn=self._steps.warn_once)
         return referring_to(name, save_id, bases)
 
     def has_another(self, step: int) -> bool:
@@ -488,13 +479,13 @@ class StepDeleter:
                 return False  # other software wrote it, so the sizes are unknown
             if summary.save_id not in self._whole:
                 if not self._looks_complete(self._steps.location(step), self._context):
-                    logger.warning(
+                    self._steps.warn_once(
                         "step %d in %s is damaged: a file is missing or truncated", step, self._steps.display
                     )
                     return False
                 self._whole.add(summary.save_id)
         except CheckpointError as error:
-            logger.warning("step %d in %s cannot be read: %s", step, self._steps.display, error)
+            self._steps.warn_once("step %d in %s cannot be read: %s", step, self._steps.display, error)
             return False
         return True
 
@@ -505,8 +496,13 @@ class StepDeleter:
                 self._owned.check()
                 intent.check()
                 location = self._location(step)
-                with suppress(CheckpointNotFoundError):  # another process deleted it
+                try:
                     location.commits.remove(location, new_save_id())
+                except CheckpointNotFoundError:
+                    self._steps.expect_present()
+                    if location.commits.is_committed(location.name):
+                        raise  # its file system was not mounted for a moment
+                    # Another process deleted it.
                 self._steps.forget([step])
         except BaseException as error:
             self._steps.distrust(step)

@@ -80,6 +80,7 @@ class OwnedDirectory:
         context: Context,
         *,
         if_in_use: IfInUse,
+        at_least: int = 0,
         looks_complete: Callable[[AnyLocation, Context], bool] = has_expected_sizes,
     ) -> None:
         """Own the directory.
@@ -89,6 +90,7 @@ class OwnedDirectory:
             policy: chooses the steps to keep.
             context: options.
             if_in_use: as for `Checkpointer`.
+            at_least: the least number of the owner: see `Locks.own`.
             looks_complete: returns True if the files of a step seem complete.
 
         Raises:
@@ -100,8 +102,19 @@ class OwnedDirectory:
         self.steps = steps
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
-        self.lock: Lock = steps.commits(self.store).locks(steps.display).own(if_in_use)
+        self.lock: Lock = steps.commits(self.store).locks(steps.display).own(if_in_use, at_least=at_least)
         self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_complete=looks_complete)
+        steps.expect_present = self.expect_present
+
+    def expect_present(self) -> None:
+        """Check that the directory of a file system is there, before a save creates anything in it.
+
+        Raises:
+            SaveLostError: another process owns it.
+            StorageError: it is not there now, because its file system is not mounted.
+        """
+        if not self.steps.commits(self.store).claims_by_root:
+            self.lock.check()
 
     def infos(self) -> Sequence[StepInfo]:
         """Return the steps that the policy decides about."""
@@ -121,6 +134,7 @@ class OwnedDirectory:
 
     def close(self, seconds: float | None = None) -> None:
         """Release the ownership. See `Lock.close`."""
+        self.steps.expect_present = bool
         self.lock.close(seconds)
 
 
@@ -176,11 +190,12 @@ class _PathRun:
         if self.directory is None:
             return StepTarget(location, is_broken)
         self.directory.deleter.keep_claim(step)
-        return StepTarget(location, is_broken, self.directory.lock.check)
+        return StepTarget(location, is_broken, self.directory.lock.check, owner=self.directory.lock.number)
 
     def allow(self, step: int, *, is_new: bool) -> None:
         """See `OwnedRun`."""
         if self.directory is not None:
+            self.directory.expect_present()
             self.directory.deleter.wait_until_gone(step)
         if is_new:
             refuse_existing(step, [self.steps])

@@ -222,7 +222,7 @@ class StepLoader:
         return None if chosen is None else _StepCopy(*chosen), is_moving
 
     def _choose(self, tried: Collection[_StepCopy]) -> list[int] | None:
-        for step in self._steps.newest_first():
+        for step in reversed(self._steps.candidates()):  # an error of the newest is raised: it is not passed over
             for number in self._steps.copies(step):
                 if _StepCopy(step, number) not in tried:
                     return [step, number]
@@ -255,7 +255,7 @@ class StepLoader:
             self._directories[copy.directory].broken.discard(copy.step)
             return loaded
         reason, is_gone = outcome
-        logger.warning(
+        self._directories[copy.directory].warn_once(
             "step %d in %s cannot be loaded, trying %s: %s",
             copy.step,
             self._display(copy.directory),
@@ -289,6 +289,9 @@ class StepLoader:
                     return loading.run(location, recording)
                 except PartialLoadError:
                     self.restored_step = copy.step
+                    raise
+                except (CorruptCheckpointError, CheckpointNotFoundError):
+                    steps.expect_present()  # files of a file system that is not mounted are not missing
                     raise
 
     def _pinned_to_load(self, copy: _StepCopy) -> Lock | nullcontext[None]:

@@ -135,12 +135,14 @@ class StepTarget:
         is_unusable: True if an existing step is damaged or incomplete. Replacing it need not be atomic.
         before_commit: called by each process that commits, right before the commit. Its error stops the save.
         strategy: the strategy of the save.
+        owner: on the leader, the number of the owner of the run: see `Lock.number`. 0 if it is unknown.
     """
 
     location: SubPath
     is_unusable: bool = False
     before_commit: Callable[[], None] | None = None
     strategy: SaveStrategy[SaveDraft, Save] = field(default_factory=PlainSave)
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Saves of steps: their options, the running saves, and the record of each commit."""
+"""Saves of steps: their options, their order, the running saves, and the record of each commit."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from functools import partial
 from threading import Lock
 from typing import Literal
 
+from ckptcore.commit.root import SaveOrder
 from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context
+from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
@@ -21,6 +24,7 @@ from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveDraft, 
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.training.run_directory import OwnedRun, SavedStep
 from ckptcore.training.save_decisions import LastSave, SaveDecider
+from ckptcore.training.steps import StepDirectory
 
 __all__ = ["StepOptions", "StepSaveRequest", "StepSaver", "StepSaves"]
 
@@ -118,6 +122,63 @@ class StepSaveRequest:
     overwrite: Overwrite
 
 
+class SaveOrders:
+    """The orders of the saves of the owner of a run, each above what it replaces. Used on the leader.
+
+    A run that was set back saves steps that exist, perhaps only in another directory. Each of its saves has a higher
+    order than all steps that existed from there on when this process began to own the run.
+    """
+
+    def __init__(self, directories: Sequence[StepDirectory]) -> None:
+        """Read nothing yet. `directories` are those of the run."""
+        self._directories = directories
+        self._last = SaveOrder()
+        self._counted: int | None = None
+        """The orders of this step and all later ones were read; None: of none yet."""
+        self._newest = -1  # of the steps that have an order by `next`, perhaps not committed yet
+
+    def next(self, step: int, owner: int) -> SaveOrder:
+        """Return the order of a save of a step. Reads the roots of existing steps from there on, each once.
+
+        Args:
+            step: the step.
+            owner: the number of this owner.
+        """
+        self._last = max(self._last, SaveOrder(owner))
+        if self._counted is None or step < self._counted:
+            found = [self._highest(directory, step) for directory in self._directories]
+            if None not in found:
+                self._counted = step
+            self._last = max([self._last, *[order for order in found if order is not None]])
+        newest = [steps[-1] for directory in self._directories if (steps := directory.candidates())]
+        if step <= max([self._newest, *newest]):
+            self._last = self._last.next
+        self._newest = max(self._newest, step)
+        return self._last
+
+    def _highest(self, directory: StepDirectory, first: int) -> SaveOrder | None:
+        """Return the highest order of the steps from `first` on, and of the step before. None if one cannot be read.
+
+        In that case, the number of the owner alone makes the order higher than those of earlier owners.
+        """
+        known = directory.candidates()
+        until = len(known) if self._counted is None else bisect.bisect_left(known, self._counted)
+        steps = known[max(0, bisect.bisect_left(known, first) - 1) : until]
+        directory.look_ahead(steps)
+        highest = SaveOrder()
+        for step in steps:
+            try:
+                summary = directory.summary(step)
+            except StorageError as error:
+                directory.warn_once("the order of step %d in %s cannot be read: %s", step, directory.display, error)
+                return None
+            except CheckpointError:
+                continue  # it is deleted, damaged or a link: no load takes it
+            if summary is not None:
+                highest = max(highest, summary.order)
+        return highest
+
+
 class StepSaver:
     """Saves the steps of a run, on the training thread. Every rank calls the same methods with the same steps."""
 
@@ -152,6 +213,7 @@ class StepSaver:
         self._context = context
         self._job = job
         self._agree = agree
+        self._orders = SaveOrders(run.steps.directories)
         self._warned = False
 
     def _is_broken(self, step: int) -> bool:
@@ -246,6 +308,7 @@ class StepSaver:
             notes=SaveNotes(custom=request.metadata, metrics=request.metrics or {}, step=step, epoch=request.epoch),
             hooks=SaveHooks(
                 allowed=partial(self._allow, step, last.step, is_new=not request.overwrite),
+                order=partial(self._orders.next, step, target.owner),
                 before_commit=target.before_commit,
                 # Only values: a reference to the request would keep the state in memory.
                 committed=partial(self._saved, SavedStep(step, name, request.epoch, self._decider.preempted)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
+from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import (
     AnyLocation,
     LocationLike,
@@ -50,6 +52,10 @@ __all__ = ["StepDirectory"]
 
 logger = logger_named("ckptcore.training")
 
+_ANSWERS: Final = (True, False)
+_MAX_WARNED: Final = 1000
+"""Most warnings that are remembered. Beyond this, some are repeated."""
+
 _ROOTS_TRIED: Final = 20
 """Limit of directories with other names whose roots are read."""
 
@@ -66,6 +72,8 @@ class StepDirectory:
         directory: the absolute path or URL.
         names: the names of steps.
         broken: the steps that this process found damaged and has not replaced.
+        expect_present: called if a listing is empty; raises an error if the directory is not there, because its file
+            system is not mounted now. Does nothing unless this process owns the directory.
     """
 
     def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:
@@ -98,10 +106,12 @@ class StepDirectory:
         self._leftovers: tuple[str, ...] = ()
         self._others: tuple[str, ...] = ()
         """The entries of the last listing that have no name of a step."""
+        self._warned: set[str] = set()
         self._adopted: str | None = None
         """The prefix of names that `list_steps` found."""
         self._locks: Locks | None = None
         self.broken: set[int] = set()
+        self.expect_present: Callable[[], object] = bool
         self.reset_after_fork()
         reset_in_children(self)
 
@@ -139,9 +149,12 @@ class StepDirectory:
 
         Raises:
             InvalidLocationError: the directory is a checkpoint.
+            StorageError: the directory is not there, although this process owns it.
         """
         self._reopen()
         found = self._store.list_names()
+        if not found:
+            self.expect_present()
         if ROOT_KEY in found:
             raise self._no_directory()
         entries = [entry[:-1] for entry in found if entry.endswith("/")]
@@ -217,7 +230,7 @@ class StepDirectory:
         except (CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
             return False
         except StorageError as error:
-            logger.warning("%s in %s is passed over: %s", name, self.display, error)
+            self.warn_once("%s in %s is passed over: %s", name, self.display, error)
             return None
         except CheckpointError:
             return True  # of several checkpointables, damaged, or of a newer version
@@ -472,15 +485,43 @@ class StepDirectory:
         return self.is_committed(step) and self._ours.get(self.name(step), False)
 
     def steps(self) -> tuple[int, ...]:
-        """Return every committed step, ascending."""
+        """Return every committed step, ascending. A step that this process may not read is left out, and logged once.
+
+        Raises:
+            StorageError: the storage failed, or no step can be read.
+        """
         candidates = self.candidates()
-        return tuple(
-            [
-                step
-                for step, there in zip(candidates, self.map_ordered(candidates, self.is_committed), strict=True)
-                if there
-            ]
-        )
+        answers = self.map_ordered(candidates, self._is_committed_or_why)
+        unread = [(step, answer) for step, answer in zip(candidates, answers, strict=True) if answer not in _ANSWERS]
+        if unread:
+            self._pass_over(unread, all_fail=len(unread) == len(candidates))
+        return tuple([step for step, answer in zip(candidates, answers, strict=True) if answer is True])
+
+    def _is_committed_or_why(self, step: int) -> bool | StorageError:
+        """Return whether a step is committed, or the error of a step that this process may not read."""
+        try:
+            return self.is_committed(step)
+        except StorageError as error:
+            if not concerns_one_entry(error):
+                raise
+            return error
+
+    def _pass_over(self, unread: Sequence[tuple[int, bool | StorageError]], *, all_fail: bool) -> None:
+        """Log steps that cannot be read. If no step can be, raise the first error."""
+        for step, error in unread:
+            if all_fail and isinstance(error, StorageError):
+                raise error
+            self.warn_once("step %d in %s is left alone: it cannot be read: %s", step, self.display, error)
+
+    def warn_once(self, message: str, *arguments: object) -> None:
+        """Log a warning, unless this object has logged the same one. The next one of a kind is for debugging."""
+        text = message % arguments
+        with self._lock:
+            is_new = text not in self._warned
+            if len(self._warned) >= _MAX_WARNED:
+                self._warned.clear()
+            self._warned.add(text)
+        logger.log(logging.WARNING if is_new else logging.DEBUG, "%s", text)
 
     def map_ordered(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
         """Call a function for each step, on several threads if the storage benefits from that.
@@ -505,8 +546,26 @@ class StepDirectory:
             return
 
     def newest_first(self) -> Iterator[int]:
-        """Yield every committed step, newest first. Lazy: checks a step when the caller reaches it."""
-        return (step for step in reversed(self.candidates()) if self.is_committed(step))
+        """Yield every committed step, newest first. Lazy: checks a step when the caller reaches it.
+
+        A step that this process may not read is left out, and logged once.
+
+        Raises:
+            StorageError: the storage failed, or no step can be read.
+        """
+        unread: list[tuple[int, bool | StorageError]] = []
+        is_read = False
+        for step in reversed(self.candidates()):
+            answer = self._is_committed_or_why(step)
+            if answer not in _ANSWERS:
+                unread.append((step, answer))
+                continue
+            is_read = True
+            self._pass_over(unread, all_fail=False)
+            unread.clear()
+            if answer is True:
+                yield step
+        self._pass_over(unread, all_fail=not is_read)
 
     def latest(self) -> int | None:
         """Return the newest committed step; None if there is none."""

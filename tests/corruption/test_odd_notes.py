@@ -41,7 +41,7 @@ def _odd(root: Any) -> Mapping[str, Callable[[Any], None]]:
 
     timeline = [("timeline", name) for name in root["timeline"]]
     rows = [("timeline", name, 0) for name in ("phase", "rank", "offset", "duration", "nbytes", "error")]
-    writer = [("writer",), ("writer", "ckptcore"), ("created",)]
+    writer = [("writer",), ("writer", "ckptcore"), ("created",), ("order",)]
     numbers = [("metrics",), ("metrics", "loss"), ("progress",), ("progress", "epoch"), ("timeline",)]
     tree = [("tables", "tree", "extras", "0"), ("tables", "tree", "extras", "0", "cuts")]
     notes = [("tables", "tree", "notes", 0, "sharding"), ("tables", "tree", "notes", 0, "dtensor")]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from ckptcore_testing.faults import FailAt, FaultPlan
 from ckptcore_testing.faulty_storage import FaultyStorage, with_faults
 
+from ckptcore.commit import leases
 from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import Lock
-from ckptcore.errors import ConditionFailedError, DirectoryInUseError, SaveLostError, StorageError
+from ckptcore.errors import ConditionFailedError, DirectoryInUseError, SaveLostError, StorageError, StorageFullError
 from ckptcore.protocols import PutCondition, StorageBackend
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import EVERYWHERE, LEASED, LOCKED, memory
@@ -388,3 +390,78 @@ def test_invalid_arguments_are_refused(place: Place, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="if_in_use"):
         commit_method(store).locks("run").own(if_in_use="steal")  # type: ignore[arg-type]  # the test is about that
     assert list(store.list()) == []
+
+
+# --- who this process is, and how many owners there were --------------------------------------------------------------
+
+
+@everywhere
+def test_a_restarted_container_is_not_this_process(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the host name and the number of the process before."""
+    store, clock = place(tmp_path), FakeClock()
+    with commit_method(store).locks("the/run", clock=clock).own():
+        own = leases._process_id
+        assert own(1) != own(2), "a forked child is another process"
+        monkeypatch.setattr(leases, "_process_id", lambda pid: "restarted")
+        with pytest.raises(DirectoryInUseError, match=r"the/run is in use: process \d+ on"):
+            commit_method(store).locks("the/run", clock=clock).own()
+        pin = commit_method(store).locks("the/run", clock=clock).pin("1")
+        monkeypatch.setattr(leases, "_process_id", own)
+        assert commit_method(store).locks("the/run", clock=clock).may_expire("1") == (place in LEASED)
+        pin.close()
+
+
+@everywhere
+def test_every_owner_has_a_higher_number(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    numbers = []
+    for least in (0, 0, 7, 3):
+        with commit_method(store).locks("run", clock=clock).own(at_least=least) as owned:
+            numbers.append(owned.number)
+    assert numbers == [0, 1, 7, 8]
+
+
+# --- what passes ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full(store: StorageBackend) -> Iterator[None]:
+    """A disk without room for anything, inside the block."""
+
+    def put(key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        raise StorageFullError(f"cannot write {key}: no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "put", put)
+        yield
+
+
+@everywhere
+def test_a_directory_without_room_for_a_record_is_owned(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    commit_method(store).locks("run", clock=clock).own().close()
+    with full(store):
+        first = commit_method(store).locks("run", clock=clock).own()
+        for _ in range(2):
+            first.check()
+    first.check()
+    with pytest.raises(DirectoryInUseError):
+        commit_method(store).locks("run", clock=clock).own()
+    assert first.number == 1
+    first.close()
+    commit_method(store).locks("run", clock=clock).own().close()
+
+
+@where_leased
+def test_of_two_owners_without_room_one_loses(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    with full(store):
+        first = commit_method(store).locks("run", clock=clock).own()
+        second = commit_method(store).locks("run", clock=clock).own()
+    second.check()
+    for _ in range(2):
+        with pytest.raises(SaveLostError, match="another process owns it"):
+            first.check()
+    second.check()

@@ -45,9 +45,10 @@ class Mounts:
         self._closing.callback(subprocess.run, ["umount", "-l", str(at)], check=True)
         return at
 
-    def tmpfs(self, mib: int = 64) -> Path:
-        """A file system in memory."""
-        return self.mount(self._directory / "tmpfs", "mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs")
+    def tmpfs(self, mib: int = 64, files: int = 0) -> Path:
+        """A file system in memory, for so many files; 0: for any number."""
+        options = f"size={mib}m,nr_inodes={files}"
+        return self.mount(self._directory / "tmpfs", "mount", "-t", "tmpfs", "-o", options, "tmpfs")
 
     def disk(self, kind: str, mib: int, *options: str, make: tuple[str, ...] = ()) -> Path:
         """A file system on a loop device. `make` has options of the program that makes it."""
@@ -90,6 +91,53 @@ class Mounts:
             if server.poll() is not None:
                 pytest.skip(f"FUSE: {server.communicate()[1]}")
         return at
+
+    def view(self, of: Path, kind: str = "bind") -> View:
+        """A mount of a directory that can be taken away."""
+        view = View(self, of, self._directory / "view", kind)
+        view.give()
+        self._closing.callback(subprocess.run, ["umount", "-l", str(view.path)], capture_output=True, check=False)
+        return view
+
+
+class View:
+    """A mount of a directory, which goes and returns. Every kind has another lock of the directory afterwards."""
+
+    def __init__(self, mounts: Mounts, source: Path, path: Path, kind: str) -> None:
+        self.path = path
+        self._mounts = mounts
+        self._command = ["mount", "--bind"] if kind == "bind" else ["bindfs"]
+        self._command += [str(source), str(path)]
+        path.mkdir()
+
+    def give(self) -> None:
+        """Mount it."""
+        self._mounts.run(*self._command)
+
+    def take(self) -> None:
+        """Unmount it, also while files are open."""
+        self._mounts.run("umount", "-l", str(self.path))
+
+
+def fill(directory: Path) -> None:
+    """Leave no room for a file or a directory."""
+    for size in (_MIB, 1 << 16, 1 << 12, 1 << 9):
+        for number in range(1 << 12):
+            try:
+                (directory / f"filler-{size}-{number}").write_bytes(bytes(size))
+            except OSError:
+                break
+    for number in range(1 << 12):
+        try:
+            (directory / f"filler-{number}").mkdir()
+        except OSError:
+            return
+    pytest.fail("the file system is not full")
+
+
+def unfill(directory: Path) -> None:
+    for path in directory.glob("filler-*"):
+        path.unlink() if path.is_file() else path.rmdir()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptcore.builtin.local import LocalStorage, open_local
+from ckptcore.builtin.local_calls import locks_reach_all_hosts
 from ckptcore.protocols import StorageOptions
 
 pytestmark = pytest.mark.system
@@ -199,3 +200,29 @@ def test_a_forked_child_has_no_file_of_its_parent_open(tmp_path: Path) -> None:
         [sys.executable, "-c", _FORKS_WITH_OPEN_FILES, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert ended.stdout == "[]\nb'1234'\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reach"),
+    [
+        ("lustre", "rw,flock,lazystatfs", True),
+        ("lustre", "rw,localflock,lazystatfs", False),
+        ("lustre", "rw,lazystatfs", False),
+        ("ceph", "rw,acl", True),
+        ("gpfs", "rw", True),
+        ("ocfs2", "rw,data=ordered", True),
+        ("ocfs2", "rw,localflocks", False),
+        ("gfs2", "rw,localflocks", False),
+        ("fuseblk", "rw", True),  # a disk of this machine
+        ("nfs", "rw,vers=3,local_lock=all", False),
+        ("nfs4", "rw,vers=4.2,local_lock=none", False),
+        ("cifs", "rw", False),
+        ("beegfs", "rw", False),
+        ("9p", "rw,trans=virtio", False),
+        ("virtiofs", "rw", False),
+        ("fuse.sshfs", "rw", False),
+        ("a type of the future", "rw,flock", False),
+    ],
+)
+def test_only_locks_that_reach_all_hosts_are_trusted(kind: str, options: str, reach: bool) -> None:
+    assert locks_reach_all_hosts(kind, options.split(",")) == reach

@@ -65,7 +65,8 @@ class TieredRun:
                     looks_complete = has_expected_sizes if self.hosts is None else has_expected_sizes_on_host
                     self.near = own(near, options.preservation_policy, looks_complete=looks_complete)
                 if self._leads:
-                    self.far = own(far, ownership.policy)
+                    assert self.near is not None  # the leader is the first process of its host
+                    self.far = own(far, ownership.policy, at_least=self.near.lock.number)
                     if ownership.metadata is not None:
                         write_directory_metadata(far.open_to_write(), ownership.metadata)
             for name, directory in (("near", near), ("far", far)):
@@ -112,10 +113,13 @@ class TieredRun:
             strategy=PlainSave()
             if self.hosts is None
             else HostSave(self.hosts, partial(self._steps_to_keep, step), self._keep_on_host),
+            owner=0 if self.far is None else self.far.lock.number,
         )
 
     def allow(self, step: int, *, is_new: bool) -> None:
         """See `OwnedRun`."""
+        if self.near is not None:
+            self.near.expect_present()
         for owned in self._owned:
             owned.deleter.wait_until_gone(step)
         if is_new:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptcore.commit.location import AnyLocation
+from ckptcore.commit.root import SaveOrder
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UnsupportedVersionError
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
@@ -25,9 +26,9 @@ class TieredSteps:
     """The `RunSteps` of two directories. Thread-safe.
 
     Two copies of a step are equal if they have the same save id. If the ids differ, the run was
-    rolled back and saved the step again, or continued elsewhere. Then the copy whose save began
-    later is valid; if both began at the same time, the far copy is valid. The other copy is not
-    loaded.
+    rolled back and saved the step again, or continued elsewhere. Then the copy with the higher
+    `SaveOrder` is valid; if both have the same, the far copy is valid. The other copy is not
+    loaded. Times do not count, because they are by the clocks of different machines.
 
     Attributes:
         directories: the near directory and the far directory.
@@ -105,7 +106,7 @@ class TieredSteps:
         only the near copy.
         """
         found: list[int] = []
-        created: dict[str, tuple[float, int]] = {}
+        orders: dict[str, tuple[SaveOrder, int]] = {}
         saves: dict[int, str] = {}
         for number, tier in enumerate(self.directories):
             try:
@@ -114,7 +115,7 @@ class TieredSteps:
                 summary = tier.summary(step)
                 if summary is not None:
                     saves[number] = summary.save_id
-                    created[summary.save_id] = (tier.info(step).created, number)
+                    orders[summary.save_id] = (summary.order, number)
                 found.append(number)
             except CheckpointNotFoundError:
                 continue  # deleted meanwhile
@@ -127,5 +128,5 @@ class TieredSteps:
                     "%s cannot be checked for another copy of step %d, using the copy in %s: %s",
                     tier.display, step, self.directories[found[0]].display, error,
                 )  # fmt: skip
-        valid = max(created, key=lambda save: created[save], default=None)
+        valid = max(orders, key=lambda save: orders[save], default=None)
         return [number for number in found if saves.get(number, valid) == valid]

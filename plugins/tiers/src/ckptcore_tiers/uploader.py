@@ -140,7 +140,7 @@ class Uploader:
         near = self._near.summary(step)
         if far is None or near is None or far.save_id == near.save_id:
             return False
-        return self._near.info(step).created > self._far.steps.info(step).created
+        return near.order > far.order
 
     def committed(self, step: int, epoch: int | None, *, preempted: bool) -> None:
         """Queue a step that was committed in the near directory.

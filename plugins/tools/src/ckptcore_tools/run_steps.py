@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -123,13 +123,30 @@ def find_pinned(steps: StepDirectory) -> frozenset[str] | None:
 def read_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) -> Sequence[StepStatus]:
     """Read the roots of some steps concurrently, and check that their files exist with the recorded sizes.
 
+    A step that this process may not read is "unreadable".
+
     Raises:
-        StorageError: if the storage fails.
+        StorageError: if the storage fails, or no step can be read.
     """
     if not chosen:
         return ()
+    failed: list[StorageError] = []
+
+    def read(step: int) -> StepStatus:
+        try:
+            return _read_step(steps, context, check, step)
+        except StorageError as error:
+            if not concerns_one_entry(error):
+                raise
+            failed.append(error)
+            return StepStatus(step, steps.name(step), "unreadable", error=str(error))
+
+    check = FileCheck(context)
     with ThreadPoolExecutor(min(_THREADS, len(chosen))) as threads:
-        return list(threads.map(partial(_read_step, steps, context, FileCheck(context)), chosen))
+        found = list(threads.map(read, chosen))
+    if len(failed) == len(chosen):
+        raise failed[0]
+    return found
 
 
 def _read_step(steps: StepDirectory, context: Context, check: FileCheck, step: int) -> StepStatus:

@@ -20,8 +20,8 @@ import xxhash
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike, SubPath, resolve_location
-from ckptcore.commit.root import CompositeRoot, Root, new_save_id
-from ckptcore.commit.target import Overwrite, refuse_to_replace
+from ckptcore.commit.root import CompositeRoot, Root, SaveOrder, new_save_id
+from ckptcore.commit.target import Overwrite, next_order, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -197,7 +197,9 @@ def _consolidate(
             stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)
     payloads = stage.payloads
     target = CommitTarget(location, overwrite)
-    decision = agreement.lead("save", lambda: _decide(payloads, str(source), target))
+    root = found.opened.root
+    order = SaveOrder() if root is None else root.order
+    decision = agreement.lead("save", lambda: _decide(payloads, str(source), target, order))
     layout = layout.with_own_names(decision["tag"]) if decision["tag"] else layout
     recording.save_id = decision["save_id"]
     items = [item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]]
@@ -212,7 +214,8 @@ def _consolidate(
             created=decision["created"],
             custom=found.opened.origin.custom,
             metrics=found.opened.origin.metrics,
-            progress=found.opened.root.progress if found.opened.root is not None else {},
+            progress=root.progress if root is not None else {},
+            order=SaveOrder(*decision["order"]),
         ),
         parts=[part],
         strategy=_SaveWithAliases(aliases),
@@ -285,8 +288,8 @@ def _digest(
     return xxhash.xxh3_128_hexdigest(document.encode())
 
 
-def _decide(digests: Sequence[JSON], source: str, target: CommitTarget) -> dict[str, str]:
-    """Compare the digests of all ranks, and choose the save id, the time of the save, and the tag of names."""
+def _decide(digests: Sequence[JSON], source: str, target: CommitTarget, order: SaveOrder) -> dict[str, Any]:
+    """Compare the digests of all ranks, and choose the save id, the time, the order and the tag of names."""
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(
@@ -294,7 +297,13 @@ def _decide(digests: Sequence[JSON], source: str, target: CommitTarget) -> dict[
             "arguments. Call copy with the same arguments on every rank, while no job saves there. Nothing was written"
         )
     save_id = new_save_id()
-    return {"save_id": save_id, "created": save_created(), "tag": save_id if keeps_others(target) else ""}
+    order = max(order, next_order(target.location, target.overwrite))
+    return {
+        "save_id": save_id,
+        "created": save_created(),
+        "order": list(order),
+        "tag": save_id if keeps_others(target) else "",
+    }
 
 
 def _assign_objects(objects: Sequence[Sequence[WriteItem]], size: int) -> list[list[int]]:

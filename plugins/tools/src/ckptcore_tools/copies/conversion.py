@@ -16,8 +16,8 @@ import numpy as np
 from ckptcore.builtin import SingleProcess
 from ckptcore.builtin.files import FilesLayout, empty_directories, state_of_files
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
-from ckptcore.commit.root import Member, check_name, new_save_id
-from ckptcore.commit.target import Overwrite, read_root, refuse_to_replace
+from ckptcore.commit.root import Member, SaveOrder, check_name, new_save_id
+from ckptcore.commit.target import Overwrite, next_order, read_root, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
@@ -235,6 +235,7 @@ class _Conversion:
         display = self._destination.display
         total = sum(part.plan.tree.nbytes for part in parts)
         self._progress.plan(total)
+        order = SaveOrder() if source.root is None else source.root.order
         recording = Recording("save", display, self._context.observers, save_id=save_id, progress=self._progress)
         save = Save(
             target=CommitTarget(self._destination, self._overwrite, functools.partial(self._check, source)),
@@ -245,6 +246,7 @@ class _Conversion:
                 metrics=source.origin.metrics,
                 progress=source.root.progress if source.root is not None else {},
                 members=members,
+                order=max(order, next_order(self._destination, self._overwrite)),
             ),
             parts=parts,
             strategy=PlainSave(),

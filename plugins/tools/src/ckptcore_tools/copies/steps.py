@@ -98,7 +98,7 @@ def _choose_steps(source: StepDirectory, steps: Collection[int] | None) -> Seque
         CheckpointNotFoundError: if a requested step does not exist, or there are none.
     """
     if steps is None:
-        committed = source.steps()
+        committed = [step for step in source.candidates() if source.is_committed(step)]  # an unreadable one is an error
         if not committed:
             raise CheckpointNotFoundError(_no_steps(source))
         return committed

@@ -1,0 +1,155 @@
+"""One entry of a directory that this process may not read does not block the others."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ckptcore_tools.run_steps import find_steps, read_steps
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.errors import StorageError, StoragePermissionError
+from ckptcore.policies import LatestN
+from ckptcore.step_names import StepNames
+from tests.checkpointer.runs import Watch, array_key, assert_is_step, cut, save_steps, through, tree, watched
+
+
+def closed() -> StorageError:
+    return StoragePermissionError("403: the object is in an archive")
+
+
+def dead_mount() -> StorageError:
+    error = StorageError(os.strerror(errno.ENOTCONN))
+    error.errno = errno.ENOTCONN
+    return error
+
+
+class Doors:
+    """A run whose entries can be closed.
+
+    Attributes:
+        directory: the directory of the run, for a Context with `context`.
+        context: the options.
+        names: the closed entries.
+    """
+
+    def __init__(self, directory: str, error: Callable[[], StorageError]) -> None:
+        watch = Watch()
+        watch.before = self._look
+        self.directory, self.context, self.names = through(directory), watched(watch), set[str]()
+        self._error = error
+
+    def _look(self, name: str, keys: Sequence[str]) -> None:
+        if any(key.partition("/")[0] in self.names for key in keys):
+            raise self._error()
+
+    def reader(self) -> CheckpointReader:
+        return CheckpointReader(self.directory, context=self.context)
+
+    def run(self, **options: Any) -> Checkpointer:
+        return Checkpointer(self.directory, context=self.context, **options)
+
+
+@pytest.fixture(
+    params=[("local", closed), ("local", dead_mount), ("memory", closed)], ids=["file", "dead-mount", "object"]
+)
+def doors(request: pytest.FixtureRequest, tmp_path: Path) -> Doors:
+    kind, error = request.param
+    doors = Doors(str(tmp_path / "run") if kind == "local" else f"memory://{uuid.uuid4().hex}/run", error)
+    with doors.run() as run:
+        save_steps(run, [1, 2, 3])
+    return doors
+
+
+def test_the_other_steps_are_listed_loaded_and_yielded(doors: Doors, caplog: pytest.LogCaptureFixture) -> None:
+    doors.names.add("2")
+    reader = doors.reader()
+    for _ in range(3):
+        assert reader.steps == (1, 3) and reader.latest == 3
+        assert_is_step(reader.load(), 3)
+        assert list(reader.new_steps(timeout=0)) == [1, 3]
+    with pytest.raises(StorageError, match="403|endpoint"):
+        reader.load(2)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "step 2" in warnings[0].message
+
+
+def test_the_newest_step_is_not_passed_over_by_a_load(doors: Doors) -> None:
+    doors.names.add("3")
+    reader = doors.reader()
+    assert reader.steps == (1, 2) and reader.latest == 2
+    with pytest.raises(StorageError, match="403|endpoint"):
+        reader.load()
+    assert_is_step(reader.load(2), 2)
+
+
+def test_a_run_goes_on(doors: Doors) -> None:
+    doors.names.add("3")
+    with doors.run(preservation_policy=LatestN(2)) as run:
+        assert_is_step(run.load(2), 2)
+        save_steps(run, [4, 5])
+        run.wait()
+        assert run.steps == (4, 5)
+    doors.names.clear()
+    assert doors.reader().steps == (3, 4, 5), "what cannot be read is not deleted"
+
+
+def test_if_no_step_can_be_read_that_is_an_error(doors: Doors) -> None:
+    doors.names.update("123")
+    with pytest.raises(StorageError, match="403|endpoint"):
+        _ = doors.reader().steps
+    with pytest.raises(StorageError, match="403|endpoint"):
+        _ = doors.reader().latest
+
+
+def test_a_neighbour_that_is_closed_stops_no_deletion(doors: Doors, caplog: pytest.LogCaptureFixture) -> None:
+    ckptcore.save(f"{doors.directory}/lost+found", tree(1), context=doors.context)
+    doors.names.add("lost+found")
+    ckptcore.delete(f"{doors.directory}/1", context=doors.context)
+    assert "lost+found cannot be read" in caplog.text
+    with doors.run() as run:
+        run.delete(2)
+        run.wait()
+        assert run.steps == (3,)
+
+
+def test_a_link_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+    os.symlink("loop", f"{directory}/loop")
+    assert CheckpointReader(directory).steps == (1, 2)
+    ckptcore.delete(f"{directory}/1")
+
+
+def test_a_damaged_step_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = str(tmp_path)
+    with Checkpointer(directory, preservation_policy=LatestN(30)) as run:
+        save_steps(run, [1, 100])
+        cut(directory, array_key(directory, "100"))
+        for step in range(2, 22):
+            assert_is_step(run.load(), step - 1)
+            run.save_blocking(step, tree(step))
+        run.wait()
+    warnings = {record.message for record in caplog.records if record.levelno >= logging.WARNING}
+    assert len([message for message in warnings if "step 100" in message]) <= 3, warnings
+    counted = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(counted) == len(warnings), "each is said once"
+
+
+def test_the_command_lists_its_state(doors: Doors) -> None:
+    doors.names.add("2")
+    steps = find_steps(doors.directory, StepNames(), doors.context)
+    found = read_steps(steps, steps.candidates(), doors.context)
+    assert [status.state for status in found] == ["committed", "unreadable", "committed"]
+    assert "403" in str(found[1].error) or "not connected" in str(found[1].error)
+    doors.names.update("13")
+    with pytest.raises(StorageError):
+        read_steps(steps, steps.candidates(), doors.context)

@@ -1,0 +1,216 @@
+"""Storages from which something is taken away and given back while a run saves to them.
+
+Another storage takes part by a function that returns a `Place`: its directory, and what can be taken away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ckptcore import Checkpointer, CheckpointReader, Context
+from ckptcore.errors import CheckpointError
+from ckptcore.events import Event
+from ckptcore.policies import LatestN
+from ckptcore.step_names import StepNames
+from ckptcore.training.steps import StepDirectory
+from tests.storage.mounts import Mounts
+
+__all__ = ["PLACES", "Fault", "Place", "run"]
+
+_KEPT: Final = 4
+_ATTEMPTS: Final = 4
+"""Failed saves of a step, after which everything is given back."""
+
+
+class Fault(NamedTuple):
+    """Something that can be taken away.
+
+    Attributes:
+        name: what it is.
+        take, give: take it away, and give it back.
+    """
+
+    name: str
+    take: Callable[[], None]
+    give: Callable[[], None]
+
+
+class Place(NamedTuple):
+    """A storage for a run.
+
+    Attributes:
+        directory: the directory of the run.
+        faults: what can be taken away.
+    """
+
+    directory: str
+    faults: Sequence[Fault]
+
+
+class _Moments:
+    """Takes something away, or gives it back, at random moments. Thread-safe."""
+
+    def __init__(self, faults: Sequence[Fault], seed: int) -> None:
+        self._faults = faults
+        self._random = random.Random(seed)
+        self._taken: list[Fault] = []
+        self._lock = threading.Lock()
+        self._is_held = False
+
+    def pass_one(self, event: Event | None = None) -> None:
+        """Let a moment pass."""
+        with self._lock:
+            if self._is_held or self._random.random() > 0.1:
+                return
+            if self._taken and self._random.random() < 0.6:
+                self._taken.pop(self._random.randrange(len(self._taken))).give()
+                return
+            left = [fault for fault in self._faults if fault not in self._taken]
+            if left:
+                self._taken.append(self._random.choice(left))
+                self._taken[-1].take()
+
+    def hold(self) -> None:
+        """Give everything back, and take nothing away until `resume`."""
+        with self._lock:
+            self._is_held = True
+            while self._taken:
+                self._taken.pop().give()
+
+    def resume(self) -> None:
+        """Go on after `hold`."""
+        with self._lock:
+            self._is_held = False
+
+
+def _state(step: int, attempt: int) -> dict[str, object]:
+    return {"w": np.full(20_000, step, np.float32), "step": step, "attempt": attempt}
+
+
+def _settle(saver: Checkpointer) -> None:
+    """Wait for the deletions. Their errors, from when something was away, are raised once."""
+    try:
+        saver.wait()
+    except CheckpointError:
+        saver.wait()
+
+
+def _use(saver: Checkpointer, step: int) -> bool:
+    """Load the newest step, and delete another one. Return False if something was away."""
+    try:
+        assert saver.load()["step"] == step
+        if step % 7 == 3:
+            saver.delete(step - 1)
+            saver.wait()
+    except CheckpointError:
+        return False
+    return True
+
+
+def run(place: Place, seed: int, saves: int) -> None:
+    """Save so many steps, each until it is saved. No step is lost, and the run is never opened again."""
+    moments = _Moments(place.faults, seed)
+    context = Context(durability="none", observers=[moments.pass_one])
+    failed = 0
+    attempts: dict[int, int] = {}
+    try:
+        with Checkpointer(place.directory, preservation_policy=LatestN(_KEPT), context=context) as saver:
+            for step in range(saves):
+                for attempt in itertools.count():
+                    moments.pass_one()
+                    attempts[step] = attempt
+                    try:
+                        saver.save_blocking(step, _state(step, attempt), overwrite="non-atomic" if attempt else False)
+                        break
+                    except CheckpointError:
+                        failed += 1
+                        assert attempt <= _ATTEMPTS + 1, (
+                            f"seed {seed}: step {step} cannot be saved, and nothing is away"
+                        )
+                    if attempt == _ATTEMPTS:
+                        moments.hold()
+                moments.resume()
+                failed += step % 5 == 0 and not _use(saver, step)
+            moments.hold()
+            _settle(saver)
+            saver.save_blocking(saves, _state(saves, 0))
+            attempts[saves] = 0
+            _settle(saver)
+    finally:
+        moments.hold()
+    reader = CheckpointReader(place.directory)
+    expected = range(max(0, saves + 1 - _KEPT), saves + 1)
+    # A lease that could not be removed while its file system was away keeps its step until it expires.
+    pinned = [int(name) for name in StepDirectory(place.directory, StepNames(), context).commits().locks().pinned()]
+    assert set(expected) <= set(reader.steps) <= {*expected, *pinned}, f"seed {seed}: {reader.steps}"
+    for step in expected:
+        loaded = reader.load(step)
+        assert loaded["step"] == step and (loaded["w"] == step).all(), f"seed {seed}"
+        assert loaded["attempt"] == attempts[step], f"seed {seed}: step {step} is of an earlier save"
+    assert failed, f"seed {seed}: nothing failed, so this tested nothing"
+
+
+def _rights(directory: Path) -> Fault:
+    """The right to create, rename and delete anything in a directory, which even root can lose."""
+    return Fault("rights", lambda: _call("chattr", "+i", directory), lambda: _call("chattr", "-i", directory))
+
+
+def _call(*command: object) -> None:
+    subprocess.run([str(word) for word in command], check=True, capture_output=True)
+
+
+def _full(directory: Path) -> Fault:
+    """The space of a file system, or its inodes: whatever it has less of."""
+    fillers: list[Path] = []
+
+    def take() -> None:
+        size = 1 << 22
+        while size:
+            path = directory / f"filler-{len(fillers)}"
+            fillers.append(path)
+            try:
+                path.write_bytes(bytes(size))
+            except OSError:
+                size //= 4
+
+    def give() -> None:
+        while fillers:
+            fillers.pop().unlink(missing_ok=True)
+
+    return Fault("room", take, give)
+
+
+def _mounted(mounts: Mounts, source: Path, kind: str) -> Place:
+    """A run below a view of a file system."""
+    view = mounts.view(source, kind)
+    (directory := view.path / "run").mkdir()
+
+    def give() -> None:
+        below = list(view.path.rglob("*"))
+        assert below == [], "created below the mount point"
+        view.give()
+
+    faults = [
+        _full(source),
+        Fault("mount", view.take, give),
+        _rights(source / "run"),
+    ]
+    return Place(str(directory), faults)
+
+
+PLACES: Final[dict[str, Callable[[Mounts], Place]]] = {
+    "ext4": lambda mounts: _mounted(mounts, mounts.disk("ext4", 24), "bind"),
+    "inodes": lambda mounts: _mounted(mounts, mounts.tmpfs(64, files=200), "bind"),
+    "tmpfs": lambda mounts: _mounted(mounts, mounts.tmpfs(8), "bind"),
+    "xfs": lambda mounts: _mounted(mounts, mounts.disk("xfs", 320), "bind"),
+    "overlay": lambda mounts: _mounted(mounts, mounts.overlay(), "bind"),
+    "bindfs": lambda mounts: _mounted(mounts, mounts.disk("ext4", 24), "bindfs"),
+}

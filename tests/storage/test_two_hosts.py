@@ -1,0 +1,133 @@
+"""Two hosts that see one directory through file systems whose locks do not reach the other host: leases protect it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+from ckptcore_tools.cli.application import application
+from click.testing import CliRunner
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader, Context
+from ckptcore.builtin.local import open_local
+from ckptcore.commit.conditional_put import new_claim
+from ckptcore.commit.location import Location, commit_method
+from ckptcore.commit.root import new_save_id
+from ckptcore.commit.support import StorageSupport
+from ckptcore.errors import DirectoryInUseError, SaveLostError, StepPinnedError
+from ckptcore.policies import LatestN
+from ckptcore.protocols import StorageOptions
+from tests.holds.fake_clock import FakeClock
+from tests.storage.missing_program import check, state
+from tests.storage.mounts import Mounts
+
+pytestmark = pytest.mark.system
+
+_OPTIONS: Final = StorageOptions(durable=False)
+
+
+class Hosts(NamedTuple):
+    """One directory as two hosts see it, and as the server that exports it does."""
+
+    one: Path
+    two: Path
+    server: Path
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """Two views through FUSE, whose kernel has separate locks for each."""
+    with ExitStack() as closing:
+        mounts = Mounts(tmp_path, closing)
+        (server := tmp_path / "server").mkdir()
+        views = []
+        for name in ("one", "two"):
+            (view := tmp_path / name).mkdir()
+            mounts.run("bindfs", str(server), str(view))
+            closing.callback(subprocess.run, ["umount", "-l", str(view)], check=True)
+            views.append(view)
+        one, two = views
+        yield Hosts(one, two, server)
+
+
+@pytest.mark.parametrize("place", ["two", "server"])
+def test_a_requeued_job_does_not_open_beside_the_old_one(place: str, hosts: Hosts) -> None:
+    other: Path = getattr(hosts, place)
+    with Checkpointer(hosts.one / "run") as old:
+        old.save_blocking(1, state(1))
+        with pytest.raises(DirectoryInUseError, match="owns it"):
+            Checkpointer(other / "run")
+        result = CliRunner().invoke(application, ["gc", str(other / "run"), "--policy", "latest_n=1", "--yes"])
+        assert "is in use" in result.output
+        old.save_blocking(2, state(2))
+    with Checkpointer(other / "run") as new:
+        check(new.load(), 2)
+
+
+@pytest.mark.parametrize("place", ["two", "server"])
+def test_a_save_leaves_the_running_save_of_another_host(place: str, hosts: Hosts) -> None:
+    """Also if they save to one location: the one that commits first wins."""
+
+    def at(path: Path) -> Location:
+        store = open_local(str(path), _OPTIONS)
+        return Location(f"{path}/a", store, "a", f"file:{path}/a", support=StorageSupport(clock=FakeClock()))
+
+    one, two = at(hosts.one), at(getattr(hosts, place))
+    running = one.commits.begin(one, new_claim(new_save_id()), False)
+    running.store.put("w", b"1")
+    other = two.commits.begin(two, new_claim(new_save_id()), False)
+    other.store.put("w", b"2")
+    two.commits.sweep(two)
+    running.commit(b"root", {})
+    with pytest.raises(ckptcore.errors.CheckpointExistsError):
+        other.commit(b"other", {})
+    assert one.store.get("w") == b"1"
+
+
+def test_a_step_that_another_host_has_pinned_stays(hosts: Hosts) -> None:
+    with Checkpointer(hosts.one / "run", preservation_policy=LatestN(1)) as run:
+        run.save_blocking(1, state(1))
+        with CheckpointReader(hosts.two / "run").pin(1):
+            run.save_blocking(2, state(2))
+            run.wait()
+            with pytest.raises(StepPinnedError):
+                run.delete(1)
+            check(CheckpointReader(hosts.two / "run").load(1), 1)
+        run.save_blocking(3, state(3))
+        run.wait()
+        assert run.steps == (3,)
+
+
+def test_a_step_that_another_host_has_pinned_stays_for_the_server(hosts: Hosts) -> None:
+    with Checkpointer(hosts.server / "run", preservation_policy=LatestN(1)) as run:
+        run.save_blocking(1, state(1))
+        with CheckpointReader(hosts.two / "run").pin(1):
+            run.save_blocking(2, state(2))
+            run.wait()
+            assert run.steps == (1, 2)
+
+
+def test_the_owner_that_did_not_renew_its_lease_loses(hosts: Hosts) -> None:
+    clock = FakeClock()
+    process = clock.process()
+    old = commit_method(open_local(str(hosts.one / "run"), _OPTIONS)).locks("run", clock=process).own()
+    process.is_frozen = True
+    with commit_method(open_local(str(hosts.two / "run"), _OPTIONS)).locks("run", clock=clock).own("take over") as new:
+        process.is_frozen = False
+        with pytest.raises(SaveLostError, match="taken over by this process"):
+            old.check()
+        new.check()
+
+
+def test_a_job_of_one_host_saves_several_checkpoints_without_waiting(hosts: Hosts) -> None:
+    context = Context(durability="none")
+    for number in range(3):
+        ckptcore.save(hosts.one / "a", state(number), overwrite="non-atomic", context=context)
+    check(ckptcore.load(hosts.two / "a"), 2)
+    ckptcore.delete(hosts.two / "a")
+    assert not (hosts.server / "a").exists()
