@@ -33,6 +33,7 @@
     │   ├── ConditionFailedError                            the condition of a put is not met
     │   ├── StorageCredentialsError                         the credentials are missing, unknown or expired
     │   ├── StoragePermissionError     (PermissionError)    the credentials do not permit the request
+    │   ├── ObjectUnavailableError                          the object is in an archive, or its key is disabled
     │   ├── StorageThrottledError                           the storage throttled requests until the deadline
     │   ├── StorageTimeoutError        (TimeoutError)       the storage did not answer in time
     │   ├── WrongRegionError                                the bucket is in another region
@@ -85,6 +86,7 @@ __all__ = [
     "NotMappableError",
     "NotSharedError",
     "ObjectNotFoundError",
+    "ObjectUnavailableError",
     "OnlyStepError",
     "PartialLoadError",
     "PluginConflictError",
@@ -374,6 +376,10 @@ class StorageCredentialsError(StorageError):
 
 class StoragePermissionError(StorageError, PermissionError):
     """The credentials do not permit the request."""
+
+
+class ObjectUnavailableError(StorageError):
+    """An object exists, and cannot be read now: it is in an archive, or its key is disabled."""
 
 
 class StorageThrottledError(StorageError):

@@ -34,6 +34,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
+    ObjectUnavailableError,
     StorageError,
     StorageFullError,
     UnsupportedVersionError,
@@ -54,8 +55,6 @@ __all__ = [
 
 logger = logger_named("ckptcore.commit")
 
-logger = logger_named("ckptcore.commit")
-
 _PIN_SECONDS: Final = 90.0
 """Seconds that a deletion waits for a leased pin. The lease of a killed process expires earlier."""
 
@@ -73,7 +72,7 @@ def concerns_one_entry(error: StorageError) -> bool:
     Examples are ``lost+found``, the directory of another user, and an object in an archive or with a disabled key. Such
     an entry must not block the others.
     """
-    return isinstance(error, PermissionError) or error.errno in _OF_ONE_ENTRY
+    return isinstance(error, PermissionError | ObjectUnavailableError) or error.errno in _OF_ONE_ENTRY
 
 
 def delete_checkpoint(location: Location, threads: IOThreads) -> None:

@@ -15,14 +15,18 @@ from ckptcore_tools.run_steps import find_steps, read_steps
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.errors import StorageError, StoragePermissionError
+from ckptcore.errors import ObjectUnavailableError, StorageError, StoragePermissionError
 from ckptcore.policies import LatestN
 from ckptcore.step_names import StepNames
 from tests.checkpointer.runs import Watch, array_key, assert_is_step, cut, save_steps, through, tree, watched
 
 
+def archived() -> StorageError:
+    return ObjectUnavailableError("403: the object is in an archive")
+
+
 def closed() -> StorageError:
-    return StoragePermissionError("403: the object is in an archive")
+    return StoragePermissionError("403: the object belongs to another account")
 
 
 def dead_mount() -> StorageError:
@@ -58,7 +62,8 @@ class Doors:
 
 
 @pytest.fixture(
-    params=[("local", closed), ("local", dead_mount), ("memory", closed)], ids=["file", "dead-mount", "object"]
+    params=[("local", closed), ("local", dead_mount), ("memory", closed), ("memory", archived)],
+    ids=["file", "dead-mount", "object", "archived-object"],
 )
 def doors(request: pytest.FixtureRequest, tmp_path: Path) -> Doors:
     kind, error = request.param
