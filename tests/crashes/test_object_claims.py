@@ -317,7 +317,7 @@ def test_a_storage_without_conditions_is_refused(kept: Kept) -> None:
 @pytest.mark.parametrize("kept", ["kept", "kept if it exists"])
 def test_a_save_beside_a_deletion_is_lost(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
     """The deletion has removed the claim when the root is put. Some services accept the tag of a missing object."""
-    storages, deleted = Storages(), []
+    storages, deleted = Storages(), list[int]()
 
     def delete(number: int, name: str, keys: Sequence[str]) -> None:
         is_commit = name == "put" and keys == (_ROOT,) and any(key.endswith(".safetensors") for key in _keys(storages))

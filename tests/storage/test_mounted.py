@@ -13,7 +13,7 @@ import pytest
 import ckptcore
 from ckptcore.errors import StorageError, StorageFullError
 from tests.storage.missing_program import attempt, check, state, steps
-from tests.storage.mounts import Mounts, mounts
+from tests.storage.mounts import Mounts, fill, mounts, unfill
 
 __all__ = ["mounts"]
 
@@ -112,27 +112,6 @@ def test_a_checkpoint_of_a_lower_layer_is_deleted(mounts: Mounts) -> None:
     assert os.listdir(lower.parent) == []
 
 
-def _fill(directory: Path) -> None:
-    """Leave no room for a file or a directory."""
-    for size in (_MIB, 1 << 16, 1 << 12, 1 << 9):
-        for number in range(1 << 12):
-            try:
-                (directory / f"filler-{size}-{number}").write_bytes(bytes(size))
-            except OSError:
-                break
-    for number in range(1 << 12):
-        try:
-            (directory / f"filler-{number}").mkdir()
-        except OSError:
-            return
-    pytest.fail("the file system is not full")
-
-
-def _unfill(directory: Path) -> None:
-    for path in directory.glob("filler-*"):
-        path.unlink() if path.is_file() else path.rmdir()
-
-
 def _tmpfs_of_few_files(mounts: Mounts) -> Path:
     directory = mounts.tmpfs(16)
     mounts.run("mount", "-o", "remount,nr_inodes=150", str(directory))
@@ -151,7 +130,7 @@ def test_a_full_disk_lets_everything_but_saves_go_on(kind: str, mounts: Mounts) 
     for step in (1, 2):
         run.save(step, state(step))
     run.wait()
-    _fill(directory)
+    fill(directory)
     for name, overwrite in (("new", False), ("old", True)):
         with pytest.raises(StorageFullError, match=r"(?s)full.*Free some space.*intact") as caught:
             ckptcore.save(directory / name, state(2), overwrite=overwrite)
@@ -168,7 +147,7 @@ def test_a_full_disk_lets_everything_but_saves_go_on(kind: str, mounts: Mounts) 
     check(ckptcore.load(directory / "old"), 3)
     run.save(3, state(3))
     run.close()
-    _unfill(directory)
+    unfill(directory)
     assert {path.name for path in directory.iterdir()} - {"lost+found"} == {"old", "run"}
     assert run.steps == (2, 3)
 
