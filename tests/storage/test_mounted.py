@@ -20,7 +20,6 @@ __all__ = ["mounts"]
 pytestmark = pytest.mark.system
 
 _FAST: Final = ckptcore.Context(durability="none")
-_MIB: Final = 1 << 20
 
 
 _KINDS: Final[dict[str, Callable[[Mounts], Path]]] = {
