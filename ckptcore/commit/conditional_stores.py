@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import xxhash
@@ -20,6 +21,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     SaveLostError,
     StorageError,
+    StoragePermissionError,
     UnsupportedVersionError,
 )
 from ckptcore.io.requests import SIZES
@@ -66,7 +68,8 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
         try:
             supported[service] = _is_supported(location, root, IF_ABSENT)
             if supported[service] and not _is_refused(location.store, missing, b"", IfTag(tag)):
-                location.store.delete([missing])
+                with suppress(StorageError):  # a role may not delete
+                    location.store.delete([missing])
                 supported[service] = _is_supported(location, root, IfTag(_other_tag(tag)))
                 support.creates_missing[service] = supported[service]
         except AtomicityError as error:
@@ -128,6 +131,10 @@ def _is_refused(store: StorageBackend, key: str, data: bytes, condition: PutCond
         store.put(key, data, condition=condition)
     except (ConditionFailedError, ObjectNotFoundError):
         return True
+    except StoragePermissionError:
+        if isinstance(condition, IfTag):
+            return True  # without the right to list, a service tells so that an object does not exist
+        raise
     return False
 
 

@@ -26,6 +26,7 @@ from ckptcore.commit.target import (
     is_hidden_name,
     read_root,
     read_version,
+    root_bytes,
 )
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -61,9 +62,11 @@ _PIN_SECONDS: Final = 90.0
 _LAST_POLL_SECONDS: Final = 2.0
 
 _OF_ONE_ENTRY: Final = frozenset({
-    errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.EIO, errno.ESTALE, errno.ELOOP,
+    errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ELOOP,
 })  # fmt: skip
-"""Error numbers of a directory that is closed, damaged, or the mount point of a file system that does not answer."""
+"""Error numbers of a directory that is closed, a loop of links, or the mount point of a file system that is gone.
+
+Not of one that may be there in a moment, or is damaged (``ESTALE``, ``EIO``): then an older step would be taken."""
 
 
 def concerns_one_entry(error: StorageError) -> bool:
@@ -96,7 +99,12 @@ def delete_checkpoint(location: Location, threads: IOThreads) -> None:
             may_be_member = root is None or (isinstance(root, Root) and root.role == "member")
             mark = _mark_in_composite(location) if may_be_member else None
             marked = mark is not None and _put_mark(location, mark)  # before, so that no reader takes it for lost
-            location.commits.remove(location, new_save_id())
+            try:
+                location.commits.remove(location, new_save_id())
+            except BaseException:
+                if mark is not None and root_bytes(location.store) is not None:
+                    location.parent.delete([mark])  # it stays, and must not count as deleted if it is lost later
+                raise
             if mark is not None and not marked and not _put_mark(location, mark):
                 logger.warning(
                     "%s is deleted, but the disk is too full to record that: verify will report it as missing",
@@ -263,8 +271,8 @@ def find_bases(
         try:
             return bases_of(directory, name)
         except StorageError as error:
-            if not concerns_one_entry(error):
-                raise
+            if not concerns_one_entry(error) or isinstance(error, ObjectUnavailableError):
+                raise  # a checkpoint in an archive needs its base once it is restored
             warn("%s cannot be read, and it is not known if it refers to checkpoints next to it: %s", name, error)
             return ()
 

@@ -51,6 +51,9 @@ _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
 _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
 """A variable that no shell and no configuration replaced."""
 
+_VARIABLE_OF_URL: Final = re.compile(r"\$([A-Z_][A-Z0-9_]*\b|\{[^}/]*\})")
+"""The same in a URL, where names with a dollar sign exist: the container ``$web`` of Azure, objects ``_$folder$``."""
+
 
 @dataclass(frozen=True, slots=True)
 class SubPath:
@@ -311,9 +314,10 @@ def expanded_location(location: LocationLike) -> str:
                 "absolute path, or './~...' for a directory of that name"
             )
         text = expanded
-    for variable in _VARIABLE.finditer(text):
+    is_url = "://" in text.partition("$")[0]
+    for variable in (_VARIABLE_OF_URL if is_url else _VARIABLE).finditer(text.partition("?")[0] if is_url else text):
         named = text[: variable.end()] + text[variable.end() :].partition("/")[0]
-        if "://" in text.partition("$")[0] or not os.path.lexists(named):
+        if is_url or not os.path.lexists(named):
             raise InvalidLocationError(
                 f"{redacted_location(text)!r} has the variable {variable[0]!r}, which was not replaced by its value; "
                 "pass os.path.expandvars(location) if it is an environment variable"

@@ -466,7 +466,10 @@ def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> lis
     root, store = composite.root, composite.location.store
     if root is None or not absent:
         return list(absent)
-    names = frozenset(store.list_names())
+    try:
+        names = frozenset(store.list_names())
+    except StoragePermissionError:
+        names = frozenset()
     listed = ROOT_KEY in names
 
     def is_told(directory: str) -> bool:

@@ -132,7 +132,7 @@ class Checkpointer(CheckpointReader):
         self._saver = StepSaver(self._run, self._decider, self._saves, options, context, self._job, agree=agree)
         try:
             self.reload()  # another job may have written before this one owned the directory
-            self._read_past(self._steps.latest)
+            self._read_past(self._newest_readable)
             self._decider.use_notice(preemption_notice)
             self._run.begin()
         except BaseException:
@@ -313,7 +313,7 @@ class Checkpointer(CheckpointReader):
         step = as_integer("step", step)
         self._run.delete(step, self._agree("delete"))
         if step == self._decider.last_save.step:
-            self._read_past(self._steps.latest)
+            self._read_past(self._newest_readable)
 
     def _last_steps(self) -> set[int]:
         """Return the steps that this run saved or loaded last."""

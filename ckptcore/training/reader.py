@@ -95,7 +95,11 @@ class StepReader(ExplainsAttributes):
 
     @property
     def latest(self) -> int | None:
-        """The newest committed step; None if there is none. No listing, and usually at most one small request."""
+        """The newest committed step; None if there is none. No listing, and usually at most one small request.
+
+        Raises:
+            StorageError: a newer step cannot be read, so it is not known which one is the newest.
+        """
         return self._steps.latest()
 
     @property
@@ -277,10 +281,10 @@ class StepReader(ExplainsAttributes):
         deadline = None if timeout is None else time.monotonic() + timeout
         known: int | None = after
         if after is None:
-            known = self._agree("known").lead("known", self._steps.latest)
+            known = self._agree("known").lead("known", self._newest_readable)
 
         def look() -> tuple[int | None, bool]:
-            latest = self._steps.latest()
+            latest = self._newest_readable()
             is_newer = latest is not None and (known is None or latest > known)
             return latest if is_newer else None, deadline is not None and time.monotonic() >= deadline
 
@@ -311,6 +315,9 @@ class StepReader(ExplainsAttributes):
                 last = step
                 if self._agree("there").lead("there", functools.partial(self._steps.recheck, step)):
                     yield step
+
+    def _newest_readable(self) -> int | None:
+        return next(self._steps.newest_first(), None)
 
     def _newer(self, last: int) -> Sequence[int]:
         return sorted(itertools.takewhile(lambda step: step > last, self._steps.newest_first()))

@@ -322,7 +322,7 @@ class StepSaver:
 
     def _warn_of_newer(self, step: int, last: int | None) -> None:
         if not self._warned and (last is None or last < step):
-            newest = self._run.steps.latest()
+            newest = next(self._run.steps.newest_first(), None)
             if newest is not None and newest > step and not self._is_broken(newest):
                 self._warned = True
                 logger.warning(

@@ -206,7 +206,8 @@ class StepDirectory:
             if not (others or found or self._has_roots()) and is_one_checkpoint(self._store, self._context):
                 raise self._no_directory()
         except StorageError as error:
-            logger.warning("it is not known if %s has steps: %s", self.display, error)
+            if not concerns_one_entry(error):  # `steps` names such entries
+                logger.warning("it is not known if %s has steps: %s", self.display, error)
             return found
         return others or found
 
@@ -551,25 +552,22 @@ class StepDirectory:
         A step that this process may not read is left out, and logged once.
 
         Raises:
-            StorageError: the storage failed, or no step can be read.
+            StorageError: the storage failed.
         """
-        unread: list[tuple[int, bool | StorageError]] = []
-        is_read = False
         for step in reversed(self.candidates()):
             answer = self._is_committed_or_why(step)
             if answer not in _ANSWERS:
-                unread.append((step, answer))
-                continue
-            is_read = True
-            self._pass_over(unread, all_fail=False)
-            unread.clear()
-            if answer is True:
+                self._pass_over([(step, answer)], all_fail=False)
+            elif answer is True:
                 yield step
-        self._pass_over(unread, all_fail=not is_read)
 
     def latest(self) -> int | None:
-        """Return the newest committed step; None if there is none."""
-        return next(self.newest_first(), None)
+        """Return the newest committed step; None if there is none.
+
+        Raises:
+            StorageError: a newer step cannot be read, so it is not known which one is the newest.
+        """
+        return next((step for step in reversed(self.candidates()) if self.is_committed(step)), None)
 
     def summary(self, step: int) -> RootSummary | None:
         """Return the summary of the root of a step; None if other software wrote the step.

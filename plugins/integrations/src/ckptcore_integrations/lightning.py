@@ -47,7 +47,7 @@ from ckptcore_integrations.lightning_paths import (
     delete,
     finish_replacement,
     is_directory,
-    is_of_lightning,
+    is_replaced_later,
     recover,
     replace_by_link,
     step_of,
@@ -130,7 +130,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         path = expanded_location(path)
         checkpoint = self._notes.plain(checkpoint)
         recover(path, self._context)
-        if is_of_lightning(path):
+        if is_replaced_later(path, self._context):
             self._save(ckptcore.save, replacing_path(path), checkpoint)
             finish_replacement(path, self._context)
         elif os.path.basename(path).startswith(_REQUEUED) and "://" not in os.fspath(path):
@@ -290,7 +290,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
         def prepare() -> tuple[_Path, bool]:
             recover(filepath, self._alone)
-            return filepath, is_of_lightning(filepath)
+            return filepath, is_replaced_later(filepath, self._alone)
 
         path, replaces = _by_leader(self, prepare)
         ckptcore.save(

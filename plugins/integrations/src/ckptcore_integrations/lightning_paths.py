@@ -26,6 +26,7 @@ __all__ = [
     "finish_replacement",
     "is_directory",
     "is_of_lightning",
+    "is_replaced_later",
     "recover",
     "replace_by_link",
     "step_of",
@@ -53,6 +54,14 @@ def is_of_lightning(path: _Path) -> bool:
     return os.path.isfile(os.path.join(path, _SHARDED_METADATA)) and not is_checkpoint(path)
 
 
+def is_replaced_later(path: _Path, context: Context) -> bool:
+    """Return True if what is at a path is replaced by `finish_replacement`: of Lightning, or in an object store.
+
+    An object store cannot replace a checkpoint at once.
+    """
+    return is_of_lightning(path) or ("://" in os.fspath(path) and _is_complete(path, context))
+
+
 def delete(path: _Path, context: Context) -> None:
     """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
     with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
@@ -75,9 +84,12 @@ def _remove(path: _Path) -> None:
 
 
 def finish_replacement(path: _Path, context: Context) -> None:
-    """Replace what is of Lightning by the checkpoint next to it. At each moment, one of the two is complete."""
+    """Replace what is at a path by the checkpoint next to it. At each moment, one of the two is complete."""
     replacing = replacing_path(path)
-    _remove(path)
+    if is_of_lightning(path):
+        _remove(path)
+    else:
+        ckptcore.delete(path, context=context)
     if "://" in os.fspath(path):  # object stores cannot rename
         ckptcore.copy(replacing, path, context=context)
         ckptcore.delete(replacing, context=context)

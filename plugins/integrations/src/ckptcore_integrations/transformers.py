@@ -23,7 +23,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -37,6 +36,7 @@ import ckptcore
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
+from ckptcore.temporary import temporary_directory
 from ckptcore_integrations.adapters import frozen_names, gathered_adapters, has_adapters, outside_of_adapters
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
@@ -198,7 +198,7 @@ class CheckpointMixin(_Trainer):
     def _random_state(self) -> ObjectWithFiles:
         if not self._has_own_disks():
             return ObjectWithFiles(super()._save_rng_state, super()._load_rng_state)
-        with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
+        with temporary_directory("of the files of the Trainer") as name:
             super()._save_rng_state(name)
             found: list[Any] = [None] * self.args.world_size
             torch.distributed.all_gather_object(found, read_files(name))
@@ -226,7 +226,7 @@ class CheckpointMixin(_Trainer):
     def _other_files(self, weights: dict[str, Any] | None) -> Mapping[str, bytes]:
         """Return the Trainer's files other than weights, an index of the weights, and its state."""
         sizes = self._kind().sizes_of_weights(self.model_wrapped)
-        with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
+        with temporary_directory("of the files of the Trainer") as name:
             directory = Path(name)
             self._save(name, state_dict=weights)
             for weights_file in _WEIGHTS:
@@ -265,7 +265,7 @@ class CheckpointMixin(_Trainer):
         before = self.push_in_progress
         if before is not None and not before.is_done() and not self.args.hub_always_push:
             return
-        with tempfile.TemporaryDirectory(prefix="ckptcore-trainer-") as name:
+        with temporary_directory("of the files of the Trainer") as name:
             exported = Path(name, Path(checkpoint_folder).name)
             for nested in _export(Path(checkpoint_folder), exported, overwrite=False, context=_ALONE):
                 (exported / nested).parent.mkdir(parents=True, exist_ok=True)

@@ -185,7 +185,7 @@ def failure_of_response(status: int, body: bytes, refusals: Refusals, region: st
     return Failure(kind, status, code, _one_line(message), hints)
 
 
-_NEEDS_DIGEST: Final = re.compile(r"content-md5.*\brequired\b", re.IGNORECASE | re.DOTALL)
+_NEEDS_DIGEST: Final = re.compile(r"content-md5.*\brequired\b|\brequired\b.*content-md5", re.IGNORECASE | re.DOTALL)
 """S3 answers InvalidRequest: "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with
 Object Lock parameters"."""
 

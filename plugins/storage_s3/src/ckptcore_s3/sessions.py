@@ -140,10 +140,10 @@ def _found(session: Any, settings: Settings) -> Place:
         raise _refusal(error)
     parts = urlsplit(bucket_url)
     host, path = parts.netloc, parts.path
-    if host.startswith(f"{settings.bucket}."):
-        host = host.removeprefix(f"{settings.bucket}.")
-    else:
+    if path.endswith(f"/{settings.bucket}"):
         path = path.removesuffix(f"/{settings.bucket}")
+    else:
+        host = host.removeprefix(f"{settings.bucket}.")
     bundle = settings.tuning.ca_bundle or session.get_config_variable("ca_bundle") or None
     return Place(f"{parts.scheme}://{host}{path}", bucket_url, client.meta.region_name, bundle)
 

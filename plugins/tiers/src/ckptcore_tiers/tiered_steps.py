@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.root import SaveOrder
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UnsupportedVersionError
@@ -77,7 +78,18 @@ class TieredSteps:
 
     def steps(self) -> tuple[int, ...]:
         """See `RunSteps`."""
-        return tuple(sorted(set(itertools.chain.from_iterable(tier.steps() for tier in self.directories))))
+        found: set[int] = set()
+        errors: list[StorageError] = []
+        for tier in self.directories:
+            try:
+                found.update(tier.steps())
+            except StorageError as error:
+                if not concerns_one_entry(error):
+                    raise
+                errors.append(error)  # no step of this tier can be read
+        if errors and not found:
+            raise errors[0]
+        return tuple(sorted(found))
 
     def newest_first(self) -> Iterator[int]:
         """See `RunSteps`."""
@@ -86,7 +98,17 @@ class TieredSteps:
 
     def latest(self) -> int | None:
         """See `RunSteps`."""
-        return next(self.newest_first(), None)
+        for step in reversed(self.candidates()):
+            errors: list[StorageError] = []
+            for tier in self.directories:
+                try:
+                    if tier.is_committed(step):
+                        return step
+                except StorageError as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+        return None
 
     def recheck(self, step: int) -> bool:
         """See `RunSteps`."""

@@ -14,11 +14,13 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Final
 
+from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     SaveLostError,
+    StorageError,
     UnsupportedVersionError,
     UploadError,
 )
@@ -100,13 +102,22 @@ class Uploader:
         self._state = UploadState(stopped=True)
         self._thread = None
 
+    def _may_be_far(self, step: int) -> bool:
+        """Return True also for a step of the far directory that cannot be read, such as one in an archive."""
+        try:
+            return self._far.steps.is_committed(step)
+        except StorageError as error:
+            if not concerns_one_entry(error):
+                raise
+            return True
+
     def resume(self) -> None:
         """Queue steps of an earlier run that it did not upload.
 
         These are the steps that exist only in the near directory, if the upload policy chooses
         them, and all steps whose near copy is from a later save than the far copy.
         """
-        in_far = set(self._far.steps.steps())
+        in_far = {step for step in self._far.steps.candidates() if self._may_be_far(step)}
         newest = max(in_far, default=None)
         if newest is not None:
             self._state.last_chosen = self._last_save(self._far.steps, newest)

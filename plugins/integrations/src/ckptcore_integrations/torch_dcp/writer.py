@@ -12,7 +12,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -151,7 +151,7 @@ class Writer(StorageWriter):
                 self.path,
                 tree_of(leaves, {name: part.steps for name, part in merged.items()}),
                 layout=layout,
-                overwrite=self._overwrite(),
+                overwrite="keep-other-files" if self.overwrite else False,
                 metadata={CUSTOM: {"checkpoint_id": location, "save_id": self.save_id, "items": items}},
                 context=context,
             )
@@ -162,13 +162,6 @@ class Writer(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return done
-
-    def _overwrite(self) -> Literal["keep-other-files", "best-effort", False]:
-        """Return how a checkpoint is replaced. Object stores cannot keep other files, and refuse them."""
-        if not self.overwrite:
-            return False
-        scheme, is_url, _ = os.fspath(self.path).partition("://")
-        return "best-effort" if is_url and scheme.lower() != "file" else "keep-other-files"
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the metadata that the save returns. `write_data` has written the file."""
