@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import re
 from contextlib import suppress
 from typing import Final
@@ -32,7 +33,7 @@ def probe_directory(directory: str) -> DirectoryFeatures:
     Raises:
         OSError
     """
-    inside = f"{directory}/.probe-{os.urandom(8).hex()}"
+    inside = f"{directory}/.probe-{os.getpid()}-{threading.get_ident()}"
     os.mkdir(inside)
     try:
         return DirectoryFeatures(

@@ -9,10 +9,9 @@ import errno
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.names import ALL_FORMS, folded, merged_names, names_merged, too_long
-from ckptcore.commit.root import new_save_id
 from ckptcore.commit.target import name_of_save
 from ckptcore.errors import AtomicityError, InvalidLocationError, NameCollisionError, StorageError
 from ckptcore.protocols import DirectoryFeatures, PlaceLimits
@@ -29,6 +28,10 @@ __all__ = [
 ]
 
 
+_ANY_SAVE: Final = "0" * 16
+"""As long as every save id."""
+
+
 def expect_place(location: Location, limits: PlaceLimits) -> None:
     """Refuse a location that no rename can reach: a mount point, or a name without room for the hidden directory.
 
@@ -37,7 +40,7 @@ def expect_place(location: Location, limits: PlaceLimits) -> None:
     """
     if limits.is_mount_point:
         raise _is_mount_point(location)
-    longest = name_of_save(location.name, new_save_id())
+    longest = name_of_save(location.name, _ANY_SAVE)
     if too_long([longest], limits.name_bytes) is not None:
         raise _too_long(location, limits.name_bytes)
 
@@ -51,7 +54,7 @@ def _is_mount_point(location: Location) -> InvalidLocationError:
 
 
 def _too_long(location: Location, name_bytes: int | None) -> InvalidLocationError:
-    further = len(name_of_save("", new_save_id()))
+    further = len(name_of_save("", _ANY_SAVE))
     found = len(location.name.encode("utf-8", "surrogateescape"))
     limit = "fewer" if name_bytes is None else f"at most {name_bytes - further}"
     return InvalidLocationError(
