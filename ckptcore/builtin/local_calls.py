@@ -66,7 +66,6 @@ _OPEN_HOW: Final = struct.Struct("=QQQ")
 _STATX_BYTES: Final = 256  # linux/stat.h, like the offsets: the size of struct statx
 _STATX_MOUNT: Final = slice(0x88, 0x98)  # the numbers of the device, and of the mount since Linux 5.8
 _STATX_MNT_ID: Final = 0x1000
-_AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h
 _STATFS_BYTES: Final = 256  # at least the size of struct statfs, 120 bytes
 _LOCAL_FILE_SYSTEMS: Final = frozenset({
     0xEF53,  # ext2, ext3, ext4; the numbers are from linux/magic.h
@@ -227,8 +226,8 @@ def is_local_file_system(descriptor: int) -> bool:
     return is_known and ctypes.c_long.from_buffer(found).value in _LOCAL_FILE_SYSTEMS
 
 
-def mount_of(descriptor: int) -> bytes:
-    """Return bytes that differ for open files on different mounts, as far as the system tells.
+def mount_of(path: str) -> bytes:
+    """Return bytes that differ for directories on different mounts, as far as the system tells. Opens nothing.
 
     Raises:
         OSError
@@ -236,9 +235,9 @@ def mount_of(descriptor: int) -> bytes:
     function = _function("statx", (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p))
     if function is not None:
         found = ctypes.create_string_buffer(_STATX_BYTES)
-        if _done(function(descriptor, b"", _AT_EMPTY_PATH, _STATX_MNT_ID, found)):
+        if _done(function(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID, found)):
             return found.raw[_STATX_MOUNT]
-    return os.fstat(descriptor).st_dev.to_bytes(8, "big")
+    return os.stat(path).st_dev.to_bytes(8, "big")
 
 
 def has_locks_of_all_hosts(descriptor: int) -> bool:

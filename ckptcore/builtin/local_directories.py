@@ -93,13 +93,12 @@ def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
     try:
         return retry_stale(is_kind)
     except OSError as error:
-        if error.errno == errno.ELOOP or error.errno in ABSENT or entry.is_symlink():
+        if error.errno == errno.ELOOP or error.errno in ABSENT or os.path.islink(entry.path):
             return False
         raise local_error(error, "read the type of", entry.path) from error
 
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_OPEN_TO_STAT = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC  # O_PATH: also unreadable ones
 # Most directories that are remembered as durable. Beyond this, some are synced twice.
 _MAX_REMEMBERED = 4096
 _CREATE_ATTEMPTS = 1000
@@ -369,11 +368,7 @@ def _mount_at(directory: str) -> bytes:
         StorageError
     """
     try:
-        descriptor = os.open(directory, _OPEN_TO_STAT)
-        try:
-            return mount_of(descriptor)
-        finally:
-            os.close(descriptor)
+        return mount_of(directory)
     except OSError as error:
         raise local_error(error, "read the mount of", directory) from error
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import re
+import threading
 from contextlib import suppress
 from typing import Final
 
