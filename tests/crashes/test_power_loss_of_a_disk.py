@@ -117,5 +117,5 @@ def test_a_save_with_a_missing_sync_is_detected(left_out: str, warm: Saver, tmp_
 def test_a_power_loss_without_durability_is_detected(warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite without durability"], warm, tmp_path)
     assert not [call for call in trial.calls if "sync" in call.name]
-    found = trial.outcomes(trial.calls, 6)
+    found = trial.outcomes(trial.calls, 12)
     assert {OLD, NEW} < set(found)
