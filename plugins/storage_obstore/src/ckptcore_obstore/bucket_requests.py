@@ -52,6 +52,7 @@ class BucketRequests:
         self.service = service
         self.limit = AdaptiveLimit(service.tuning.concurrency, service.url)
         self.plain = PlainRequests(service)
+        self._renewals = 0
 
     def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
         """Send a request of obstore or HTTP, and retry transient failures; see `try_request`.
@@ -60,7 +61,7 @@ class BucketRequests:
         request is sent again.
         """
         used: object = None
-        had_digests = self.plain.has_digests
+        had_digests, renewals = self.plain.has_digests, self._renewals
 
         def with_credentials() -> T:
             nonlocal used
@@ -72,15 +73,18 @@ class BucketRequests:
         except RequestFailed as error:
             if error.failure.kind is FailureKind.DIGEST and not had_digests:
                 self.plain.has_digests = True
-            elif not self._mend(error.failure, used):
+            elif not self._mend(error.failure, used, renewals):
                 raise
         return self._try(with_credentials, check)
 
-    def _mend(self, failure: Failure, used: object) -> bool:
-        """Return True if a request that failed may succeed now."""
-        if failure.kind is FailureKind.CREDENTIALS and failure.status is not None and self.service.renew(used):
-            self.forget_store()
-            return True
+    def _mend(self, failure: Failure, used: object, renewals: int) -> bool:
+        """Return True if a request that failed may succeed now. `renewals` is their number when it began."""
+        if failure.kind is FailureKind.CREDENTIALS and failure.status is not None:
+            if self.service.renew(used):
+                self.forget_store()
+                self._renewals += 1
+                return True
+            return self._renewals != renewals  # another thread has renewed them, after this one was signed
         if failure.kind is FailureKind.REGION and not failure.code:
             # obstore drops the details of a redirection. Any other request gets the same answer, so send one by HTTP.
             self._try(lambda: self.plain.send("GET", query={"list-type": "2", "max-keys": "1"}), lambda: None)
