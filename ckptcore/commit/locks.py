@@ -50,7 +50,7 @@ from ckptcore.commit.leases import (
     take_lease,
 )
 from ckptcore.commit.subdirectory import has_directories
-from ckptcore.commit.target import INTERNAL_DIRECTORY
+from ckptcore.commit.target import INTERNAL_DIRECTORY, save_of_hidden
 from ckptcore.errors import (
     AtomicityError,
     CheckpointNotFoundError,
@@ -704,6 +704,7 @@ class LeasedLocks(Locks):
         Raises:
             StorageError
         """
+        name = save_of_hidden(name)
         own = f"{INTERNAL_DIRECTORY}/saving/{name}.{new_holder().hold_id}.json"
         if waits and not self._await_directory(name):
             return None
@@ -721,7 +722,7 @@ class LeasedLocks(Locks):
         Nothing else can make room. A process that takes a lease at the same time fails too, or loses its files and
         notices at its commit.
         """
-        if name in self._locked("saving", name):
+        if self._locked("saving", save_of_hidden(name)):
             return None
         return Lock(f"the directory {name}", check=lambda: None, release=lambda: None)
 

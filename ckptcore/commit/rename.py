@@ -39,6 +39,7 @@ from ckptcore.commit.target import (
     refuse_to_replace,
     remove_unneeded,
     root_bytes,
+    save_of_hidden,
     saved_to,
 )
 from ckptcore.errors import (
@@ -503,7 +504,7 @@ class RenameMethod(CommitMethod):
                 with ExitStack() as stack:
                     stack.enter_context(locked)
                     entries = self._directory.list_names(f"{INTERNAL_DIRECTORY}/saving")
-                    if any(entry.startswith(f"{name}.") for entry in entries):
+                    if any(entry.startswith(f"{save_of_hidden(name)}.") for entry in entries):
                         return self._with_lease(name, stack.pop_all(), waits=waits)
                     return _HiddenLock(stack.pop_all(), check=None)
         leased = leases.lock_directory(name, waits=waits)

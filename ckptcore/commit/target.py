@@ -66,6 +66,7 @@ __all__ = [
     "replaced_by",
     "root_bytes",
     "root_version",
+    "save_of_hidden",
     "saved_to",
     "unneeded_keys",
 ]
@@ -521,6 +522,15 @@ def replaced_by(hidden: str) -> str | None:
 def name_of_save(name: str, save_id: str) -> str:
     """Return the name of the hidden directory of a save."""
     return f".{name}.{save_id}.ckptcore"
+
+
+def save_of_hidden(hidden: str) -> str:
+    """Return the save id in the name of a hidden directory; of a partial or replaced one, the whole name.
+
+    The name of a lease has it, because the whole name may leave no room there.
+    """
+    matched = _HIDDEN.fullmatch(hidden)
+    return hidden if matched is None or matched[2] in ("partial", "replaced") else matched[2]
 
 
 def name_of_partial(name: str) -> str:
