@@ -55,6 +55,7 @@ from ckptcore.errors import (
     CommitUnknownError,
     ConditionFailedError,
     ObjectNotFoundError,
+    ObjectUnavailableError,
     SaveLostError,
     StorageError,
     StorageFullError,
@@ -463,7 +464,13 @@ class ConditionalPutMethod(CommitMethod):
         """See `CommitMethod`."""
         expect_no_nested(location)
         # The root is replaced by a claim first: objects without a root may look like a checkpoint of other software.
-        ConditionalPutTransaction(location, new_claim(save_id), find_object(location.store, ROOT_KEY)).give_up()
+        claim = new_claim(save_id)
+        try:
+            found = find_object(location.store, ROOT_KEY)
+        except ObjectUnavailableError:  # in an archive: it can be replaced nevertheless
+            data = encode_claim(claim)
+            found = data, location.store.put(ROOT_KEY, data)
+        ConditionalPutTransaction(location, claim, found).give_up()
 
     def remove_unfinished(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""

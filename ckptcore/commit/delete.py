@@ -17,7 +17,7 @@ from ckptcore.commit.location import Location
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import find_partial
 from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root, new_save_id
-from ckptcore.commit.root_json import bases_of_root, has_references
+from ckptcore.commit.root_json import bases_of_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import (
     INTERNAL_DIRECTORY,
@@ -50,6 +50,8 @@ __all__ = [
     "concerns_one_entry",
     "delete_checkpoint",
     "find_bases",
+    "forget_bases",
+    "note_bases",
     "pin_name",
     "referring_to",
 ]
@@ -60,6 +62,9 @@ _PIN_SECONDS: Final = 90.0
 """Seconds that a deletion waits for a leased pin. The lease of a killed process expires earlier."""
 
 _LAST_POLL_SECONDS: Final = 2.0
+
+_NOTES: Final = f"{INTERNAL_DIRECTORY}/bases"
+"""Directory of empty objects ``<checkpoint>/<base>``: which checkpoints in the same directory need which others."""
 
 _OF_ONE_ENTRY: Final = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ELOOP,
@@ -80,13 +85,14 @@ def concerns_one_entry(error: StorageError) -> bool:
 
 def delete_checkpoint(location: Location, threads: IOThreads) -> None:
     """See `ckptcore.delete`."""
+    _refuse_place(location)
     location.commits.restore(location.name)
     root: AnyRoot | None = None
     try:
         root = read_root(location.store)
         is_ours = root is not None
-    except (CorruptCheckpointError, UnsupportedVersionError):
-        is_ours = True
+    except (CorruptCheckpointError, UnsupportedVersionError, ObjectUnavailableError):
+        is_ours = True  # an object in an archive can be deleted, although it cannot be read
     if not is_ours:
         if not _delete_sessions(location):
             return delete_checkpoint(location, threads)
@@ -111,6 +117,20 @@ def delete_checkpoint(location: Location, threads: IOThreads) -> None:
                     location.display,
                 )
     location.commits.sweep(location)
+    if isinstance(root, Root) and root.references.bases:
+        forget_bases(location)
+
+
+def _refuse_place(location: Location) -> None:
+    """Refuse a place that no rename can reach.
+
+    Raises:
+        InvalidLocationError
+    """
+    try:
+        location.commits.refuse_place(location)
+    except InvalidLocationError as error:
+        raise InvalidLocationError(f"{error}. To delete it, rename or remove it with your own tools") from error
 
 
 def _mark_in_composite(location: Location) -> str | None:
@@ -179,9 +199,13 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
 
     Raises:
         CheckpointReferredError: another checkpoint refers to it.
+        NameCollisionError: only the file system takes its name for the given one.
         StorageError: the parent directory cannot be listed or read.
     """
+    from ckptcore.commit.places import refuse_other_spelling  # loads do not need it
+
     try:
+        refuse_other_spelling(location, "delete")
         bases = find_bases(location.parent, threads, without=location.name)
     except StorageError as error:
         error.add_note(
@@ -253,11 +277,11 @@ def find_bases(
     *,
     without: str = "",
     warn: Callable[..., None] = logger.warning,
-) -> Mapping[str, Sequence[Base] | None]:
+) -> Mapping[str, Sequence[Base]]:
     """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
 
-    A checkpoint with a damaged root has no bases, because it cannot be loaded. An entry that this process may not read
-    is logged, and does not block the others, unless its files show that it has bases: they are None.
+    A checkpoint with a damaged root has no bases, because it cannot be loaded. One that this process may not read is
+    logged, and does not block the others: it has the bases that `note_bases` noted beside it.
 
     Args:
         directory: the storage, opened at the directory.
@@ -267,21 +291,16 @@ def find_bases(
         warn: logs a message with its arguments.
     """
 
-    def known_bases(name: str) -> Sequence[Base] | None:
+    def known_bases(name: str) -> Sequence[Base]:
         try:
             return bases_of(directory, name)
         except StorageError as error:
             if not concerns_one_entry(error):
                 raise
-            try:
-                is_update = has_references(subdirectory(directory, name).list())
-            except StorageError:
-                is_update = False  # a directory of another user, or a mount that is gone
-            if is_update:
-                warn("%s cannot be read, and refers to checkpoints next to it, which stay: %s", name, error)
-                return None
-            warn("%s cannot be read, and is passed over: %s", name, error)
-            return ()
+            noted = directory.list_names(f"{_NOTES}/{name}/")
+            stay = f"what it needs stays: {', '.join(noted)}" if noted else "it is not known to need others"
+            warn("%s in the same directory cannot be read; %s: %s", name, stay, error)
+            return [Base(base, "") for base in noted]
 
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
     names = [name for name in directories if name not in (without, INTERNAL_DIRECTORY) and not is_hidden_name(name)]
@@ -290,8 +309,20 @@ def find_bases(
     return dict(zip(names, bases, strict=True))
 
 
-def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base] | None]) -> Sequence[str]:
-    """Return the names of the checkpoints that refer, or may refer, to a given checkpoint or to a member of it.
+def note_bases(location: Location, bases: Sequence[Base]) -> None:
+    """Note beside a checkpoint which others it needs, for deletions that cannot read it. Nothing if that is refused."""
+    for name in {base.path.partition("/")[0] for base in bases} - {".."}:
+        with suppress(StorageError):
+            location.parent.put(f"{_NOTES}/{location.name}/{name}", b"")
+
+
+def forget_bases(location: Location) -> None:
+    """Remove the notes of a checkpoint that is deleted."""
+    location.parent.delete(list(location.parent.list(f"{_NOTES}/{location.name}/")))
+
+
+def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base]]) -> Sequence[str]:
+    """Return the names of the checkpoints that refer to a given checkpoint, or to a member of it.
 
     Args:
         name: the name of the checkpoint.
@@ -302,11 +333,9 @@ def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Ba
         other
         for other, of in bases.items()
         if other != name
-        and (
-            of is None
-            or any(
-                (base.path == name and save_id in (None, base.save_id)) or base.path.startswith(f"{name}/")
-                for base in of
-            )
+        and any(
+            (base.path == name and (not base.save_id or save_id in (None, base.save_id)))
+            or base.path.startswith(f"{name}/")
+            for base in of
         )
     ]

@@ -74,15 +74,21 @@ def naming_place(location: Location) -> Iterator[None]:
         raise _too_long(location, None) from error
 
 
-def refuse_other_spelling(location: Location) -> None:
-    """Refuse to replace a checkpoint whose name only the file system takes for the name of the location.
+def refuse_other_spelling(location: Location, action: str) -> None:
+    """Refuse a checkpoint whose name only the file system takes for the name of the location.
 
     Forms of Unicode are ignored: some file systems store another form than the one that they are given.
+
+    Args:
+        location: the location of a checkpoint that exists.
+        action: what the caller does, such as ``"delete"``.
 
     Raises:
         NameCollisionError
         StorageError
     """
+    if location.commits.claims_by_root:
+        return  # the keys of objects are exact
     names = [entry.removesuffix("/") for entry in location.parent.list_names()]
     if location.name in names:
         return
@@ -90,8 +96,8 @@ def refuse_other_spelling(location: Location) -> None:
     for name in names:
         if unicodedata.normalize("NFC", name) != wanted and folded(name, ALL_FORMS) == folded(location.name, ALL_FORMS):
             raise NameCollisionError(
-                f"cannot save to {location.display}: the file system takes this name for {name!r}, which exists and "
-                f"would be replaced. Save to another name, or to {name!r} if it is meant. Nothing was written"
+                f"cannot {action} {location.display}: the file system takes this name for {name!r}, which exists. Use "
+                f"another name, or {name!r} if it is meant. Nothing was changed"
             )
 
 

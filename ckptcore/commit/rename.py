@@ -418,7 +418,7 @@ class RenameMethod(CommitMethod):
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         if replaces:
-            refuse_other_spelling(location)
+            refuse_other_spelling(location, "save to")
         self._sweep_except(location, hidden if resume else None)
         with naming_place(location):
             lock = self.lock_hidden(hidden, waits=resume)

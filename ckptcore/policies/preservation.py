@@ -162,6 +162,9 @@ class LatestN:
 class LatestDuration:
     """Keeps the oldest step that is at most a number of seconds old, and every later one.
 
+    The age is the time of this host less the time of the host that saved the step: hosts that save steps of one run
+    need one clock, as NTP gives them.
+
     Attributes:
         seconds: the age, at least 0.
 

@@ -130,6 +130,19 @@ def test_a_checkpoint_with_another_spelling_is_not_replaced(merging: Path) -> No
     assert os.listdir(merging) == ["model"]
 
 
+def test_a_base_or_a_member_is_not_deleted_by_another_spelling(merging: Path) -> None:
+    _save(merging / "Base", {"w": _ONE, "v": _ONE})
+    with pytest.raises(NameCollisionError, match="cannot refer to .*takes this name for 'Base'"):
+        _save(merging / "update", {"w": _TWO}, strategy=ckptcore.Update(merging / "base"))
+    _save(merging / "update", {"w": _TWO}, strategy=ckptcore.Update(merging / "Base"))
+    ckptcore.save_checkpointables(merging / "several", {"m": {"w": _ONE}}, context=_FAST)
+    for name in ("base", "several/M"):
+        with pytest.raises(NameCollisionError, match="cannot delete .*takes this name for"):
+            ckptcore.delete(merging / name, context=_FAST)
+    assert ckptcore.load(merging / "update")["v"].tolist() == [1] * 3
+    assert ckptcore.verify(merging / "several").ok
+
+
 def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
     """No name tells the leader, so files are created exclusively."""
     location = resolve_location(tmp_path / "c", runtime_of(_FAST).storages, to_write=True)

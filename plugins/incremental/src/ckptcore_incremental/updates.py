@@ -7,9 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
-from ckptcore.commit.delete import base_locks, pin_name
+from ckptcore.commit.delete import base_locks, note_bases, pin_name
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, absolute_location
+from ckptcore.commit.places import refuse_other_spelling
 from ckptcore.commit.references import stored_tree
 from ckptcore.commit.root import Base, CompositeRoot, References, Root
 from ckptcore.context import Context
@@ -115,6 +116,7 @@ class _UpdateCommit(PlainCommit):
 
     def _begin_transaction(self) -> None:
         self._pins.enter_context(_pinned_bases(self._planned.bases))
+        note_bases(self._save.target.location, self._planned.references.bases)
         super()._begin_transaction()
 
     def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
@@ -262,6 +264,7 @@ def _plan_references(
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
         )
+    refuse_other_spelling(opened.location, "refer to")
     direct = Base(base_path(location, opened.location), root.save_id)
     further = [
         Base(base_path(location, base_location(opened.location, first, context)), first.save_id)
