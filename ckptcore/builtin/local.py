@@ -613,7 +613,7 @@ def _place_new(temporary: str, path: str, key: str) -> None:
             rename_without_replacing(temporary, path)
         except AtomicityError:
             try:
-                os.link(temporary, path)
+                _link(temporary, path)
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
@@ -624,6 +624,15 @@ def _place_new(temporary: str, path: str, key: str) -> None:
                 os.unlink(temporary)
     except FileExistsError as error:
         raise ConditionFailedError(f"cannot create {path}: the object {key!r} exists already") from error
+
+
+def _link(source: str, path: str) -> None:
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        # NFS: if the reply is lost, the request is sent again, and finds the link that it made.
+        if not os.path.samestat(os.lstat(source), os.lstat(path)):
+            raise
 
 
 def _check_tag(current: int | None, expected: str, path: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckptcore.builtin import local_calls, local_files
+from ckptcore.builtin import local, local_calls, local_files
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.builtin.local_calls import open_inside
 from ckptcore.builtin.local_files import ColdReader
@@ -119,6 +119,28 @@ def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: 
         writer.write_at(0, pattern(SIZE))
     writer.abort()
     assert list(storage.list()) == []
+
+
+def test_a_link_whose_reply_was_lost_is_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: LocalStorage
+) -> None:
+    """As on NFS: the request is sent again, and finds the link that it made."""
+    link = os.link
+
+    def lost(source: str, path: str) -> None:
+        link(source, path)
+        raise FileExistsError(errno.EEXIST, "File exists", path)
+
+    def refuse(source: str, path: str) -> None:
+        raise AtomicityError("renameat2 is not supported")
+
+    monkeypatch.setattr(os, "link", lost)
+    monkeypatch.setattr(local, "rename_without_replacing", refuse)
+    storage.put("a", b"1", condition=IF_ABSENT)
+    with pytest.raises(ConditionFailedError):
+        monkeypatch.setattr(os, "link", link)
+        storage.put("a", b"2", condition=IF_ABSENT)
+    assert storage.get("a") == b"1" and list(storage.list()) == ["a"]
 
 
 # --- opening without links --------------------------------------------------------------------------------------------
