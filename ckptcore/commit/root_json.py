@@ -60,6 +60,7 @@ __all__ = [
     "is_partial",
     "read_head",
     "summarize_root",
+    "with_order",
 ]
 
 FORMAT_VERSION: Final = 1
