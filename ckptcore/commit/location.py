@@ -128,7 +128,7 @@ class LocationAddress:
     """A location that can be sent to another process; it has no open storage.
 
     Attributes:
-        display: the location as the user passed it, without secrets.
+        display: the location as users see it, by `redacted_location`.
         scheme: the scheme of the storage.
         parent: the address of its parent directory: an absolute path, or the whole URL.
         name: the name of the checkpoint in the parent directory.
@@ -145,7 +145,7 @@ class Location:
     """The location of a checkpoint, which may not exist.
 
     Attributes:
-        display: the location as the user passed it, without secrets.
+        display: the location as users see it, by `redacted_location`.
         parent: the storage, opened at the parent directory.
         name: the name of the checkpoint in the parent directory, without ``/``.
         identity: the normalized location. Spellings of one location have equal identities, if this can be recognised.

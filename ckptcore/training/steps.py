@@ -121,7 +121,7 @@ class StepDirectory:
 
     @property
     def display(self) -> str:
-        """The directory as the user passed it, without secrets."""
+        """The directory as users see it: without secrets, and with the home directory in place of ``~``."""
         return self._display
 
     @property

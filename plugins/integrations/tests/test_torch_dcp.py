@@ -322,6 +322,23 @@ def test_other_files_in_the_directory_stay(tmp_path: Path, saver: Any) -> None:
     assert {path.name for path in tmp_path.iterdir()} - {"checkpoint.json"} == {".metadata", data.name, "meta.pt"}
 
 
+def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the original writer, which takes ``~`` for a name."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number, name in enumerate(("ours", "original")):
+        dcp.save({"w": torch.full((2,), number)}, checkpoint_id=f"~/{name}", use_collectives=name == "ours")
+        target = {"w": torch.zeros(2, dtype=torch.int64)}
+        dcp.load(target, checkpoint_id=f"~/{name}")
+        assert target["w"].tolist() == [number] * 2
+    started = dcp.async_save({"n": 1}, checkpoint_id="~/later", use_collectives=False)
+    assert isinstance(started, Future)
+    started.result()
+    assert {path.name for path in tmp_path.iterdir()} == {"later", "original", "ours", "work"}
+    assert not list((tmp_path / "work").iterdir())
+
+
 class _Disk:
     """A storage with another scheme for local directories."""
 
