@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
@@ -65,12 +64,10 @@ def redacted(text: str) -> str:
 
 
 def redacted_location(text: str) -> str:
-    """Return a path or URL as users see it: without its secrets, and with the home directory in place of ``~``.
+    """Return a path or URL without its secrets, as `redacted` does.
 
     Where a URL ends in a text is not known if it has spaces, quotes or angle brackets. Here all of the text is one.
     """
-    if text.startswith("~"):
-        text = os.path.expanduser(text)
     if text.isascii() and not any(mark in text for mark in _MARKS):
         return text
     return _redacted_word(text)
