@@ -26,12 +26,12 @@ _INTRODUCTION: Final = """\
 # Where runs live
 
 The file systems and stores that the tests save to, load from and run on. `python -m tools.places`
-writes the table from the marks of the tests. A test that needs rights or a kernel that are missing is
-skipped with a message.
+writes the table from the marks of the tests. A test is skipped with a message if the
+rights or the kernel that it needs are missing.
 
-A save tries once for each directory what its file system can do, and keeps the result for the
-process: whether directories can be exchanged, and which names it takes for one. On an object store,
-the first save in a bucket tries the conditions of puts. What is weaker is logged in one line.
+The first save to a directory tests its file system: whether directories can be exchanged, and which
+names it treats as equal. The first save to a bucket tests conditional puts. The results are kept for
+the process. One line of the log says what is weaker.
 [File systems](file-systems.md) has the details of each missing call, and
 [Durability and integrity](../how-to/durability.md) says what a commit means.
 

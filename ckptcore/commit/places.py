@@ -90,8 +90,8 @@ def refuse_other_spelling(location: Location) -> None:
     for name in names:
         if unicodedata.normalize("NFC", name) != wanted and folded(name, ALL_FORMS) == folded(location.name, ALL_FORMS):
             raise NameCollisionError(
-                f"cannot save to {location.display}: the file system takes this name for {name!r}, which exists and "
-                f"would be replaced. Save to another name, or to {name!r} if it is meant. Nothing was written"
+                f"cannot save to {location.display}: this file system treats the name as {name!r}, which exists and "
+                f"would be replaced. Save to another name, or to {name!r} if you mean that. Nothing was written"
             )
 
 

@@ -206,7 +206,7 @@ class StepDirectory:
                 raise self._no_directory()
         except StorageError as error:
             if not concerns_one_entry(error):  # `steps` names such entries
-                logger.warning("it is not known if %s has steps: %s", self.display, error)
+                logger.warning("cannot find out whether %s has steps: %s", self.display, error)
             return found
         return others or found
 

@@ -361,7 +361,7 @@ def test_a_listing_that_is_not_current_undoes_no_commit(
         patched.setattr(MemoryStorage, "size", size)
         _save(storages, 1, Answers(kept="kept if it exists"))
     assert asked and _version(storages) == 1
-    assert caplog.text.count("it was not checked if a deletion overtook the save") == ("error" in shown)
+    assert caplog.text.count("it is unknown whether another process deleted it") == ("error" in shown)
 
 
 def _keys(storages: Storages) -> list[str]:

@@ -19,7 +19,7 @@ _K = FailureKind
 _BILLING: Final = "Check the billing of the project, or set the option 'user_project' to another"
 _PROJECT: Final = "Set the option 'user_project' to a project that exists and pays"
 _KMS: Final = "Check the Cloud KMS key of the bucket, and that the service agent of Cloud Storage may use it"
-_CUSTOMER: Final = "Use a bucket or objects without keys that customers supply: this plugin has no option for them"
+_CUSTOMER: Final = "Use objects without customer-supplied encryption keys: this plugin does not support them"
 _RETAINED: Final = "Wait until it ends, or use a bucket without retention and holds for checkpoints"
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
@@ -48,7 +48,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "NotSignedUp": Refusal(403, _K.PERMISSION, "the account is not signed up for Cloud Storage", _BILLING),
     "InvalidPayer": Refusal(403, _K.PERMISSION, "the payer of the request is not accepted", _BILLING),
     "CountryBlocked": Refusal(403, _K.PERMISSION, "the service is not available in this country", "Run elsewhere"),
-    "SslRequired": Refusal(403, _K.OTHER, "the service takes only HTTPS", "Write https:// in the endpoint"),
+    "SslRequired": Refusal(403, _K.OTHER, "the service accepts only HTTPS", "Write https:// in the endpoint"),
     "OrgPolicyConstraintFailed": Refusal(
         412,
         _K.PERMISSION,
@@ -100,7 +100,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "CustomerEncryptionKeyIsIncorrect": Refusal(400, _K.KEY, "", _CUSTOMER),
     "CustomerEncryptionKeySha256IsInvalid": Refusal(400, _K.KEY, "", _CUSTOMER),
     "ResourceIsEncryptedWithCustomerEncryptionKey": Refusal(
-        400, _K.KEY, "the object has a key of a customer", _CUSTOMER
+        400, _K.KEY, "the object has a customer-supplied encryption key", _CUSTOMER
     ),
     "ResourceNotEncryptedWithCustomerEncryptionKey": Refusal(400, _K.KEY, "", _CUSTOMER),
     # full or busy
@@ -113,7 +113,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "UsageLimitsRateLimitExceeded": Refusal(429, _K.THROTTLED),
     "BackendError": Refusal(500, _K.SERVER),
     "GatewayTimeout": Refusal(504, _K.SERVER),
-    "Conflict": Refusal(409, _K.SERVER, "the service carries out a conflicting operation"),
+    "Conflict": Refusal(409, _K.SERVER, "a conflicting operation is running"),
     "UploadBrokenConnection": Refusal(408, _K.TIMEOUT),
     "CrcMismatch": SHARED_REFUSALS["BadDigest"],
     # requests that a service does not take

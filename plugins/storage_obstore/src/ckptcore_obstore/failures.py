@@ -49,7 +49,7 @@ class FailureKind(enum.Enum):
     ARCHIVED = "the object is in an archive"
     KEY = "the encryption key cannot be used"
     SIZE = "the object is larger than the service allows"
-    NAME = "the service takes no object of this name"
+    NAME = "the name of the object is invalid"
     PROXY = "the proxy refused the request"
     UNSUPPORTED = "the service does not support the request"
     OTHER = "the service refused the request"
@@ -109,14 +109,14 @@ Refusals: TypeAlias = Mapping[str, Refusal]
 
 
 _K: Final = FailureKind
-_BROKEN: Final = "the request arrived broken"
+_BROKEN: Final = "the request was damaged on its way"
 _UPLOAD_GONE: Final = "Save again: another save or a lifecycle rule may have aborted the upload"
 
 SHARED_REFUSALS: Final[Mapping[str, Refusal]] = {
     # objects, buckets, uploads
     "NoSuchKey": Refusal(404, _K.MISSING),
     "NoSuchBucket": Refusal(404, _K.NO_BUCKET),
-    "InvalidBucketName": Refusal(400, _K.NO_BUCKET, "the service takes no bucket of this name"),
+    "InvalidBucketName": Refusal(400, _K.NO_BUCKET, "the name of the bucket is invalid"),
     "NoSuchUpload": Refusal(404, _K.NO_UPLOAD, "", _UPLOAD_GONE),
     "InvalidPart": Refusal(400, _K.NO_UPLOAD, "a part of the upload does not exist", _UPLOAD_GONE),
     "InvalidPartOrder": Refusal(400, _K.OTHER, "the parts of the upload are not in order"),
@@ -134,7 +134,7 @@ SHARED_REFUSALS: Final[Mapping[str, Refusal]] = {
     "InvalidToken": Refusal(400, _K.CREDENTIALS),
     "InvalidSecurity": Refusal(403, _K.CREDENTIALS),
     "MissingSecurityHeader": Refusal(400, _K.CREDENTIALS),
-    "CredentialsNotSupported": Refusal(400, _K.CREDENTIALS, "the service takes no credentials for this request"),
+    "CredentialsNotSupported": Refusal(400, _K.CREDENTIALS, "the service accepts no credentials for this request"),
     "RequestTimeTooSkewed": Refusal(403, _K.CLOCK),
     # permissions
     "AccessDenied": Refusal(403, _K.PERMISSION),
@@ -142,7 +142,7 @@ SHARED_REFUSALS: Final[Mapping[str, Refusal]] = {
     "TooManyRequests": Refusal(429, _K.THROTTLED),
     "ServiceUnavailable": Refusal(503, _K.THROTTLED),
     "InternalError": Refusal(500, _K.SERVER),
-    "OperationAborted": Refusal(409, _K.SERVER, "the service carries out a conflicting operation"),
+    "OperationAborted": Refusal(409, _K.SERVER, "a conflicting operation is running"),
     "RequestTimeout": Refusal(400, _K.TIMEOUT),  # the service did not receive the body in time
     "IncompleteBody": Refusal(400, _K.CONNECTION, _BROKEN),
     "BadDigest": Refusal(400, _K.CONNECTION, _BROKEN),

@@ -83,15 +83,15 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "RequestLimitExceeded": Refusal(503, _K.THROTTLED),
     "BandwidthLimitExceeded": Refusal(503, _K.THROTTLED),
     "Busy": Refusal(503, _K.THROTTLED),
-    "ConditionalRequestConflict": Refusal(409, _K.SERVER, "the service carries out a conflicting request"),
+    "ConditionalRequestConflict": Refusal(409, _K.SERVER, "a conflicting request is running"),
     "ConnectionClosedByRequester": SHARED_REFUSALS["BadDigest"],
     "ResponseInterrupted": SHARED_REFUSALS["BadDigest"],
     # requests that a service does not take
     "MissingContentMD5": Refusal(400, _K.DIGEST),  # MinIO
     "UnsupportedArgument": Refusal(400, _K.UNSUPPORTED),
     "UnsupportedSignature": Refusal(400, _K.UNSUPPORTED),
-    "XAmzContentSHA256Mismatch": Refusal(400, _K.UNSUPPORTED, "the service takes no bodies without a signature"),
-    "InvalidDigest": Refusal(400, _K.OTHER, "the service takes no MD5 digests"),
+    "XAmzContentSHA256Mismatch": Refusal(400, _K.UNSUPPORTED, "the service requires signed bodies"),
+    "InvalidDigest": Refusal(400, _K.OTHER, "the service accepts no MD5 digests"),
     "InvalidRequest": Refusal(400, _K.OTHER),
     "InvalidStorageClass": Refusal(400, _K.OTHER),
     "RequestHeaderSectionTooLarge": Refusal(400, _K.OTHER),
