@@ -143,7 +143,8 @@ class CheckpointError(Exception):
         A function that calls ckptcore with its own choice of options cannot pass on what an error proposes.
 
         Args:
-            options: names of the options that the caller of the block can pass, such as ``"overwrite"``.
+            options: names of the options that the caller of the block can pass, such as ``"overwrite"``, and
+                ``"non-atomic"`` if it can have this value.
         """
         try:
             yield
@@ -180,7 +181,7 @@ _REMEDIES: Final = (
     ("overwrite", r"pass overwrite=True to replace it\.", "delete it with ckptcore.delete to save it again."),
     ("overwrite", r", pass overwrite=True to replace the whole directory,", ""),
     ("overwrite", r"pass overwrite=True", "delete it with ckptcore.delete"),
-    ("overwrite", r"pass overwrite='non-atomic'", "delete it with ckptcore.delete first"),
+    ("non-atomic", r"pass overwrite='non-atomic'", "delete it with ckptcore.delete first"),
     (
         "if_in_use",
         r"pass if_in_use='take over', which",

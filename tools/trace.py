@@ -54,9 +54,9 @@ def trace(run: Callable[[], object]) -> Trace:
 
 def trace_plain_save(directory: Path) -> Trace:
     """Trace the second blocking save of ``{"w": np.ones(3)}`` in this process, after its imports."""
-    state = {"w": np.ones(3)}
-    ckptcore.save(directory / "first", state)
-    return trace(lambda: ckptcore.save(directory / "second", state))
+    state, context = {"w": np.ones(3)}, ckptcore.Context()  # not the default one, which may know of other saves
+    ckptcore.save(directory / "first", state, context=context)
+    return trace(lambda: ckptcore.save(directory / "second", state, context=context))
 
 
 def trace_plain_load(directory: Path) -> Trace:

@@ -17,7 +17,7 @@ from ckptcore.commit.location import Location
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import find_partial
 from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root, new_save_id
-from ckptcore.commit.root_json import bases_of_root
+from ckptcore.commit.root_json import bases_of_root, has_references
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import (
     INTERNAL_DIRECTORY,
@@ -253,11 +253,11 @@ def find_bases(
     *,
     without: str = "",
     warn: Callable[..., None] = logger.warning,
-) -> Mapping[str, Sequence[Base]]:
+) -> Mapping[str, Sequence[Base] | None]:
     """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
 
-    A checkpoint with an unreadable root has no bases, because it cannot be loaded. An entry that this process may not
-    read does not block the others: it is logged.
+    A checkpoint with a damaged root has no bases, because it cannot be loaded. An entry that this process may not read
+    is logged, and does not block the others, unless its files show that it has bases: they are None.
 
     Args:
         directory: the storage, opened at the directory.
@@ -267,13 +267,20 @@ def find_bases(
         warn: logs a message with its arguments.
     """
 
-    def known_bases(name: str) -> Sequence[Base]:
+    def known_bases(name: str) -> Sequence[Base] | None:
         try:
             return bases_of(directory, name)
         except StorageError as error:
-            if not concerns_one_entry(error) or isinstance(error, ObjectUnavailableError):
-                raise  # a checkpoint in an archive needs its base once it is restored
-            warn("%s cannot be read, and it is not known if it refers to checkpoints next to it: %s", name, error)
+            if not concerns_one_entry(error):
+                raise
+            try:
+                is_update = has_references(subdirectory(directory, name).list())
+            except StorageError:
+                is_update = False  # a directory of another user, or a mount that is gone
+            if is_update:
+                warn("%s cannot be read, and refers to checkpoints next to it, which stay: %s", name, error)
+                return None
+            warn("%s cannot be read, and is passed over: %s", name, error)
             return ()
 
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
@@ -283,8 +290,8 @@ def find_bases(
     return dict(zip(names, bases, strict=True))
 
 
-def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base]]) -> Sequence[str]:
-    """Return the names of the checkpoints that refer to a given checkpoint, or to a member of it.
+def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base] | None]) -> Sequence[str]:
+    """Return the names of the checkpoints that refer, or may refer, to a given checkpoint or to a member of it.
 
     Args:
         name: the name of the checkpoint.
@@ -295,7 +302,11 @@ def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Ba
         other
         for other, of in bases.items()
         if other != name
-        and any(
-            (base.path == name and save_id in (None, base.save_id)) or base.path.startswith(f"{name}/") for base in of
+        and (
+            of is None
+            or any(
+                (base.path == name and save_id in (None, base.save_id)) or base.path.startswith(f"{name}/")
+                for base in of
+            )
         )
     ]

@@ -56,6 +56,7 @@ __all__ = [
     "encode_claim",
     "encode_partial",
     "encode_root",
+    "has_references",
     "is_claim",
     "is_partial",
     "read_head",
@@ -75,9 +76,13 @@ _HEAD: Final = re.compile(
     rb'"role":"(checkpoint|member|export)","save_id":"([0-9a-f]{16})"[,}]'
 )
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
+_PART_OF_UPDATE: Final = re.compile(r"checkpoint\.[0-9a-f]{16}\.references\.json")
 _REPAIR: Final = "restore it from a copy, or load another checkpoint"
 _INLINE_BYTES: Final = 1 << 18
 """A table up to this size is stored in the root. A larger table is a part: a separate object."""
+
+_REFERENCES: Final = "references"
+"""The table of the arrays in bases. It is always a part: a listing shows that a checkpoint needs its bases."""
 
 _MAX_PART_BYTES: Final = 1 << 32
 _CHECKSUM_NAME: Final = "xxh3_64"
@@ -172,13 +177,13 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
     if isinstance(root, Root) and root.references.leaf:
         references = root.references
         own["bases"] = [[base.path, base.save_id] for base in references.bases]
-        tables["references"] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
+        tables[_REFERENCES] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
     inline: dict[str, JSON] = {}
     described: dict[str, JSON] = {}
     parts: dict[str, bytes] = {}
     for name, table in tables.items():
         encoded = _dump(table)
-        if len(encoded) <= _INLINE_BYTES:
+        if len(encoded) <= _INLINE_BYTES and name != _REFERENCES:
             inline[name] = table
             continue
         key = f"checkpoint.{root.save_id}.{name}.json"
@@ -340,6 +345,11 @@ def bases_of_root(data: bytes) -> tuple[Base, ...]:
         return ()  # fast path: a deletion reads the roots of all checkpoints in the directory
     with _errors_as_damage():
         return _decode_bases(_decode_root(data))
+
+
+def has_references(keys: Iterable[str]) -> bool:
+    """Return True if a checkpoint with these files refers to bases: for one whose root cannot be read."""
+    return any(_PART_OF_UPDATE.fullmatch(key.rpartition("/")[2]) for key in keys)
 
 
 @contextmanager
@@ -526,7 +536,7 @@ def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:
 
 
 def _decode_references(document: dict[str, Any], tables: dict[str, Any], tree: TreeMetadata) -> References:
-    table: Any = tables.get("references")
+    table: Any = tables.get(_REFERENCES)
     if table is None and not document.get("bases"):
         return References()
     columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]

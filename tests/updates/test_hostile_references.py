@@ -28,7 +28,11 @@ def run(tmp_path: Path) -> str:
 
 
 def _root(run: str, name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(store_at(f"{run}/{name}").get("checkpoint.json"))
+    """Return the root of an update, with its references as a table, not a part."""
+    store = store_at(f"{run}/{name}")
+    document: dict[str, Any] = json.loads(store.get("checkpoint.json"))
+    if part := document["parts"].pop("references", None):
+        document["tables"]["references"] = json.loads(store.get(part["key"]))
     return document
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def test_only_what_is_given_is_written(run: str) -> None:
     ckptcore.save(f"{run}/1", {f"a{number}": np.full(10_000, float(number)) for number in range(10)})
     ckptcore.save(f"{run}/2", {"a3": np.zeros(10_000)}, strategy=ckptcore.Update(f"{run}/1"))
     written = objects_at(f"{run}/2")
-    assert set(written) == {"checkpoint.json", "model.safetensors"}
+    save_id = json.loads(written["checkpoint.json"])["save_id"]
+    assert set(written) == {"checkpoint.json", f"checkpoint.{save_id}.references.json", "model.safetensors"}
     assert len(written["model.safetensors"]) < 80_000 + 1000 and len(written["checkpoint.json"]) < 6000
 
 

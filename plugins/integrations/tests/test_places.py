@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_integrations import orbax_v1, torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+import ckptcore
 from ckptcore.builtin import local_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch and Orbax warn of jobs and of old calls
@@ -39,8 +40,11 @@ def test_the_second_save_replaces_the_first(library: str, tmp_path: Path, monkey
         assert _SAVES[library](str(tmp_path / "c"), number) == [number] * 3
 
 
-def test_an_object_store_says_once_that_it_deletes_first(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "ckptcore")
-    for number in (1, 2, 3):
-        assert _dcp("memory://places/second-saves/c", number) == [number] * 3
-    assert caplog.text.count("cannot replace a checkpoint atomically") == 1
+def test_an_object_store_keeps_the_first() -> None:
+    location = "memory://places/dcp/c"
+    assert _dcp(location, 1) == [1] * 3
+    with pytest.raises(CheckpointException, match=r"or delete it with ckptcore\.delete first"):
+        _dcp(location, 2)
+    assert ckptcore.verify(location).ok
+    ckptcore.delete(location)
+    assert _dcp(location, 2) == [2] * 3

@@ -27,6 +27,7 @@ from ckptcore_integrations.orbax_v1.library import (
 from ckptcore_integrations.orbax_v1.responses import SaveResponse
 from ckptcore_integrations.orbax_v1.settings import array_rules, context_of, layout_of, storage_options
 from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER, TreeHandler, remedy_of_equinox, with_tree_handler
+from ckptcore_integrations.own_options import own_options
 
 __all__ = [
     "prepare",
@@ -69,6 +70,7 @@ def save_async(
     )
 
 
+@own_options("overwrite")
 def save_checkpointables(
     path: Any, checkpointables: dict[str, Any], *, overwrite: bool = False, custom_metadata: Any = None
 ) -> None:
@@ -78,6 +80,7 @@ def save_checkpointables(
     ckptcore.save_checkpointables(**arguments)
 
 
+@own_options("overwrite")
 def save_checkpointables_async(
     path: Any, checkpointables: dict[str, Any], *, overwrite: bool = False, custom_metadata: Any = None
 ) -> v1.AsyncResponse[None]:

@@ -27,6 +27,7 @@ import ckptcore
 from ckptcore.errors import CheckpointExistsError, RankFailedError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
+from ckptcore_integrations.own_options import own_options
 from ckptcore_integrations.torch_dcp.memory import dtype_name, host_array
 from ckptcore_integrations.torch_dcp.names import Steps, tree_of
 
@@ -45,6 +46,7 @@ _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 T = TypeVar("T")
 
 
+@own_options()
 class Writer(StorageWriter):
     """Writes checkpoints with ckptcore, for ``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``.
 
