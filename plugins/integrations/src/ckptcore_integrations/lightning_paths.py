@@ -16,13 +16,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-    UnsupportedVersionError,
-)
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckptcore_integrations.added_files import is_checkpoint
 from ckptcore_integrations.lightning_disk import create_link, is_dangling, newest_neighbor, replacing_path
 
@@ -73,8 +67,10 @@ def is_replaced_later(path: _Path, context: Context) -> bool:
         ckptcore.metadata(path, context=context)
     except CheckpointNotFoundError:
         return False
-    except (CorruptCheckpointError, UnsupportedVersionError):
-        pass
+    except StorageError:
+        raise  # nothing is known about the checkpoint
+    except CheckpointError:
+        pass  # damaged, or not readable here
     return True
 
 

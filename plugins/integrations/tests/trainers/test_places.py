@@ -149,6 +149,15 @@ def test_lightning_has_a_checkpoint_at_each_moment_on_an_object_store() -> None:
         assert [name for name in names if not name.startswith(".")] == ["last.ckpt/"]
 
 
+def test_lightning_saves_after_a_first_save_that_was_killed_on_an_object_store() -> None:
+    operations = _save_lightning(MemoryStorages(), 1).operations
+    for operation in [one for one in operations if one.changes]:
+        storages = MemoryStorages()
+        assert _save_lightning(storages, 1, CrashAt(operation.number)).crashed
+        assert not _save_lightning(storages, 2).crashed
+        assert _step_in(storages) == 2
+
+
 @pytest.mark.parametrize("kept", [0, 30])
 def test_lightning_replaces_a_damaged_checkpoint_on_an_object_store(kept: int) -> None:
     storages = MemoryStorages()
