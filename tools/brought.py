@@ -18,17 +18,15 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
-__all__ = ["Row", "Rows", "main", "pinned_versions", "written_page"]
-
-_ROOT: Final = Path(__file__).resolve().parents[1]
-_TRAINERS: Final = _ROOT / "plugins/integrations/tests/trainers"
-_PAGE: Final = _ROOT / "docs/reference/what-programs-bring.md"
+ROOT: Final = Path(__file__).resolve().parents[1]
+_TRAINERS: Final = ROOT / "plugins/integrations/tests/trainers"
+_PAGE: Final = ROOT / "docs/reference/what-programs-bring.md"
 
 RESULTS: Final = ("same", "plain form", "refused")
 
@@ -94,18 +92,39 @@ class Rows:
 
     def parse(self, file: Path) -> None:
         """Record the marks of a file that is not imported."""
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        for function in [node for node in nodes if isinstance(node, ast.FunctionDef)]:
-            for decorator in function.decorator_list:
-                for node in ast.walk(decorator):
-                    if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.brings":
-                        self.add(f"{file.name}::{function.name}", *map(ast.literal_eval, node.args))
+        for test, arguments in literal_marks(file.name, file.read_text(encoding="utf-8"), "brings"):
+            self.add(test, *arguments)
 
     def add(self, test: str, object_: str, library: str, result: str) -> None:
         """Add a row."""
         if result not in RESULTS:
             self.problems.append(f"{test}: the result {result!r} is not one of {', '.join(RESULTS)}")
         self.rows.add(Row(library, object_, result, test))
+
+
+def literal_marks(file: str, source: str, mark: str) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the tests of a file that have a mark, and the literal arguments of each mark."""
+    for function in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
+        for node in [one for decorator in function.decorator_list for one in ast.walk(decorator)]:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{mark}":
+                yield f"{file}::{function.name}", [ast.literal_eval(argument) for argument in node.args]
+
+
+def files_with(mark: str) -> Sequence[Path]:
+    """Return the files of tests that have a mark."""
+    places = [ROOT / "tests", *sorted((ROOT / "plugins").glob("*/tests"))]
+    files = [file for place in places for file in sorted(place.rglob("test_*.py"))]
+    return [file for file in files if f"mark.{mark}(" in file.read_text(encoding="utf-8")]
+
+
+def write_page(path: Path, page: str, arguments: Sequence[str], module: str) -> int:
+    """Write a page, or compare it if `arguments` have ``--check``. Return 1 if it differs."""
+    if "--check" not in arguments:
+        path.write_text(page, encoding="utf-8")
+    elif not path.exists() or path.read_text(encoding="utf-8") != page:
+        print(f"{path.relative_to(ROOT)} differs from the marks of the tests: run python -m {module}")
+        return 1
+    return 0
 
 
 def pinned_versions(constraints: str) -> Mapping[str, str]:
@@ -134,10 +153,7 @@ def written_page(rows: Iterable[Row], versions: Mapping[str, str]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or compare the page. Return 1 if a test cannot be collected, or if the page differs."""
-    places = [_ROOT / "tests", *sorted((_ROOT / "plugins").glob("*/tests"))]
-    files = [
-        file for place in places for file in sorted(place.rglob("test_*.py")) if "mark.brings(" in file.read_text()
-    ]
+    files = files_with("brings")
     found, output = Rows(), io.StringIO()
     parsed = [file for file in files if file.is_relative_to(_TRAINERS)]
     for file in parsed:
@@ -148,13 +164,8 @@ def main(arguments: Sequence[str]) -> int:
     if found.problems:
         print(*found.problems, sep="\n")
         return 1
-    page = written_page(found.rows, pinned_versions((_ROOT / "constraints.txt").read_text(encoding="utf-8")))
-    if "--check" not in arguments:
-        _PAGE.write_text(page, encoding="utf-8")
-    elif not _PAGE.exists() or _PAGE.read_text(encoding="utf-8") != page:
-        print(f"{_PAGE.relative_to(_ROOT)} differs from the marks of the tests: run python -m tools.brought")
-        return 1
-    return 0
+    page = written_page(found.rows, pinned_versions((ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    return write_page(_PAGE, page, arguments, "tools.brought")
 
 
 if __name__ == "__main__":

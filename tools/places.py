@@ -13,30 +13,25 @@ Tests are parsed and not imported.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from tools.brought import pinned_versions
+from tools.brought import ROOT, files_with, literal_marks, pinned_versions, write_page
 
-__all__ = ["Row", "main", "rows_of", "written_page"]
-
-_ROOT: Final = Path(__file__).resolve().parents[1]
-_PAGE: Final = _ROOT / "docs/reference/where-runs-live.md"
+_PAGE: Final = ROOT / "docs/reference/where-runs-live.md"
 
 _INTRODUCTION: Final = """\
 # Where runs live
 
 The file systems and stores that the tests save to, load from and run on. `python -m tools.places`
-writes the table from the marks of the tests. A test that needs rights or a kernel that are missing is
-skipped with a message.
+writes the table from the marks of the tests. A test is skipped with a message if the
+rights or the kernel that it needs are missing.
 
-A save tries once for each directory what its file system can do, and keeps the result for the
-process: whether directories can be exchanged, and which names it takes for one. On an object store,
-the first save in a bucket tries the conditions of puts. What is weaker is logged in one line.
+The first save to a directory tests its file system: whether directories can be exchanged, and which
+names it treats as equal. The first save to a bucket tests conditional puts. The results are kept for
+the process. One line of the log says what is weaker.
 [File systems](file-systems.md) has the details of each missing call, and
 [Durability and integrity](../how-to/durability.md) says what a commit means.
 
@@ -61,14 +56,11 @@ def rows_of(file: str, source: str) -> Iterable[Row]:
     Raises:
         ValueError: an argument of a mark is not a literal, or there are not four.
     """
-    for function in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
-        for node in [one for decorator in function.decorator_list for one in ast.walk(decorator)]:
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.lives":
-                texts = [ast.literal_eval(argument) for argument in node.args]
-                if len(texts) != 4 or not all(isinstance(text, str) for text in texts):
-                    raise ValueError(f"{file}::{function.name}: expected four texts, found {texts}")
-                place, tried, holds, weaker = texts
-                yield Row(place, tried, holds, weaker, f"{file}::{function.name}")
+    for test, texts in literal_marks(file, source, "lives"):
+        if len(texts) != 4 or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{test}: expected four texts, found {texts}")
+        place, tried, holds, weaker = texts
+        yield Row(place, tried, holds, weaker, test)
 
 
 def written_page(rows: Iterable[Row], versions: Mapping[str, str]) -> str:
@@ -87,19 +79,9 @@ def written_page(rows: Iterable[Row], versions: Mapping[str, str]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or compare the page. Return 1 if it differs."""
-    rows: list[Row] = []
-    for place in [_ROOT / "tests", *sorted((_ROOT / "plugins").glob("*/tests"))]:
-        for file in sorted(place.rglob("test_*.py")):
-            source = file.read_text(encoding="utf-8")
-            if "mark.lives(" in source:
-                rows.extend(rows_of(file.name, source))
-    page = written_page(rows, pinned_versions((_ROOT / "constraints.txt").read_text(encoding="utf-8")))
-    if "--check" not in arguments:
-        _PAGE.write_text(page, encoding="utf-8")
-    elif not _PAGE.exists() or _PAGE.read_text(encoding="utf-8") != page:
-        print(f"{_PAGE.relative_to(_ROOT)} differs from the marks of the tests: run python -m tools.places")
-        return 1
-    return 0
+    rows = [row for file in files_with("lives") for row in rows_of(file.name, file.read_text(encoding="utf-8"))]
+    page = written_page(rows, pinned_versions((ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    return write_page(_PAGE, page, arguments, "tools.places")
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ class ConditionalPutTransaction:
             gone = [key for key in set(self.store.written).difference(self.store.list()) if not self._exists(key)]
         except StorageError as error:
             logger.warning(
-                "%s is committed, but it was not checked if a deletion overtook the save: %s",
+                "%s is committed, but it is unknown whether another process deleted it during the save: %s",
                 self._location.display, error,
             )  # fmt: skip
             return

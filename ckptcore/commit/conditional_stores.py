@@ -86,8 +86,8 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
 
 
 _CREATES_MISSING: Final = (
-    "this storage accepts a put on the condition of a tag (If-Match) for an object that does not exist, so a commit "
-    "cannot tell that a deletion removed the claim. A commit lists its objects afterwards, and is lost if they are gone"
+    "this storage accepts If-Match for an object that does not exist, so a put alone cannot detect that another "
+    "process deleted the checkpoint. Each commit lists its objects afterwards, and fails if they are gone"
 )
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "open_address",
     "open_directory",
     "resolve_location",
+    "shown_location",
 ]
 
 LocationLike: TypeAlias = str | os.PathLike[str]
@@ -68,8 +69,7 @@ class SubPath:
     directory: str
 
     def __str__(self) -> str:
-        outer = self.location if isinstance(self.location, SubPath | IndirectLocation) else os.fspath(self.location)
-        return f"{redacted_location(str(outer)).rstrip('/')}/{self.directory}"
+        return f"{shown_location(self.location).rstrip('/')}/{self.directory}"
 
 
 class Storages(NamedTuple):
@@ -128,7 +128,7 @@ class LocationAddress:
     """A location that can be sent to another process; it has no open storage.
 
     Attributes:
-        display: the location as the user passed it, without secrets.
+        display: the location as users see it, by `shown_location`.
         scheme: the scheme of the storage.
         parent: the address of its parent directory: an absolute path, or the whole URL.
         name: the name of the checkpoint in the parent directory.
@@ -145,7 +145,7 @@ class Location:
     """The location of a checkpoint, which may not exist.
 
     Attributes:
-        display: the location as the user passed it, without secrets.
+        display: the location as users see it, by `shown_location`.
         parent: the storage, opened at the parent directory.
         name: the name of the checkpoint in the parent directory, without ``/``.
         identity: the normalized location. Spellings of one location have equal identities, if this can be recognised.
@@ -248,7 +248,7 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
             f"{redacted_location(text)!r} is the root of a storage; give a directory below it, because a checkpoint is "
             "a directory"
         )
-    return open_address(LocationAddress(redacted_location(text), scheme, parent, name), storages, to_write=to_write)
+    return open_address(LocationAddress(shown_location(text), scheme, parent, name), storages, to_write=to_write)
 
 
 def _resolve_within(path: SubPath, storages: Storages, to_write: bool) -> Location:
@@ -296,6 +296,13 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
         UnknownPluginError: no plugin supports the scheme.
     """
     return storages.open(*_address(directory), to_write)
+
+
+def shown_location(location: AnyLocation) -> str:
+    """Return a location as users see it: without secrets, and with the home directory in place of ``~``."""
+    if isinstance(location, SubPath | IndirectLocation):
+        return str(location)
+    return redacted_location(os.path.expanduser(str(location)))
 
 
 def expanded_location(location: LocationLike) -> str:

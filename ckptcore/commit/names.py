@@ -59,12 +59,12 @@ def too_long(keys: Iterable[str], name_bytes: int | None) -> str | None:
 
 
 def names_merged(display: str, first: str, second: str, end: str) -> NameCollisionError:
-    """Return the error for two names that are one. Names that look alike are shown by their code points."""
+    """Return the error for two names that the file system treats as equal. Look-alikes are shown by code points."""
     look_alike = unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
     names = " and ".join(map(ascii if look_alike else repr, (first, second)))
     return NameCollisionError(
-        f"cannot save to {display}: this file system takes the names {names} for one, so one would "
-        f"have the values of the other. Rename one of them, or save to another file system. {end}"
+        f"cannot save to {display}: this file system treats the names {names} as equal, so one would "
+        f"overwrite the other. Rename one of them, or save to another file system. {end}"
     )
 
 
@@ -76,5 +76,5 @@ def existing_name(display: str, key: str, others: Iterable[str]) -> NameCollisio
             return names_merged(display, other, key, "Nothing was committed")
     return NameCollisionError(
         f"cannot save to {display}: the layout wrote {key} twice, perhaps from several processes, or the file system "
-        "takes another name for it. Nothing was committed"
+        "treats another name as equal. Nothing was committed. Save with another layout, or to another file system"
     )

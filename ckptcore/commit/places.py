@@ -96,8 +96,8 @@ def refuse_other_spelling(location: Location, action: str) -> None:
     for name in names:
         if unicodedata.normalize("NFC", name) != wanted and folded(name, ALL_FORMS) == folded(location.name, ALL_FORMS):
             raise NameCollisionError(
-                f"cannot {action} {location.display}: the file system takes this name for {name!r}, which exists. Use "
-                f"another name, or {name!r} if it is meant. Nothing was changed"
+                f"cannot {action} {location.display}: this file system treats the name as {name!r}, which exists. Use "
+                f"another name, or {name!r} if you mean that. Nothing was changed"
             )
 
 

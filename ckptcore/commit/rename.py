@@ -75,8 +75,8 @@ T = TypeVar("T")
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 
 _TWO_RENAMES: Final = (
-    "this file system cannot exchange directories, so a checkpoint is replaced by two renames. Between them there is "
-    "none; if the process is killed then, the next load or save restores the old one"
+    "this file system cannot exchange directories, so a checkpoint is replaced by two renames. Between them it "
+    "does not exist. If the process is killed there, the next load or save restores the old one"
 )
 
 _PROBE: Final = ".probe"

@@ -18,6 +18,7 @@ from ckptcore.model.tree import JSON
 
 __all__ = [
     "HOST_COPIES",
+    "MAX_ORDER",
     "PARTIAL_KEY",
     "ROOT_KEY",
     "AnyRoot",
@@ -211,6 +212,10 @@ class References:
             raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another checkpoint")
 
 
+MAX_ORDER: Final = 1 << 62
+"""The highest number in an order."""
+
+
 class SaveOrder(NamedTuple):
     """The order of saves of one checkpoint: of two copies of a step, the one with the higher order counts.
 
@@ -229,7 +234,7 @@ class SaveOrder(NamedTuple):
     @property
     def next(self) -> SaveOrder:
         """The order of a save that replaces one with this order."""
-        return SaveOrder(self.owner, self.save + 1)
+        return SaveOrder(self.owner, self.save + 1) if self.save < MAX_ORDER else SaveOrder(self.owner + 1)
 
 
 _FIRST: Final = SaveOrder()

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 import xxhash
 
 from ckptcore.commit.root import (
+    MAX_ORDER,
     ROOT_KEY,
     AnyRoot,
     Base,
@@ -59,6 +60,7 @@ __all__ = [
     "is_partial",
     "read_head",
     "summarize_root",
+    "with_order",
 ]
 
 FORMAT_VERSION: Final = 1
@@ -83,8 +85,6 @@ _CHECKSUM_NAME: Final = "xxh3_64"
 _CHECKSUM: Final = re.compile(rf',"checksum":"{_CHECKSUM_NAME}:([0-9a-f]{{16}})"\}}\n'.encode())
 _CHECKSUM_TAIL_BYTES: Final = len(f',"checksum":"{_CHECKSUM_NAME}:0123456789abcdef"}}\n')
 _MAX_PROCESSES: Final = 1 << 24
-_MAX_ORDER: Final = 1 << 62
-"""The highest number in an order. Above the highest one of a hostile root there must be another."""
 
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -316,6 +316,20 @@ def _sizes(rows: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, int]]:
         yield check_key(_text(key)), _count(size)
 
 
+def with_order(data: bytes, order: SaveOrder) -> bytes:
+    """Return the bytes of a committed root with another order, and otherwise the same.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError: as for `decode_root`.
+    """
+    with _errors_as_damage():
+        document, _ = _open(data)
+        document["order"] = list(order)
+        if order == SaveOrder():
+            del document["order"]
+        return _encode_root(document)
+
+
 def bases_of_root(data: bytes) -> tuple[Base, ...]:
     """Decode the bases of a root. Every version of the format stores them in the same form.
 
@@ -476,7 +490,7 @@ def _decode_writer(document: dict[str, Any]) -> dict[str, str]:
 def _decode_order(found: Any) -> SaveOrder:
     if not isinstance(found, list) or len(found) != len(SaveOrder._fields):
         return SaveOrder()
-    return SaveOrder(*found) if all(type(part) is int and 0 <= part <= _MAX_ORDER for part in found) else SaveOrder()
+    return SaveOrder(*found) if all(type(part) is int and 0 <= part <= MAX_ORDER for part in found) else SaveOrder()
 
 
 def _decode_created(document: dict[str, Any]) -> str:

@@ -72,7 +72,9 @@ class StorageSupport:
             self._features[key] = found
         weaker = [] if found.exchanges else ["cannot exchange directories, so no checkpoint is replaced atomically"]
         if found.merges:
-            weaker.append(f"takes names for one that differ in {', '.join(sorted(found.merges))}, which is refused")
+            weaker.append(
+                f"treats names as equal that differ in {', '.join(sorted(found.merges))}; saves refuse such names"
+            )
         if weaker:
             logger.info("%s: this file system %s", key, ", and ".join(weaker))
         return found
@@ -123,10 +125,10 @@ class StorageSupport:
         address = directory.address
         display = "" if address is None else address.url
         logger.warning(
-            "%s: across hosts, this file system has no locks of directories (flock), so ckptcore uses leases. The "
-            "files of a killed save stay until this process has seen its lease unchanged for more than a minute, and a "
-            "directory whose owner was killed is free after as long: Checkpointer(if_in_use='take over'). Mount it "
-            "with locks on all hosts or on none (Lustre: -o flock)",
+            "%s: other hosts may not see the locks (flock) of this file system, so ckptcore uses leases, which expire "
+            "about a minute after a process was killed. Until then the files of its save stay. To continue its run, "
+            "pass Checkpointer(if_in_use='take over'), which waits that long. Mount the file system with locks on all "
+            "hosts, or on none (Lustre: -o flock)",
             display,
         )
         return LeasedLocks(directory, display, clock=self._clock)

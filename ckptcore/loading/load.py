@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
-from ckptcore.commit.location import AnyLocation
+from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source, check_additional
@@ -270,7 +270,7 @@ def recorded_load(
     refuse_in_signal_handler(f"the load of {location}")
     progress = None if report is None else ByteProgress(report)
     rank = runtime_of(context).job().rank
-    recording = Recording("load", str(location), context.observers, step=step, rank=rank, progress=progress)
+    recording = Recording("load", shown_location(location), context.observers, step=step, rank=rank, progress=progress)
     try:
         yield recording
     except BaseException as error:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, TypeAlias
 
+from ckptcore.commit.location import shown_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.events import Recording
@@ -128,7 +129,7 @@ def _recorded(
     request: SaveRequest, context: Context, progress: ByteProgress | None, *, in_background: bool = False
 ) -> Iterator[Recording]:
     """Record a save. A save in the background ends its recording later, unless it fails to start."""
-    location, rank = str(request.destination.location), runtime_of(context).job().rank
+    location, rank = shown_location(request.destination.location), runtime_of(context).job().rank
     recording = Recording("save", location, context.observers, step=request.notes.step, rank=rank, progress=progress)
     try:
         yield recording

@@ -90,7 +90,7 @@ class StepReader(ExplainsAttributes):
 
     @property
     def directory(self) -> str:
-        """The directory as the user passed it, without secrets."""
+        """The directory as users see it: without secrets, and with the home directory in place of ``~``."""
         return self._steps.main.display
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
@@ -18,6 +17,7 @@ from ckptcore.commit.location import (
     absolute_location,
     commit_method,
     open_directory,
+    shown_location,
 )
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import CommitMethod
@@ -43,7 +43,6 @@ from ckptcore.loading.foreign import is_one_checkpoint
 from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
-from ckptcore.redaction import redacted_location
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.other_names import find_other_steps
@@ -84,7 +83,7 @@ class StepDirectory:
             names: the names of steps.
             context: options.
         """
-        self._display = redacted_location(os.fspath(directory))
+        self._display = shown_location(directory)
         # Resolved only once, because a program may change its working directory.
         self.directory = absolute_location(directory)
         self.names = names
@@ -121,7 +120,7 @@ class StepDirectory:
 
     @property
     def display(self) -> str:
-        """The directory as the user passed it, without secrets."""
+        """The directory as users see it: without secrets, and with the home directory in place of ``~``."""
         return self._display
 
     @property
@@ -207,7 +206,7 @@ class StepDirectory:
                 raise self._no_directory()
         except StorageError as error:
             if not concerns_one_entry(error):  # `steps` names such entries
-                logger.warning("it is not known if %s has steps: %s", self.display, error)
+                logger.warning("cannot find out whether %s has steps: %s", self.display, error)
             return found
         return others or found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckptcore.errors import (
     CompositeCheckpointError,
     CorruptCheckpointError,
     InvalidLocationError,
+    StorageError,
     TreeMismatchError,
     UnsupportedKeyError,
     UnsupportedLeafError,
@@ -25,6 +27,7 @@ from ckptcore.errors import (
 from ckptcore.loading.composites import CompositeLoad, CompositeRequest
 from ckptcore.loading.load import recorded_load
 from ckptcore.protocols import StorageBackend
+from tests.checkpointer.runs import Watch, through, watched
 from tests.composites.objects import Counter, Files, Linear
 from tests.copying.places import store_at
 from tests.crashes.states import same_value
@@ -177,6 +180,28 @@ def test_the_mark_of_a_deletion_says_nothing_about_the_next_checkpoint(place: st
     save_all(place + "/c")
     ckptcore.delete(place + "/c/files")
     save_all(place + "/c", overwrite="non-atomic")
+    store = _store_of(place + "/c")
+    store.delete(list(store.list("files")))
+    assert not ckptcore.verify(place + "/c").ok
+
+
+def test_a_deletion_that_fails_leaves_no_mark(place: str) -> None:
+    """The object stays. If it is lost later, that is damage."""
+    watch, marks = Watch(), list[str]()
+    location, context = through(place + "/c"), watched(watch)
+    save_all(location, context=context)
+
+    def refuse(name: str, keys: Sequence[str]) -> None:
+        if name == "put" and ".deleted." in keys[0]:
+            marks.append(keys[0])
+        elif marks and name in ("put", "rename"):
+            raise StorageError("the test refuses this")
+
+    watch.before = refuse
+    with pytest.raises(StorageError, match="the test refuses this"):
+        ckptcore.delete(location + "/files", context=context)
+    watch.before = Watch().before
+    assert marks and list(ckptcore.load_checkpointables(place + "/c")) == ["params", "model", "data", "files"]
     store = _store_of(place + "/c")
     store.delete(list(store.list("files")))
     assert not ckptcore.verify(place + "/c").ok

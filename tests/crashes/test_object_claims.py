@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import pytest
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.commit.conditional_stores import find_object
 from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root_json import is_claim
 from ckptcore.errors import (
     AtomicityError,
     CheckpointError,
@@ -331,6 +333,35 @@ def test_a_save_beside_a_deletion_is_lost(kept: Kept, caplog: pytest.LogCaptureF
     assert ("If-Match" in caplog.text) == (kept != "kept")
     _save(storages, 2, Answers(kept=kept))
     assert _version(storages) == 2
+
+
+@pytest.mark.parametrize("shown", ["nothing", "only the root", "an error", "an error for each object"])
+def test_a_listing_that_is_not_current_undoes_no_commit(
+    shown: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storages, current, asked = Storages(), MemoryStorage.list, list[str]()
+
+    def list_some(store: MemoryStorage, prefix: str = "") -> Iterator[str]:
+        found = find_object(storages.open(), f"run/{_ROOT}")
+        if found is None or is_claim(found[0]):
+            return current(store, prefix)
+        asked.append("list")
+        if shown == "an error":
+            raise StorageError("the test refuses this listing")
+        return iter([ROOT_KEY] if shown == "only the root" else [])
+
+    def size(store: MemoryStorage, key: str) -> int:
+        if asked and shown == "an error for each object":
+            raise StorageError("the test refuses this request")
+        return real_size(store, key)
+
+    real_size = MemoryStorage.size
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryStorage, "list", list_some)
+        patched.setattr(MemoryStorage, "size", size)
+        _save(storages, 1, Answers(kept="kept if it exists"))
+    assert asked and _version(storages) == 1
+    assert caplog.text.count("it is unknown whether another process deleted it") == ("error" in shown)
 
 
 def _keys(storages: Storages) -> list[str]:

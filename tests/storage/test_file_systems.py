@@ -91,6 +91,6 @@ def test_what_is_weaker_is_said_once_for_each_directory(row: str, rows: Mapping[
     warnings = rows[row]["warnings"]
     if "flock-directory" in row:
         assert len(warnings) == len(set(warnings)) == 2
-        assert all("no locks of directories (flock), so ckptcore uses leases" in warning for warning in warnings)
+        assert all("may not see the locks (flock) of this file system" in warning for warning in warnings)
     else:
         assert warnings == []

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from ckptcore_tiers import TieredDirectory
 from ckptcore_tools.cli.application import application
+from ckptcore_view.documents import Request, document_of
+from ckptcore_view.viewed import Viewed
 from click.testing import CliRunner
 
 import ckptcore
-from ckptcore.errors import InvalidLocationError
+from ckptcore.errors import CheckpointError, InvalidLocationError
+from ckptcore.events import Event
 
 STATE = {"w": np.arange(3.0)}
 
@@ -50,6 +53,46 @@ def test_the_home_directory(way: str, home: Path) -> None:
     with ckptcore.CheckpointReader("~/run") as reader:
         assert reader.load(1)["w"].tolist() == [0, 1, 2]
     assert CliRunner().invoke(application, ["steps", "~/run"]).exit_code == 0
+
+
+def test_users_see_the_home_directory(home: Path) -> None:
+    """In attributes, errors, events and output alike: programs use them as paths."""
+    events = list[Event]()
+    context = ckptcore.Context(observers=[events.append])
+    ckptcore.save("~/c", STATE, context=context)
+    ckptcore.load("~/c", context=context)
+    with ckptcore.Checkpointer("~/run", context=context) as run:
+        run.save(1, STATE)
+        run.wait()
+        assert run.directory == str(home / "run") and f"{home}/run" in repr(run)
+        run.load()
+    with ckptcore.CheckpointReader("~/run") as reader:
+        assert reader.directory == str(home / "run")
+    with ckptcore.Checkpointer(TieredDirectory("~/near", "~/far")) as run:
+        assert run.directory == str(home / "far")
+    assert ckptcore.save_async("~/d", STATE).location == str(home / "d")
+    assert events and all(event.location.startswith(str(home)) for event in events)
+    errors = []
+    for call in (
+        lambda: ckptcore.save("~/c", STATE),
+        lambda: ckptcore.load("~/missing"),
+        lambda: ckptcore.load("~/c", {"v": np.ones(3)}),
+        lambda: ckptcore.delete("~/missing"),
+        lambda: ckptcore.copy("~/missing", "~/d"),
+        lambda: ckptcore.CheckpointReader("~/run").load(7),
+        lambda: ckptcore.CheckpointReader("~/c"),
+        lambda: ckptcore.partial("~/missing").finalize(),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            call()
+        errors.append(str(raised.value))
+    assert all(str(home) in error and "~" not in error for error in errors)
+    commands = "inspect ~/c", "ls ~/c", "steps ~/run", "inspect ~/missing", "steps ~/missing", "copy ~/c ~/copied"
+    for command in commands:
+        output = CliRunner().invoke(application, command.split()).output
+        assert "~" not in output and (str(home) in output or command == "steps ~/run"), command
+    shown = document_of(Viewed("~/c", context), "view", Request())
+    assert shown["location"] == str(home / "c")
 
 
 @pytest.mark.parametrize("way", WAYS)

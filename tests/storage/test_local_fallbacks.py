@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import ckptcore
 from ckptcore.builtin import local, local_calls, local_files
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.builtin.local_calls import open_inside
@@ -61,6 +62,21 @@ def test_without_the_functions(storage: LocalStorage, monkeypatch: pytest.Monkey
     monkeypatch.setattr(local_calls, "_no_replace", lambda: None)
     monkeypatch.setattr(local_calls, "_exchange", lambda: None)
     check_without_atomic_renames(storage)
+
+
+def test_a_run_that_is_set_back_replaces_steps_by_two_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Keras and TorchTitan save."""
+    monkeypatch.setattr(local_calls, "_exchange", lambda: None)
+    with ckptcore.Checkpointer(tmp_path) as run:
+        for number in (1, 2, 3):
+            for step in (1, 2):
+                run.save_blocking(step, {"n": number}, overwrite="best-effort")
+                assert run.load(step) == {"n": number}
+    assert caplog.text.count("so a checkpoint is replaced by two renames") == 1
+    with pytest.raises(AtomicityError):
+        ckptcore.save(tmp_path / "1", {"n": 4}, overwrite=True)
 
 
 def check_without_atomic_renames(storage: LocalStorage) -> None:

@@ -13,6 +13,8 @@ from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.commit.root import MAX_ORDER, ROOT_KEY, SaveOrder
+from ckptcore.commit.root_json import with_order
 from ckptcore.policies import FixedInterval, LatestN
 from ckptcore.saving import preparing
 from tests.checkpointer.runs import store_of, tree
@@ -134,3 +136,112 @@ def test_a_plain_save_counts_more_than_what_it_replaces(near: str, far: str, hou
     with Checkpointer(tiers(near, far)) as run:
         assert branch_in(run) == 2
     assert branch_in(CheckpointReader(far)) == 2
+
+
+@pytest.mark.parametrize("replaced", ["near", "far"])
+@pytest.mark.parametrize("whole_run", [False, True], ids=["step", "run"])
+def test_a_copy_counts_more_than_the_step_that_it_replaces(
+    near: str, far: str, hours: SetClock, replaced: str, *, whole_run: bool
+) -> None:
+    """Somebody kept a copy of a step, and puts it back."""
+    backup, place = f"{near}-backup", {"near": near, "far": far}[replaced]
+    with Checkpointer(tiers(near, far)) as run:
+        save(run, 1, 1)
+    ckptcore.copy_steps(far, backup)
+    hours(2)
+    for _ in range(3):
+        with Checkpointer(tiers(near, far)) as run:
+            save(run, 2, 1)
+    hours(0)
+    for _ in range(2):
+        if whole_run:
+            ckptcore.copy_steps(backup, place, overwrite="non-atomic")
+        else:
+            ckptcore.copy(f"{backup}/1", f"{place}/1", overwrite="non-atomic")
+        assert ckptcore.verify(f"{place}/1").ok
+        assert ckptcore.copy(f"{backup}/1", f"{place}/1").sent_bytes == 0, "it is the same save"
+        with Checkpointer(tiers(near, far)) as run:
+            assert branch_in(run, 1) == 1
+    assert branch_in(CheckpointReader(far)) == 1
+
+
+@pytest.mark.parametrize("layout", ["dcp", "safetensors"])
+def test_a_conversion_counts_more_than_the_step_that_it_replaces(near: str, far: str, layout: str) -> None:
+    with Checkpointer(tiers(near, far)) as run:
+        save(run, 1, 1)
+    ckptcore.copy(f"{near}/1", f"{near}-backup", layout=layout)
+    for _ in range(3):
+        with Checkpointer(tiers(near, far)) as run:
+            save(run, 2, 1)
+    ckptcore.copy(f"{near}-backup", f"{near}/1", layout=layout, overwrite="non-atomic")
+    with Checkpointer(tiers(near, far)) as run:
+        assert branch_in(run) == 1
+    assert branch_in(CheckpointReader(far)) == 1
+
+
+def test_a_run_that_was_copied_elsewhere_counts_on(near: str, far: str, hours: SetClock) -> None:
+    """It was set back several times before, and its old near directory is used with the copy later."""
+    hours(2)
+    with Checkpointer(tiers(near, far)) as run:
+        save(run, 1, 1, 2, 3)
+    for _ in range(3):
+        with Checkpointer(tiers(near, far)) as run:
+            save(run, 2, 2, 3)
+    hours(0)
+    ckptcore.copy_steps(far, f"{far}-copied")
+    with Checkpointer(tiers(f"{near}-2", f"{far}-copied")) as run:
+        assert branch_in(run, 1) == 1
+        save(run, 3, 2, 3)
+        assert branch_in(run) == 3
+    with Checkpointer(tiers(near, f"{far}-copied")) as run:
+        assert branch_in(run) == 3
+    assert branch_in(CheckpointReader(f"{far}-copied")) == 3
+    assert branch_in(CheckpointReader(far)) == 2
+
+
+@pytest.mark.parametrize("order", [SaveOrder(7, MAX_ORDER), SaveOrder(MAX_ORDER, 0)], ids=repr)
+@pytest.mark.parametrize("by", ["a run", "a save", "a copy"])
+def test_saves_count_on_from_the_highest_number(near: str, far: str, order: SaveOrder, by: str) -> None:
+    with Checkpointer(tiers(near, far)) as run:
+        save(run, 1, 1)
+    ckptcore.copy(f"{near}/1", f"{near}-backup")
+    for directory in (near, far):
+        store, key = store_of(directory), f"1/{ROOT_KEY}"
+        store.put(key, with_order(store.get(key), order))
+    if by == "a run":
+        with Checkpointer(tiers(near, far)) as run:
+            assert branch_in(run) == 1
+            save(run, 2, 1)
+    elif by == "a save":
+        ckptcore.save(f"{near}/1", branch(1, 2), overwrite="non-atomic")
+    else:
+        ckptcore.save(f"{near}-other", branch(1, 2))
+        ckptcore.copy(f"{near}-other", f"{near}/1", overwrite="non-atomic")
+    with Checkpointer(tiers(near, far)) as run:
+        assert branch_in(run) == 2
+    assert branch_in(CheckpointReader(far)) == 2
+
+
+@pytest.mark.parametrize("is_continued", [True, False])
+def test_later_steps_of_a_host_whose_run_was_continued_elsewhere_are_named(
+    near: str, far: str, caplog: pytest.LogCaptureFixture, *, is_continued: bool
+) -> None:
+    with Checkpointer(tiers(near, far, upload_policy=FixedInterval(100))) as run:
+        save(run, 1, 0, 1, 2, 3)
+    with Checkpointer(tiers(f"{near}-elsewhere", far)) as run:
+        assert run.load()["step"] == 0
+        if is_continued:
+            save(run, 2, 1, 2)
+    with Checkpointer(tiers(near, far, upload_policy=FixedInterval(100))) as run:
+        for _ in range(2):
+            assert run.load()["step"] == 3 and branch_in(run, 2) == 1 + is_continued
+        warned = [record.message for record in caplog.records if "was saved before step 2 in" in record.message]
+        assert len(warned) == is_continued
+        if is_continued:  # the remedy is followed
+            assert (
+                warned[0].startswith(f"step 3 exists only in {near}")
+                and f"delete the later steps in {near}" in warned[0]
+            )
+            ckptcore.delete(f"{near}/3")
+            run.reload()
+            assert run.load()["step"] == 2 and branch_in(run) == 2

@@ -13,6 +13,7 @@ from orbax.checkpoint import pathways
 from orbax.checkpoint import v1 as theirs
 
 import ckptcore
+from ckptcore.errors import InvalidLocationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 
@@ -185,3 +186,29 @@ def test_what_killed_saves_left_is_removed_if_asked_for(tmp_path):
         assert left.exists() != removes
     with theirs.training.Checkpointer(tmp_path) as checkpointer:
         assert [found.step for found in checkpointer.checkpoints] == [0, 1]
+
+
+def test_the_home_directory(tmp_path, monkeypatch):
+    """Orbax takes ``~`` for a name, and an unreplaced variable too: it would create directories of these names."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    state = {"w": np.arange(3.0)}
+    ours.save("~/c", state)
+    ours.save_checkpointables_async("~/d", {"state": state}).result()
+    ours.partial.save("~/e", state)
+    ours.partial.finalize("~/e")
+    for name in "cde":
+        assert ours.is_orbax_checkpoint(f"~/{name}")
+        np.testing.assert_array_equal(ours.load(f"~/{name}")["w"], state["w"])
+        np.testing.assert_array_equal(ours.load_checkpointables(path=f"~/{name}")["state"]["w"], [0, 1, 2])
+        assert ours.metadata(f"~/{name}").metadata["w"].shape == (3,)
+        assert "state" in ours.checkpointables_metadata(f"~/{name}").metadata
+    assert ours.delete("~/d")
+    with ours.training.Checkpointer("~/run") as checkpointer:
+        checkpointer.save(1, state)
+        assert str(checkpointer.directory) == str(tmp_path / "run")
+    with pytest.raises(InvalidLocationError, match="expandvars"):
+        ours.training.Checkpointer("$NOWHERE/run")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "e", "run", "work"}
+    assert not list((tmp_path / "work").iterdir())

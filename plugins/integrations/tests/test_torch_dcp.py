@@ -8,7 +8,8 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import ckptcore
+from ckptcore.builtin.local import open_local
+from ckptcore.commit.location import resolve_location
+from ckptcore.context import PluginOptions, default_context
 from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import StorageOpener
+from ckptcore.runtime import runtime_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
@@ -313,6 +320,57 @@ def test_other_files_in_the_directory_stay(tmp_path: Path, saver: Any) -> None:
         assert target["w"].tolist() == [number, number]
     (data,) = tmp_path.glob("__0_0*.distcp")
     assert {path.name for path in tmp_path.iterdir()} - {"checkpoint.json"} == {".metadata", data.name, "meta.pt"}
+
+
+def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the original writer, which takes ``~`` for a name."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number, name in enumerate(("ours", "original")):
+        dcp.save({"w": torch.full((2,), number)}, checkpoint_id=f"~/{name}", use_collectives=name == "ours")
+        target = {"w": torch.zeros(2, dtype=torch.int64)}
+        dcp.load(target, checkpoint_id=f"~/{name}")
+        assert target["w"].tolist() == [number] * 2
+    started = dcp.async_save({"n": 1}, checkpoint_id="~/later", use_collectives=False)
+    assert isinstance(started, Future)
+    started.result()
+    assert {path.name for path in tmp_path.iterdir()} == {"later", "original", "ours", "work"}
+    assert not list((tmp_path / "work").iterdir())
+
+
+class _Disk:
+    """A storage with another scheme for local directories."""
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        """Open a local directory."""
+        return {"disk": lambda url, options: open_local(url.partition("://")[2], options)}
+
+
+@pytest.mark.parametrize("scheme", ["file", "disk"])
+def test_other_files_in_the_directory_of_a_url_stay(tmp_path: Path, scheme: str) -> None:
+    (tmp_path / "meta.pt").write_bytes(b"of a trainer")
+    context = ckptcore.Context(plugins=PluginOptions(extra=(_Disk(),)))
+    for number in (1, 2):
+        state = {"w": torch.full((2,), float(number))}
+        original.save(state, storage_writer=dcp.Writer(f"{scheme}://{tmp_path}", context=context))
+        assert ckptcore.load(tmp_path)["w"].tolist() == [number, number]
+    assert (tmp_path / "meta.pt").read_bytes() == b"of a trainer"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_object_store_replaces_no_checkpoint_and_no_other_files(number: int) -> None:
+    location = f"memory://{uuid.uuid4().hex}/c"
+    store = resolve_location(location, runtime_of(default_context()).storages).store
+    for _ in range(number):
+        original.save({"w": torch.zeros(2)}, storage_writer=dcp.Writer(location))
+    store.put("meta.pt", b"of a trainer")
+    with pytest.raises(original.CheckpointException, match="meta.pt|cannot replace it atomically"):
+        original.save({"w": torch.ones(2)}, storage_writer=dcp.Writer(location))
+    assert store.get("meta.pt") == b"of a trainer"
+    if number:
+        assert not ckptcore.load(location)["w"].any()
 
 
 def test_a_writer_saves_several_checkpoints(tmp_path: Path) -> None:

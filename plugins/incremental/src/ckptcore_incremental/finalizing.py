@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from ckptcore.commit.location import Location, LocationLike, resolve_location
+from ckptcore.commit.location import Location, LocationLike, resolve_location, shown_location
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.commit.root_json import encode_root, summarize_root
 from ckptcore.commit.target import remove_unneeded, root_bytes
@@ -62,7 +62,7 @@ def finalize_sessions(
     # this one, even if a later step fails on some ranks.
     key = runtime_of(context).exchange_key(location)
     job = runtime_of(context).job()
-    recording = Recording("save", str(location), context.observers, rank=job.rank)
+    recording = Recording("save", shown_location(location), context.observers, rank=job.rank)
     try:
         agreement = Agreement(job, key, recording)
         with agreement.stage("sessions", meaning=NOTHING_COMMITTED):

@@ -57,9 +57,21 @@ def is_of_lightning(path: _Path) -> bool:
 def is_replaced_later(path: _Path, context: Context) -> bool:
     """Return True if what is at a path is replaced by `finish_replacement`: of Lightning, or in an object store.
 
-    An object store cannot replace a checkpoint at once.
+    An object store cannot replace a checkpoint atomically, not even a damaged one.
     """
-    return is_of_lightning(path) or ("://" in os.fspath(path) and _is_complete(path, context))
+    if is_of_lightning(path):
+        return True
+    if "://" not in os.fspath(path):
+        return False
+    try:
+        ckptcore.metadata(path, context=context)
+    except CheckpointNotFoundError:
+        return False
+    except StorageError:
+        raise  # nothing is known about the checkpoint
+    except CheckpointError:
+        pass  # damaged, or not readable here
+    return True
 
 
 def delete(path: _Path, context: Context) -> None:
@@ -102,9 +114,11 @@ def recover(path: _Path, context: Context) -> None:
     replacing = replacing_path(path)
     if "://" not in replacing:
         _rename_back(path)
-    elif _is_complete(replacing, context) and not is_of_lightning(path):
+    elif _is_complete(replacing, context):
+        if is_of_lightning(path):
+            _remove(path)
         if not _is_complete(path, context):
-            ckptcore.copy(replacing, path, overwrite="best-effort", context=context)
+            ckptcore.copy(replacing, path, overwrite="non-atomic", context=context)  # of a damaged checkpoint
         ckptcore.delete(replacing, context=context)
 
 

@@ -66,7 +66,7 @@ def save_and_report(
         checkpoint_location(checkpoint),
         checkpointables,
         layout=layout,
-        overwrite="best-effort",
+        overwrite="non-atomic",  # nothing refers to a checkpoint that was not reported
         metadata={"step": step},
         context=context,
     )

@@ -179,13 +179,13 @@ class CkptcoreManager(BaseCheckpointManager):
         if not self.config.last_save_in_hf:
             writer.save_blocking(step, weights, overwrite="best-effort")
             return
-        # Ranks hold shards, and files for Hugging Face have whole tensors.
+        # Ranks hold shards, and files for Hugging Face have whole tensors. A killed process may have left either.
         shards = filesystem.join(self.folder, f"shards-of-step-{step}")
         ckptcore.save(
-            shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="best-effort", context=self.context
+            shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="non-atomic", context=self.context
         )
         exported = filesystem.join(self.folder, f"step-{step}")
-        ckptcore.copy(shards, exported, subtree=(), overwrite="best-effort", context=self.context)
+        ckptcore.copy(shards, exported, subtree=(), overwrite="non-atomic", context=self.context)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             ckptcore.delete(shards, context=self.context)
 

@@ -231,6 +231,18 @@ def test_a_file_of_lightning_at_a_url_is_replaced_and_removed() -> None:
         io.load_checkpoint("memory://plain/a.replacing.ckpt")
 
 
+def test_a_file_of_lightning_at_a_url_is_replaced_after_a_kill() -> None:
+    """A process was killed once its checkpoint was committed next to the file."""
+    io = CkptcoreIO()
+    TorchCheckpointIO().save_checkpoint({"w": 1}, "memory://killed/a.ckpt")
+    io.save_checkpoint({"w": 2}, "memory://killed/a.replacing.ckpt")
+    io.save_checkpoint({"w": 3}, "memory://killed/a.ckpt")
+    assert io.load_checkpoint("memory://killed/a.ckpt") == {"w": 3}
+    assert not get_filesystem("memory://killed").exists("memory://killed/a.ckpt")
+    with pytest.raises(CheckpointNotFoundError):
+        io.load_checkpoint("memory://killed/a.replacing.ckpt")
+
+
 def test_a_checkpoint_returns_as_it_was_saved(uninterrupted: Any, tmp_path: Path) -> None:
     module, expected, _ = uninterrupted
     io = CkptcoreIO(layout="dcp")

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
-from ckptcore_integrations.ray_train import checkpoint_location
+from ckptcore_integrations import ray_train
+from ckptcore_integrations.ray_train import checkpoint_location, save_and_report
 from fsspec.implementations.dirfs import DirFileSystem
 from pyarrow import fs
 from ray.train import Checkpoint
@@ -161,6 +163,28 @@ def test_steps_that_are_reported_again_are_not_deleted(tmp_path: Path) -> None:
     assert [count for _, count in kept] == [5, 6]
     for location, count in kept:
         assert (ckptcore.load(f"{location}/model")["w"] == count).all()
+
+
+def test_a_step_that_was_not_reported_is_replaced_on_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker was killed between the commit and the report. With a fake of Ray: memory has one process."""
+    memory = fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("memory")))
+    storage = SimpleNamespace(
+        storage_filesystem=memory, build_checkpoint_path_from_name=lambda name: f"not-reported/{name}"
+    )
+    context = SimpleNamespace(get_storage=lambda: storage, get_world_rank=lambda: 0)
+    reported = list[Checkpoint]()
+    for name, fake in {
+        "get_context": lambda: context,
+        "get_all_reported_checkpoints": lambda mode: [],
+        "report": lambda metrics, checkpoint, **options: reported.append(checkpoint),
+    }.items():
+        monkeypatch.setattr(ray_train.ray.train, name, fake)
+    monkeypatch.setattr(ray_train, "broadcast_from_rank_zero", lambda value: value)
+    marker = ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="marker"))
+    for number in (1, 2):
+        save_and_report(7, {"model": {"w": number}}, {}, context=marker)
+    assert [checkpoint.path for checkpoint in reported] == ["not-reported/checkpoint_000007"] * 2
+    assert ckptcore.load(f"{checkpoint_location(reported[1])}/model") == {"w": 2}
 
 
 def test_file_systems(tmp_path: Path) -> None:

@@ -111,6 +111,11 @@ def test_the_last_step_of_two_ranks_is_exported(tmp_path: Path) -> None:
         assert tensor.tolist() == weights[name.removeprefix("model.")]
 
 
+def test_what_a_killed_export_left_on_an_object_store_is_replaced(tmp_path: Path) -> None:
+    assert train(f"Path({str(tmp_path / 'report')!r})", function="run_exports") == [0]
+    assert json.loads((tmp_path / "report").read_text()) == [2, 2]
+
+
 def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
     arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
     assert train(arguments, function="run_refused") == [0]

@@ -51,6 +51,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.trainer import Trainer
 
+import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Event
@@ -297,4 +298,20 @@ def run(folder: Path, report: Path, managers: str = "CkptcoreManager", models: s
     torch.distributed.destroy_process_group()
 
 
-__all__ = ["CheckpointManager", "Killed", "build", "full", "run", "run_refused", "run_remedies"]
+__all__ = ["CheckpointManager", "Killed", "build", "full", "run", "run_exports", "run_refused", "run_remedies"]
+
+
+def run_exports(report: Path) -> None:
+    """Export the weights of a step on an object store where a killed process left its shards, and once more."""
+    manager: Any = types.SimpleNamespace(
+        folder="memory://exports/run",
+        context=None,
+        config=types.SimpleNamespace(export_dtype="float32", last_save_in_hf=True),
+        sd_adapter=types.SimpleNamespace(to_hf=dict),
+    )
+    ckptcore.save("memory://exports/run/shards-of-step-4", {"w": torch.zeros(2)}, layout="dcp")
+    for number in (1, 2):
+        weights = {"w": torch.full((2,), float(number))}
+        manager.states = {"model": types.SimpleNamespace(state_dict=lambda found=weights: found)}
+        CkptcoreManager._save_weights(manager, None, 4)  # type: ignore[arg-type]  # no steps are saved
+    report.write_text(json.dumps(ckptcore.load("memory://exports/run/step-4")["w"].tolist()))

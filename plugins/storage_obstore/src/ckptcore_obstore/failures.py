@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 from ckptcore.redaction import redacted
 
 __all__ = [
+    "SHARED_REFUSALS",
     "Failure",
     "FailureKind",
     "Refusal",
@@ -48,7 +49,7 @@ class FailureKind(enum.Enum):
     ARCHIVED = "the object is in an archive"
     KEY = "the encryption key cannot be used"
     SIZE = "the object is larger than the service allows"
-    NAME = "the service takes no object of this name"
+    NAME = "the name of the object is invalid"
     PROXY = "the proxy refused the request"
     UNSUPPORTED = "the service does not support the request"
     OTHER = "the service refused the request"
@@ -105,6 +106,59 @@ class Refusal(NamedTuple):
 
 Refusals: TypeAlias = Mapping[str, Refusal]
 """The refusals of a service by code. A code such as ``KMS.*`` is for all others that begin so."""
+
+
+_K: Final = FailureKind
+_BROKEN: Final = "the request was damaged on its way"
+_UPLOAD_GONE: Final = "Save again: another save or a lifecycle rule may have aborted the upload"
+
+SHARED_REFUSALS: Final[Mapping[str, Refusal]] = {
+    # objects, buckets, uploads
+    "NoSuchKey": Refusal(404, _K.MISSING),
+    "NoSuchBucket": Refusal(404, _K.NO_BUCKET),
+    "InvalidBucketName": Refusal(400, _K.NO_BUCKET, "the name of the bucket is invalid"),
+    "NoSuchUpload": Refusal(404, _K.NO_UPLOAD, "", _UPLOAD_GONE),
+    "InvalidPart": Refusal(400, _K.NO_UPLOAD, "a part of the upload does not exist", _UPLOAD_GONE),
+    "InvalidPartOrder": Refusal(400, _K.OTHER, "the parts of the upload are not in order"),
+    "PreconditionFailed": Refusal(412, _K.CONDITION),
+    "InvalidRange": Refusal(416, _K.RANGE),
+    "InvalidBucketState": Refusal(409, _K.OTHER, "the state of the bucket does not allow it", "Check the bucket"),
+    "EntityTooLarge": Refusal(400, _K.SIZE, "", "Save with smaller shards, or with a layout that makes smaller files"),
+    "EntityTooSmall": Refusal(
+        400, _K.SIZE, "a part is smaller than the service allows", "Raise the option 'part_bytes'"
+    ),
+    "InvalidURI": Refusal(400, _K.NAME, "", "Use another name"),
+    # credentials
+    "SignatureDoesNotMatch": Refusal(403, _K.CREDENTIALS),
+    "ExpiredToken": Refusal(400, _K.CREDENTIALS, "the credentials have expired"),
+    "InvalidToken": Refusal(400, _K.CREDENTIALS),
+    "InvalidSecurity": Refusal(403, _K.CREDENTIALS),
+    "MissingSecurityHeader": Refusal(400, _K.CREDENTIALS),
+    "CredentialsNotSupported": Refusal(400, _K.CREDENTIALS, "the service accepts no credentials for this request"),
+    "RequestTimeTooSkewed": Refusal(403, _K.CLOCK),
+    # permissions
+    "AccessDenied": Refusal(403, _K.PERMISSION),
+    # full or busy
+    "TooManyRequests": Refusal(429, _K.THROTTLED),
+    "ServiceUnavailable": Refusal(503, _K.THROTTLED),
+    "InternalError": Refusal(500, _K.SERVER),
+    "OperationAborted": Refusal(409, _K.SERVER, "a conflicting operation is running"),
+    "RequestTimeout": Refusal(400, _K.TIMEOUT),  # the service did not receive the body in time
+    "IncompleteBody": Refusal(400, _K.CONNECTION, _BROKEN),
+    "BadDigest": Refusal(400, _K.CONNECTION, _BROKEN),
+    # requests that a service does not take
+    "NotImplemented": Refusal(501, _K.UNSUPPORTED),
+    "MethodNotAllowed": Refusal(405, _K.UNSUPPORTED),
+    "InvalidArgument": Refusal(400, _K.OTHER),
+    "BadRequest": Refusal(400, _K.OTHER),
+    "MalformedXML": Refusal(400, _K.OTHER),
+    "MaxMessageLengthExceeded": Refusal(400, _K.OTHER),
+    "MetadataTooLarge": Refusal(400, _K.OTHER),
+    "MissingContentLength": Refusal(411, _K.OTHER),
+    "MissingRequestBodyError": Refusal(400, _K.OTHER),
+    "UnexpectedContent": Refusal(400, _K.OTHER),
+}
+"""Refusals that several services have by one code, with one cause and remedy."""
 
 
 def refusal_of(code: str, refusals: Refusals) -> Refusal | None:

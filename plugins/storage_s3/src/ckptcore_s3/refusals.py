@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ckptcore_obstore.failures import FailureKind, Refusal
+from ckptcore_obstore.failures import SHARED_REFUSALS, FailureKind, Refusal
 
 __all__ = ["REFUSALS"]
 
@@ -18,20 +18,11 @@ _K = FailureKind
 _ENDPOINT: Final = "Check the endpoint and the option 'addressing_style'"
 _KEY: Final = "the KMS key of the bucket or of the option 'sse_kms_key_id' cannot be used"
 _SUPPORT: Final = "Ask AWS Support, or use another account"
-_UPLOAD: Final = "Save again: another save or a lifecycle rule may have aborted the upload"
-_BROKEN: Final = "the request arrived broken"
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
+    **SHARED_REFUSALS,
     # objects, buckets, uploads
-    "NoSuchKey": Refusal(404, _K.MISSING),
     "NoSuchVersion": Refusal(404, _K.MISSING),
-    "NoSuchBucket": Refusal(404, _K.NO_BUCKET),
-    "InvalidBucketName": Refusal(400, _K.NO_BUCKET, "the service takes no bucket of this name"),
-    "NoSuchUpload": Refusal(404, _K.NO_UPLOAD, "", _UPLOAD),
-    "InvalidPart": Refusal(400, _K.NO_UPLOAD, "a part of the upload does not exist", _UPLOAD),
-    "InvalidPartOrder": Refusal(400, _K.OTHER, "the parts of the upload are not in order"),
-    "PreconditionFailed": Refusal(412, _K.CONDITION),
-    "InvalidRange": Refusal(416, _K.RANGE),
     "InvalidObjectState": Refusal(
         403,
         _K.ARCHIVED,
@@ -39,27 +30,13 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "Restore it (`aws s3api restore-object`) and wait until that is done, or load another checkpoint; exclude "
         "checkpoints from lifecycle rules that archive objects",
     ),
-    "InvalidBucketState": Refusal(409, _K.OTHER, "the state of the bucket does not allow it", "Check the bucket"),
-    "EntityTooLarge": Refusal(400, _K.SIZE, "", "Save with smaller shards, or with a layout that makes smaller files"),
-    "EntityTooSmall": Refusal(
-        400, _K.SIZE, "a part is smaller than the service allows", "Raise the option 'part_bytes'"
-    ),
     "KeyTooLongError": Refusal(400, _K.NAME, "the name is too long", "Use a shorter location or shorter names"),
-    "InvalidURI": Refusal(400, _K.NAME, "", "Use another name"),
     # credentials
     "InvalidAccessKeyId": Refusal(403, _K.CREDENTIALS),
-    "SignatureDoesNotMatch": Refusal(403, _K.CREDENTIALS),
-    "ExpiredToken": Refusal(400, _K.CREDENTIALS, "the credentials have expired"),
-    "InvalidToken": Refusal(400, _K.CREDENTIALS),
     "TokenRefreshRequired": Refusal(400, _K.CREDENTIALS, "the credentials have expired"),
-    "InvalidSecurity": Refusal(403, _K.CREDENTIALS),
-    "MissingSecurityHeader": Refusal(400, _K.CREDENTIALS),
     "MissingAuthenticationToken": Refusal(403, _K.CREDENTIALS),
-    "CredentialsNotSupported": Refusal(400, _K.CREDENTIALS, "the service takes no credentials for this request"),
-    "RequestTimeTooSkewed": Refusal(403, _K.CLOCK),
     "RequestExpired": Refusal(403, _K.CLOCK),
     # permissions
-    "AccessDenied": Refusal(403, _K.PERMISSION),
     "AllAccessDisabled": Refusal(403, _K.PERMISSION, "all access to the bucket or object is disabled", _SUPPORT),
     "AccountProblem": Refusal(403, _K.PERMISSION, "the account of AWS has a problem", _SUPPORT),
     "NotSignedUp": Refusal(403, _K.PERMISSION, "the account of AWS is not signed up for S3", "Sign up, or use another"),
@@ -104,36 +81,19 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "Throttling": Refusal(400, _K.THROTTLED),
     "ThrottlingException": Refusal(400, _K.THROTTLED),
     "RequestLimitExceeded": Refusal(503, _K.THROTTLED),
-    "TooManyRequests": Refusal(429, _K.THROTTLED),
     "BandwidthLimitExceeded": Refusal(503, _K.THROTTLED),
-    "ServiceUnavailable": Refusal(503, _K.THROTTLED),
     "Busy": Refusal(503, _K.THROTTLED),
-    "InternalError": Refusal(500, _K.SERVER),
-    "OperationAborted": Refusal(409, _K.SERVER, "the service carries out a conflicting operation"),
-    "ConditionalRequestConflict": Refusal(409, _K.SERVER, "the service carries out a conflicting request"),
-    "RequestTimeout": Refusal(400, _K.TIMEOUT),  # the service did not receive the body in time
-    "IncompleteBody": Refusal(400, _K.CONNECTION, _BROKEN),
-    "BadDigest": Refusal(400, _K.CONNECTION, _BROKEN),
-    "ConnectionClosedByRequester": Refusal(400, _K.CONNECTION, _BROKEN),
-    "ResponseInterrupted": Refusal(400, _K.CONNECTION, _BROKEN),
+    "ConditionalRequestConflict": Refusal(409, _K.SERVER, "a conflicting request is running"),
+    "ConnectionClosedByRequester": SHARED_REFUSALS["BadDigest"],
+    "ResponseInterrupted": SHARED_REFUSALS["BadDigest"],
     # requests that a service does not take
     "MissingContentMD5": Refusal(400, _K.DIGEST),  # MinIO
-    "NotImplemented": Refusal(501, _K.UNSUPPORTED),
-    "MethodNotAllowed": Refusal(405, _K.UNSUPPORTED),
     "UnsupportedArgument": Refusal(400, _K.UNSUPPORTED),
     "UnsupportedSignature": Refusal(400, _K.UNSUPPORTED),
-    "XAmzContentSHA256Mismatch": Refusal(400, _K.UNSUPPORTED, "the service takes no bodies without a signature"),
-    "InvalidDigest": Refusal(400, _K.OTHER, "the service takes no MD5 digests"),
-    "InvalidArgument": Refusal(400, _K.OTHER),
+    "XAmzContentSHA256Mismatch": Refusal(400, _K.UNSUPPORTED, "the service requires signed bodies"),
+    "InvalidDigest": Refusal(400, _K.OTHER, "the service accepts no MD5 digests"),
     "InvalidRequest": Refusal(400, _K.OTHER),
-    "BadRequest": Refusal(400, _K.OTHER),
     "InvalidStorageClass": Refusal(400, _K.OTHER),
-    "MalformedXML": Refusal(400, _K.OTHER),
-    "MaxMessageLengthExceeded": Refusal(400, _K.OTHER),
-    "MetadataTooLarge": Refusal(400, _K.OTHER),
-    "MissingContentLength": Refusal(411, _K.OTHER),
-    "MissingRequestBodyError": Refusal(400, _K.OTHER),
     "RequestHeaderSectionTooLarge": Refusal(400, _K.OTHER),
-    "UnexpectedContent": Refusal(400, _K.OTHER),
 }
 """By code. ``KMS.*`` is for all other codes that begin so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,13 @@ from typing import Any
 from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.root import SaveOrder
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UnsupportedVersionError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
@@ -151,4 +158,21 @@ class TieredSteps:
                     tier.display, step, self.directories[found[0]].display, error,
                 )  # fmt: skip
         valid = max(orders, key=lambda save: orders[save], default=None)
+        if len(found) == 1 and valid is not None:
+            self._warn_of_abandoned(step, orders[valid][0], found[0])
         return [number for number in found if saves.get(number, valid) == valid]
+
+    def _warn_of_abandoned(self, step: int, order: SaveOrder, number: int) -> None:
+        """Warn of a step of one directory that was saved before an earlier step in the other one."""
+        tier, other = self.directories[number], self.directories[1 - number]
+        newest = next(reversed(other.candidates()), step)
+        if newest >= step:
+            return
+        with contextlib.suppress(CheckpointError):
+            summary = other.summary(newest)
+            if summary is not None and summary.order > order:
+                tier.warn_once(
+                    "step %d exists only in %s, and was saved before step %d in %s: the run was set back or continued "
+                    "elsewhere. To go on from step %d, delete the later steps in %s",
+                    step, tier.display, newest, other.display, newest, tier.display,
+                )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -80,8 +81,8 @@ class Viewed:
             CheckpointNotFoundError: there is neither a checkpoint nor a run.
             CheckpointError: the checkpoint cannot be read.
         """
-        self.location = location
-        self.other = other
+        self.location = os.path.expanduser(location)
+        self.other = os.path.expanduser(other)
         self.policy = policy
         self.context = context
         self._step_names = StepNames() if step_names is None else step_names

@@ -21,6 +21,7 @@ from ckptcore_integrations.orbax_v1.library import v1
 from ckptcore_integrations.orbax_v1.loading import (
     PLACEHOLDER,
     checkpointables_metadata,
+    is_orbax_checkpoint,
     load,
     load_async,
     load_checkpointables,
@@ -50,7 +51,6 @@ StatefulCheckpointable = v1.StatefulCheckpointable
 arrays = v1.arrays
 errors = v1.errors
 handlers = v1.handlers
-is_orbax_checkpoint = v1.is_orbax_checkpoint
 multihost = v1.multihost
 options = v1.options
 path = v1.path

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import ckptcore
+from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.library import get_context, start_deletion, v1, validate_deletion
 
 __all__ = ["delete", "delete_async", "is_from_ckptcore"]
@@ -24,12 +25,13 @@ def delete_async(
 ) -> v1.AsyncResponse[bool]:
     """Begin to delete a checkpoint, or one of its checkpointables. See `orbax.checkpoint.v1.delete_async`."""
     validate_deletion(checkpointable_name, missing_ok)
+    path = expanded_location(path)
     context = get_context()
     moves = context.deletion.gcs_deletion_options.todelete_full_path is not None
     if checkpointable_name is not None or moves or not is_from_ckptcore(context.file.path_class(path)):
         return v1.delete_async(path, checkpointable_name=checkpointable_name, missing_ok=missing_ok)
     # No process can load a checkpoint that ckptcore has begun to delete.
-    remove = functools.partial(ckptcore.delete, str(path))
+    remove = functools.partial(ckptcore.delete, path)
     return start_deletion(path, checkpointable_name=None, missing_ok=missing_ok, whole_delete=remove)
 
 

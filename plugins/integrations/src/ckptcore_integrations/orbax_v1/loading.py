@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import deprecated
 
+from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.library import get_context, v1
 from ckptcore_integrations.orbax_v1.trees import remedy_of_equinox, with_tree_handler
 
 __all__ = [
     "PLACEHOLDER",
     "checkpointables_metadata",
+    "is_orbax_checkpoint",
     "load",
     "load_async",
     "load_checkpointables",
@@ -26,17 +28,16 @@ __all__ = [
 
 PLACEHOLDER = v1.PLACEHOLDER
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _with_ckptcore(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function of Orbax that loads trees with ckptcore."""
+def _with_ckptcore(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function of Orbax that loads trees with ckptcore, and knows the home directory."""
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(path: Any, *args: Any, **kwargs: Any) -> T:
         with remedy_of_equinox(args, kwargs), with_tree_handler(get_context()):
-            return function(*args, **kwargs)
+            return function(expanded_location(path), *args, **kwargs)
 
     return call
 
@@ -47,6 +48,7 @@ load_checkpointables = _with_ckptcore(v1.load_checkpointables)
 load_checkpointables_async = _with_ckptcore(v1.load_checkpointables_async)
 metadata = _with_ckptcore(v1.metadata)
 checkpointables_metadata = _with_ckptcore(v1.checkpointables_metadata)
+is_orbax_checkpoint = _with_ckptcore(v1.is_orbax_checkpoint)
 
 
 @deprecated("Use `load` instead.")

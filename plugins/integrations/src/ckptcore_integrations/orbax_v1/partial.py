@@ -17,6 +17,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
+from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.library import (
     STATE_CHECKPOINTABLE_KEY,
     PartialSaveReplacementError,
@@ -47,6 +48,7 @@ def save_async(path: Any, state: Any, *, custom_metadata: Any = None) -> v1.Asyn
         PartialSaveReplacementError: an earlier part has one of the leaves.
         NotImplementedError: an option of the Context cannot be honoured.
     """
+    path = expanded_location(path)
     final = get_context().file.path_class(path)
     if final.exists():
         raise FileExistsError(f"Finalized checkpoint already exists at {final}.")
@@ -84,6 +86,7 @@ def finalize(path: Any) -> None:
         FileExistsError: the checkpoint is final.
         FileNotFoundError: there are no parts.
     """
+    path = expanded_location(path)
     final = get_context().file.path_class(path)
     if is_partial_save_path(final):
         final = remove_partial_save_suffix(final)

@@ -11,6 +11,7 @@ from typing_extensions import deprecated
 
 import ckptcore
 from ckptcore.redaction import redacted_location
+from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.items import Item
 from ckptcore_integrations.orbax_v1.library import (
     STATE_CHECKPOINTABLE_KEY,
@@ -114,7 +115,7 @@ def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_
         The errors of Orbax for checkpointables without a handler.
     """
     context = get_context()
-    path = context.file.path_class(path)
+    path = context.file.path_class(expanded_location(path))
     run_sync(ensure_available(path))
     if not overwrite and not context.file.skip_sync_file_validations and path.exists():
         raise ValueError(f"Destination {redacted_location(str(path))} already exists.")

@@ -7,6 +7,7 @@ from typing import Any
 import ckptcore
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.results import SaveHandle
+from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.deletion import is_from_ckptcore
 from ckptcore_integrations.orbax_v1.library import (
     METRICS_CHECKPOINTABLE_KEY,
@@ -50,7 +51,7 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
 
         ``cleanup_tmp_directories=True`` also removes what killed saves and deletions of ckptcore left.
         """
-        super().__init__(directory, **options)
+        super().__init__(expanded_location(directory), **options)
         if options.get("cleanup_tmp_directories") and v1.multihost.is_primary_host(0):
             # Orbax does not know the hidden directories of our saves and deletions that were killed.
             with ckptcore.Checkpointer(str(self.directory), context=_alone()) as ours:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from ckptcore.training import expanded_location
 from ckptcore_integrations.torch_dcp.reader import Reader
 from ckptcore_integrations.torch_dcp.writer import Writer
 
@@ -55,7 +56,7 @@ def save(
     metadata: Metadata = state_dict_saver.save(
         state_dict,
         *positional,
-        checkpoint_id=checkpoint_id,
+        checkpoint_id=_expanded(checkpoint_id),
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,
@@ -83,7 +84,7 @@ def async_save(
     """
     started: Future[Metadata] | AsyncSaveResponse = state_dict_saver.async_save(
         state_dict,
-        checkpoint_id=checkpoint_id,
+        checkpoint_id=_expanded(checkpoint_id),
         planner=planner,
         process_group=process_group,
         async_checkpointer_type=async_checkpointer_type,
@@ -116,12 +117,20 @@ def load(
     state_dict_loader.load(
         state_dict,
         *positional,
-        checkpoint_id=checkpoint_id,
+        checkpoint_id=_expanded(checkpoint_id),
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,
         **({} if storage_reader is None else {"storage_reader": storage_reader}),
     )
+
+
+def _expanded(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Return a location without ``~``, which the original writer takes for a name."""
+    if not checkpoint_id:
+        return checkpoint_id
+    expanded = expanded_location(checkpoint_id)
+    return checkpoint_id if expanded == os.fspath(checkpoint_id) else expanded
 
 
 def _writing(

@@ -184,13 +184,17 @@ def _json_or_text(text: str) -> JSON:
 
 
 class _Command(click.Command):
-    """A command whose usage errors repeat no secret of a URL."""
+    """A command whose usage errors repeat no secret of a URL. Its arguments are locations, or names in a checkpoint."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except click.UsageError as error:
             raise click.UsageError(redacted(error.format_message()), error.ctx) from None
+        for name in [parameter.name for parameter in self.params if isinstance(parameter, click.Argument)]:
+            if name is not None and isinstance(value := ctx.params[name], str):
+                ctx.params[name] = os.path.expanduser(value)  # as a shell does, unless the argument was quoted
+        return rest
 
 
 P = ParamSpec("P")

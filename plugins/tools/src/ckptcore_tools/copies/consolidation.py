@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit.location import LocationLike, SubPath, resolve_location
+from ckptcore.commit.location import LocationLike, SubPath, resolve_location, shown_location
 from ckptcore.commit.root import CompositeRoot, Root, SaveOrder, new_save_id
 from ckptcore.commit.target import Overwrite, next_order, refuse_to_replace
 from ckptcore.context import Context
@@ -127,7 +127,7 @@ def consolidate_checkpoint(
     job = runtime_of(context).job()
     layout = replace(layout, standalone=True)  # the files are for other software
     counted = ByteProgress(progress)
-    recording = Recording("save", str(destination), context.observers, rank=job.rank, progress=counted)
+    recording = Recording("save", shown_location(destination), context.observers, rank=job.rank, progress=counted)
     agreement = Agreement(job, key, recording)
     try:
         for _ in range(ATTEMPTS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
@@ -20,6 +20,7 @@ from ckptcore.commit.root_json import (
     is_partial,
     read_head,
     summarize_root,
+    with_order,
 )
 from ckptcore.commit.target import Overwrite, fixed_names, is_claimed_by, read_root, root_bytes, root_version
 from ckptcore.context import Context
@@ -31,6 +32,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     SaveLostError,
     StorageError,
+    UnsupportedVersionError,
 )
 from ckptcore.events import logger_named
 from ckptcore.io.requests import for_each, requests_of
@@ -120,6 +122,8 @@ def copy_checkpoint(
             if report is None:
                 continue
             return report
+        if overwrite:
+            manifest = _above_replaced(manifest, to)
         counted.plan(manifest.nbytes)
         copy = _CopyAttempt(manifest, to, verify, counted, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
@@ -141,6 +145,35 @@ def copy_checkpoint(
             if error is copy.refused or overwrite or not copy.is_known_to_be_there():
                 raise
     raise replaced_too_often(source)
+
+
+def _above_replaced(manifest: Manifest, destination: Location) -> Manifest:
+    """Return a manifest with an order above that of the checkpoint that the copy replaces. See `SaveOrder`.
+
+    In a run with two directories, the copy would otherwise be replaced by the step that it was to replace.
+    """
+    found = root_bytes(destination.store)
+    if manifest.root is None or found is None:
+        return manifest
+    try:
+        replaced = summarize_root(found)
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return manifest
+    own = summarize_root(manifest.root.data)
+    order = replaced.order if replaced.save_id == own.save_id else replaced.order.next
+    if not replaced.committed or order <= own.order:
+        return manifest
+    return replace(manifest, root=replace(manifest.root, data=with_order(manifest.root.data, order)))
+
+
+def _is_same_save(found: bytes, root: bytes) -> bool:
+    """Return True for two roots of which the orders at most differ."""
+    if found == root:
+        return True
+    try:
+        return not is_claim(found) and with_order(found, summarize_root(root).order) == root
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return False
 
 
 def _refuse_other_composite(manifest: Manifest, destination: Location) -> None:
@@ -218,8 +251,8 @@ class _CopyAttempt:
 
     def is_there(self) -> bool:
         """Return True if the destination is this save already."""
-        root = self._manifest.root
-        return root is not None and root_version(self._destination.store) == root.data
+        root, found = self._manifest.root, root_version(self._destination.store)
+        return root is not None and isinstance(found, bytes) and _is_same_save(found, root.data)
 
     def is_known_to_be_there(self) -> bool:
         """Return `is_there`, or False if the destination cannot be read."""
