@@ -87,7 +87,8 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
 
 _CREATES_MISSING: Final = (
     "this storage accepts a put on the condition of a tag (If-Match) for an object that does not exist, so a commit "
-    "cannot tell that a deletion removed the claim. A commit lists its objects afterwards, and is lost if they are gone"
+    "does not notice that a deletion has removed the claim. Therefore each save lists its objects after its commit, "
+    "and raises SaveLostError if a deletion has removed them"
 )
 
 

@@ -123,10 +123,10 @@ class StorageSupport:
         address = directory.address
         display = "" if address is None else address.url
         logger.warning(
-            "%s: across hosts, this file system has no locks of directories (flock), so ckptcore uses leases. The "
-            "files of a killed save stay until this process has seen its lease unchanged for more than a minute, and a "
-            "directory whose owner was killed is free after as long: Checkpointer(if_in_use='take over'). Mount it "
-            "with locks on all hosts or on none (Lustre: -o flock)",
+            "%s: locks of directories (flock) do not reach other hosts on this file system, so ckptcore uses leases. "
+            "After a process is killed, the files of its save and its ownership of a run remain until another process "
+            "has seen its lease unchanged for more than a minute; Checkpointer(if_in_use='take over') waits for that. "
+            "On Lustre, the mount option flock avoids this",
             display,
         )
         return LeasedLocks(directory, display, clock=self._clock)

@@ -30,7 +30,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "NotFound": Refusal(404, _K.MISSING),
     "Gone": Refusal(410, _K.MISSING),
     "NoSuchBucket": Refusal(404, _K.NO_BUCKET),
-    "InvalidBucketName": Refusal(400, _K.NO_BUCKET, "the service takes no bucket of this name"),
+    "InvalidBucketName": Refusal(400, _K.NO_BUCKET, "the service does not allow buckets with this name"),
     "NoSuchUpload": Refusal(404, _K.NO_UPLOAD, "", _UPLOAD),
     "InvalidPart": Refusal(400, _K.NO_UPLOAD, "a part of the upload does not exist", _UPLOAD),
     "InvalidPartOrder": Refusal(400, _K.OTHER, "the parts of the upload are not in order"),
