@@ -27,6 +27,7 @@ def verify(
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to verify.
+        StorageError: something cannot be read here, so that it is not known if it is damaged.
     """
     context = context or default_context()
     with runtime_of(context).show_progress(progress, "verifying") as report:

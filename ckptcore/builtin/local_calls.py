@@ -300,6 +300,9 @@ _STALE_RETRIES: Final = 3
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
+_HIDDEN: Final = re.compile(r"/\.([^/]*\.)?ckptcore(?=/|$)")
+"""The hidden directory of a save or a run in a path. Users know only the directory that contains it."""
+
 
 def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None) -> StorageError:
     """Return the error to raise for an error of the system.
@@ -318,6 +321,11 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
         found = StorageFullError(
             f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
             "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
+        )
+    elif error.errno == errno.EROFS:
+        found = StorageError(
+            f"cannot write to {_HIDDEN.split(path)[0]}: the file system is mounted read-only ({reason}). Load with "
+            "ckptcore.CheckpointReader or ckptcore.load, which write nothing, or mount the file system writable"
         )
     elif error.errno == errno.ESTALE:
         found = StorageError(

@@ -52,9 +52,6 @@ _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
 _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
 """A variable that no shell and no configuration replaced."""
 
-_VARIABLE_OF_URL: Final = re.compile(r"\$([A-Z_][A-Z0-9_]*\b|\{[^}/]*\})")
-"""The same in a URL, where names with a dollar sign exist: the container ``$web`` of Azure, objects ``_$folder$``."""
-
 
 @dataclass(frozen=True, slots=True)
 class SubPath:
@@ -310,7 +307,7 @@ def expanded_location(location: LocationLike) -> str:
 
     Raises:
         InvalidLocationError: it has a variable that nothing replaced. A local directory that has such a name can be
-            used if it exists.
+            used if it exists. In a URL, ``$NAME`` is a variable if the environment has it.
     """
     text = os.fspath(location)
     if text.startswith("~"):
@@ -322,13 +319,17 @@ def expanded_location(location: LocationLike) -> str:
             )
         text = expanded
     is_url = "://" in text.partition("$")[0]
-    for variable in (_VARIABLE_OF_URL if is_url else _VARIABLE).finditer(text.partition("?")[0] if is_url else text):
+    for variable in _VARIABLE.finditer(text.partition("?")[0] if is_url else text):
         named = text[: variable.end()] + text[variable.end() :].partition("/")[0]
-        if is_url or not os.path.lexists(named):
-            raise InvalidLocationError(
-                f"{redacted_location(text)!r} has the variable {variable[0]!r}, which was not replaced by its value; "
-                "pass os.path.expandvars(location) if it is an environment variable"
-            )
+        # In object stores, names with a dollar sign exist: the container `$web` of Azure, objects `_$folder$`.
+        is_name = variable[1][0] != "{" and variable[1] not in os.environ if is_url else os.path.lexists(named)
+        if is_name:
+            continue
+        exists = "" if is_url else "; or, if it is the name of a directory, create the directory first"
+        raise InvalidLocationError(
+            f"{redacted_location(text)!r} has the variable {variable[0]!r}, which was not replaced by its value; "
+            f"pass os.path.expandvars(location) if it is an environment variable{exists}"
+        )
     return text
 
 

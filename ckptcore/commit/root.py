@@ -306,6 +306,11 @@ class Member(NamedTuple):
         """Return the directory, within the composite, that one process saved."""
         return name if self.processes is None or self.processes == 1 else f"{name}.rank_{rank}"
 
+    def directories(self, name: str) -> str:
+        """Return the directories of all processes as text. A hostile root may state any number of processes."""
+        first, last = self.directory(name, 0), self.directory(name, (self.processes or 1) - 1)
+        return first if first == last else f"{first} to {last}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompositeRoot(CommittedRoot):

@@ -125,10 +125,10 @@ class StorageSupport:
         address = directory.address
         display = "" if address is None else address.url
         logger.warning(
-            "%s: other hosts may not see the locks (flock) of this file system, so ckptcore uses leases, which expire "
-            "about a minute after a process was killed. Until then the files of its save stay. To continue its run, "
-            "pass Checkpointer(if_in_use='take over'), which waits that long. Mount the file system with locks on all "
-            "hosts, or on none (Lustre: -o flock)",
+            "%s: locks of directories (flock) do not reach other hosts on this file system, so ckptcore uses leases. "
+            "After a process is killed, the files of its save and its ownership of a run remain until another process "
+            "has seen its lease unchanged for more than a minute; Checkpointer(if_in_use='take over') waits for that. "
+            "On Lustre, the mount option flock avoids this",
             display,
         )
         return LeasedLocks(directory, display, clock=self._clock)

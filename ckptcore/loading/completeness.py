@@ -70,12 +70,14 @@ def missing_members(composite: CompositeCheckpoint, absent: Collection[str]) -> 
     lost = lost_members(composite, absent)
     if lost:
         found = f"{format_names([repr(name) for name in lost])} {'is' if len(lost) == 1 else 'are'} listed but missing"
-        message = (
-            f"{found}: lost, or never copied here. Copy it again; or pass its location to ckptcore.delete if it is not "
-            "needed"
-            if composite.root is not None
-            else f"{found}: deleted, lost, or never copied here. Copy it again"
-        )
+        message = f"{found}: deleted, lost, or never copied here. Copy it again"
+        if composite.root is not None:
+            members, directory = composite.root.members, composite.location.display.rstrip("/")
+            places = format_names([f"{directory}/{members[name].directories(name)}" for name in lost])
+            message = (
+                f"{found}: lost, or never copied here. Copy it again; or, if it is not needed, pass each of its "
+                f"directories to ckptcore.delete: {places}"
+            )
         yield Problem(lost[0], None, None, (), message)
 
 

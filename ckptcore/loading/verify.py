@@ -12,7 +12,14 @@ from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, InsufficientMemoryError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InsufficientMemoryError,
+    ObjectNotFoundError,
+    StorageError,
+    UnsupportedLeafError,
+)
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import (
@@ -94,6 +101,7 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
+        StorageError: the storage failed, or an object cannot be read here, so that it is not known if it is damaged.
     """
     progress = ByteProgress(report)
 
@@ -132,6 +140,7 @@ def _verify_composite(
             except CorruptCheckpointError as error:
                 problems.append(_in_directory(directory, _problem(error)))
             except CheckpointError as error:
+                _raise_unjudged(error)
                 key = directory if root is None else f"{directory}/{ROOT_KEY}"
                 problems.append(Problem(key, None, None, (), str(error)))
     problems.extend(missing_members(composite, deleted))
@@ -158,9 +167,14 @@ def _verify_composite(
     )
 
 
-def _raise_stale(error: Exception) -> None:
-    """Raise an error of a file server that says nothing about the file, which is not damage."""
-    if isinstance(error, OSError) and error.errno == errno.ESTALE:
+_DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP})
+"""Errors of a file that cannot be read, and of a link in place of a file."""
+
+
+def _raise_unjudged(error: Exception) -> None:
+    """Raise an error of the storage that says nothing about the bytes, such as a missing permission: no damage."""
+    is_damage = isinstance(error, ObjectNotFoundError) or (isinstance(error, OSError) and error.errno in _DAMAGE)
+    if isinstance(error, StorageError) and not is_damage:
         raise error
 
 
@@ -244,7 +258,7 @@ class _Verification:
         try:
             found = self._opened.location.store.size(record.key)
         except CheckpointError as error:
-            _raise_stale(error)
+            _raise_unjudged(error)
             self._add(CorruptCheckpointError(str(error), key=record.key, start=0, stop=record.size))
             return
         if found != record.size:
@@ -280,7 +294,7 @@ class _Verification:
         try:
             self._read(key, start, stop)
         except (CheckpointError, OSError) as error:
-            _raise_stale(error)
+            _raise_unjudged(error)
             if not isinstance(error, CorruptCheckpointError):
                 error = CorruptCheckpointError(str(error), key=key, start=start, stop=stop)
             self._add(error)
@@ -300,6 +314,7 @@ class _Verification:
         try:
             check_sizes(opened, arrays)
         except CheckpointError as error:
+            _raise_unjudged(error)
             self._problems.append(Problem(ROOT_KEY, None, None, (), str(error)))
 
     def _read_from_bases(self, root: Root) -> None:
@@ -316,6 +331,7 @@ class _Verification:
             except InsufficientMemoryError:
                 raise  # nothing is known about the array
             except CheckpointError as error:
+                _raise_unjudged(error)
                 self._problems.append(Problem(None, None, None, (format_path(tree.paths[leaf]),), str(error)))
             self._advance(record.spec.nbytes)
 
@@ -357,6 +373,7 @@ class _Verification:
                 for piece in file_pieces(self._opened, record):
                     self._advance(len(piece))
             except CheckpointError as error:
+                _raise_unjudged(error)
                 self._problems.append(Problem(key, None, None, (), str(error)))
         return tuple(self._opened.objects)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import uuid
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_tools.cli import command as cli_command
+from ckptcore_tools.cli.application import application
 from ckptcore_tools.run_steps import find_steps, read_steps
+from ckptcore_view.documents import DOCUMENTS, Request
+from ckptcore_view.viewed import Viewed
+from click.testing import CliRunner, Result
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
@@ -44,6 +50,7 @@ class Doors:
         names: the closed entries.
         error: returns the error of a closed entry.
         is_object_store: True if closed entries can be listed.
+        closes: returns True for the key of a closed object; by default one in a closed entry.
     """
 
     def __init__(self, directory: str, error: Callable[[], StorageError]) -> None:
@@ -52,13 +59,14 @@ class Doors:
         self.directory, self.context, self.names = through(directory), watched(watch), set[str]()
         self.is_object_store = directory.startswith("memory")
         self.error = error
+        self.closes: Callable[[str], bool] = lambda key: key.partition("/")[0] in self.names
 
     def _look(self, name: str, keys: Sequence[str]) -> None:
         if self.is_object_store and not name.startswith("get"):
             if name == "put":
                 self.names.difference_update(key.partition("/")[0] for key in keys)
             return  # archived objects can be listed, replaced and deleted
-        if any(key.partition("/")[0] in self.names for key in keys):
+        if any(map(self.closes, keys)):
             raise self.error()
 
     def reader(self) -> CheckpointReader:
@@ -191,5 +199,92 @@ def test_the_command_lists_its_state(doors: Doors) -> None:
     assert [status.state for status in found] == ["committed", "unreadable", "committed"]
     assert "403" in str(found[1].error) or "not connected" in str(found[1].error)
     doors.names.update("13")
-    with pytest.raises(StorageError):
-        read_steps(steps, steps.candidates(), doors.context)
+    assert [status.state for status in read_steps(steps, steps.candidates(), doors.context)] == ["unreadable"] * 3
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def command(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run a command of the command line with the Context of the run."""
+    monkeypatch.setattr(cli_command, "default_context", lambda: doors.context)
+    return lambda *arguments: CliRunner().invoke(application, [str(argument) for argument in arguments])
+
+
+def states(result: Result, key: str) -> list[str]:
+    return [one["state"] for one in json.loads(result.stdout)[key]]
+
+
+@pytest.mark.parametrize("closed", ["2", "123"])
+def test_the_command_line_lists_the_others(doors: Doors, command: Command, closed: str) -> None:
+    doors.names.update(closed)
+    expected = ["unreadable" if step in closed else "committed" for step in "123"]
+    for name, key in (("ls", "checkpoints"), ("steps", "steps")):
+        result = command(name, doors.directory, "--json")
+        assert (result.exit_code, states(result, key)) == (0, expected), result.output
+    result = command("steps", doors.directory, "--verify", "--json")
+    sound = [one["sound"] for one in json.loads(result.stdout)["steps"]]
+    assert (result.exit_code, sound) == (1, [None if step in closed else True for step in "123"])
+    lines = command("steps", doors.directory, "--verify").stdout.splitlines()[1:4]
+    assert ["unknown" in line for line in lines] == [step in closed for step in "123"]
+    assert not any("damaged" in line for line in lines)
+    for options in (["--dry-run"], ["--yes"]):
+        result = command("gc", doors.directory, "--policy", "latest_n=1", *options, "--json")
+        actions = [one["action"] for one in json.loads(result.stdout)["steps"]]
+        assert actions == (["keep"] * 3 if closed == "123" else ["delete", "keep", "keep"]), result.output
+    doors.names.clear()
+    assert doors.reader().steps == ((1, 2, 3) if closed == "123" else (2, 3))
+
+
+def test_a_closed_neighbour_is_listed(doors: Doors, command: Command) -> None:
+    ckptcore.save(f"{doors.directory}/lost+found", tree(1), context=doors.context)
+    doors.names.add("lost+found")
+    result = command("ls", doors.directory)
+    assert result.exit_code == 0
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("lost+found")]
+    assert "unreadable" in line and ("403" in line or "not connected" in line)
+
+
+def test_the_other_steps_are_copied(doors: Doors, command: Command, tmp_path: Path) -> None:
+    doors.names.add("2")
+    for options in ([], ["--steps", "1,2"]):
+        copy = str(tmp_path / f"copy{len(options)}")
+        result = command("copy", doors.directory, copy, *options, "--json")
+        wanted = ["copied", "failed"] if options else ["copied", "failed", "copied"]
+        assert (result.exit_code, states(result, "steps")) == (1, wanted), result.output
+        assert CheckpointReader(copy).steps == ((1,) if options else (1, 3))
+    result = command("copy", doors.directory, str(tmp_path / "copy0"))
+    assert result.exit_code == 1 and "step 2  failed: " in result.stdout
+    doors.names.clear()
+    assert command("copy", doors.directory, str(tmp_path / "copy0")).exit_code == 0
+    assert CheckpointReader(str(tmp_path / "copy0")).steps == (1, 2, 3)
+
+
+def test_a_copy_of_steps_that_are_all_closed_is_an_error(doors: Doors, command: Command, tmp_path: Path) -> None:
+    doors.names.update("123")
+    result = command("copy", doors.directory, str(tmp_path / "copy"))
+    assert result.exit_code not in (0, 1) and ("403" in result.stderr or "endpoint" in result.stderr)
+
+
+def test_steps_with_arrays_in_an_archive(doors: Doors, command: Command, tmp_path: Path) -> None:
+    """Services move single objects into archives, so a root can be readable while arrays are not."""
+    doors.closes = lambda key: key.startswith("2/") and key != "2/checkpoint.json"
+    result = command("copy", doors.directory, str(tmp_path / "copy"), "--json")
+    assert (result.exit_code, states(result, "steps")) == (1, ["copied", "failed", "copied"]), result.output
+    result = command("steps", doors.directory, "--verify", "--json")
+    assert [one["sound"] for one in json.loads(result.stdout)["steps"]] == [True, None, True]
+    with pytest.raises(StorageError, match="403|endpoint"):
+        ckptcore.verify(f"{doors.directory}/2", context=doors.context)
+    with doors.run() as run:
+        run.delete(1)
+    assert doors.reader().steps == (2, 3)
+
+
+@pytest.mark.parametrize("closed", ["2", "123"])
+def test_the_page_of_a_run_lists_them(doors: Doors, closed: str) -> None:
+    doors.names.update(closed)
+    viewed = Viewed(doors.directory, doors.context, policy="latest_n=1")
+    document: Any = DOCUMENTS["run"](viewed, Request({"policy": "latest_n=1"}))
+    expected = ["unreadable" if step in closed else "committed" for step in "123"]
+    assert [step["state"] for step in document["steps"]] == expected

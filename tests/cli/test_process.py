@@ -212,20 +212,32 @@ def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
     assert "|-" in text and "`-" in text, "our own lines are drawn in ASCII"
 
 
-@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "<&-", "> /dev/full", "--json >&-"])
-def test_streams_that_are_closed_or_full(redirection: str, checkpoint: Path, tmp_path: Path) -> None:
+FULL = ("--help > /dev/full", "ls {0} > /dev/full", "inspect {0}/nothing --json > /dev/full")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "<&-", "--json >&-", *FULL])
+def test_streams_that_are_closed_or_full(redirection: str, unbuffered: str, checkpoint: Path, tmp_path: Path) -> None:
     commands: list[list[object]] = [["inspect", checkpoint], ["inspect", tmp_path / "nothing"], ["ls", tmp_path]]
-    if "--json" in redirection:
+    if redirection in FULL:
+        commands = [[*redirection.removesuffix("> /dev/full").format(tmp_path).split()]]
+    elif "--json" in redirection:
         commands = [[*words, "--json"] for words in commands]
-    elif "full" in redirection:
-        commands = [["--help"], ["ls", tmp_path]]
     program = [sys.executable, "-c", EACH, json.dumps([list(map(str, words)) for words in commands])]
-    script = f"{' '.join(map(shlex.quote, program))} {redirection.removeprefix('--json ')}"
-    finished = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    stream = "> /dev/full" if redirection in FULL else redirection.removeprefix("--json ")
+    script = f"{' '.join(map(shlex.quote, program))} {stream}"
+    finished = subprocess.run(
+        ["sh", "-c", script],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert finished.returncode == 0
-    if "full" in redirection:
-        full = "ckptcore: error: [Errno 28] No space left on device\n"
-        assert finished.stderr == f"{full}--help 6\n{full}ls 6\n"
+    if redirection in FULL:
+        full = f"ckptcore: error: cannot write the output to stdout: No space left on device\n{commands[0][0]} 6\n"
+        assert finished.stderr.endswith(full) if "--json" in redirection else finished.stderr == full
+        assert ("check the path" in finished.stderr) == ("--json" in redirection)
     elif "2>" not in redirection:
         codes = [line for line in finished.stderr.splitlines() if not line.startswith("ckptcore: error: ")]
         assert codes == ["inspect 0", "inspect 3", "ls 0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import Coordinator
 from tests.composites.objects import Counter, Files, Linear
+from tests.copying.places import store_at
 from tests.saving.test_failures import job_context
 
 SIZE = 3
@@ -147,6 +149,24 @@ def test_a_job_of_one_process_has_no_rank_in_its_names(place: str) -> None:
     assert ckptcore.load_checkpointables(place + "/c")["seed"]["name"] == "rank 0"
 
 
+def test_lost_states_of_all_processes_are_named_by_their_directories(place: str) -> None:
+    """The remedy that the errors name is followed."""
+    _save(place + "/c")
+    store = store_at(place + "/c" if "://" in place else f"file://{place}/c")
+    for rank in range(SIZE):
+        store.delete(list(store.list(f"seed.rank_{rank}")))
+    (problem,) = ckptcore.verify(place + "/c").problems
+    lost = re.compile(r"ckptcore\.delete: (\S+/seed\.rank_0) to seed\.rank_2")
+    with pytest.raises(CheckpointError, match=lost):
+        ckptcore.copy(place + "/c", place + "/d", layout="safetensors")
+    found = lost.search(problem.message)
+    assert found is not None
+    for rank in range(SIZE):
+        ckptcore.delete(found[1].replace("rank_0", f"rank_{rank}"))
+    assert ckptcore.verify(place + "/c").ok
+    ckptcore.copy(place + "/c", place + "/d", layout="safetensors")
+
+
 def test_a_missing_state_of_one_process_is_an_error(tmp_path: Path) -> None:
     _save(str(tmp_path / "c"))
     ckptcore.delete(tmp_path / "c" / "data.rank_1")
@@ -161,7 +181,7 @@ def test_a_missing_state_of_one_process_is_an_error(tmp_path: Path) -> None:
     assert "3 processes, but only 2" in problem.message
     with pytest.raises(
         CheckpointError,
-        match="only 2 of them exist. Delete these too, by ckptcore.delete, or convert",
+        match=r"only 2 of them exist. Delete these too, by ckptcore.delete \(data.rank_0, data.rank_2\), or convert",
     ):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
     for rank in (0, 2):

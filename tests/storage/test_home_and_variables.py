@@ -105,10 +105,25 @@ def test_a_variable_is_not_a_name(way: str, variable: str, home: Path) -> None:
         ckptcore.CheckpointReader(f"{variable}/run")
 
 
-def test_variables_in_urls() -> None:
-    for url in ("memory://$NOWHERE/run", "s3://bucket/$NOWHERE/run", "gs://bucket/run_${NOWHERE}/a"):
+def test_variables_in_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMEWHERE", "run")
+    for url in ("memory://$SOMEWHERE/run", "s3://bucket/$SOMEWHERE/run", "gs://bucket/run_${NOWHERE}/a"):
         with pytest.raises(InvalidLocationError, match=r"\$.*expandvars"):
             ckptcore.save(url, STATE)
+
+
+@pytest.mark.parametrize("name", ["$LATEST", "price_$USD", "$web", "_$folder$", "$1"])
+def test_names_with_a_dollar_sign_in_urls(name: str) -> None:
+    """They exist in object stores, and cannot be escaped."""
+    ckptcore.save(f"memory://dollars/{name}/step_1", STATE)
+    assert ckptcore.load(f"memory://dollars/{name}/step_1")["w"].tolist() == [0, 1, 2]
+
+
+def test_the_remedy_for_a_local_directory_with_a_dollar_sign(home: Path) -> None:
+    with pytest.raises(InvalidLocationError, match="create the directory first"):
+        ckptcore.save("cost$team/step_1", STATE)
+    Path("cost$team").mkdir()
+    ckptcore.save("cost$team/step_1", STATE)
 
 
 def test_directories_that_have_such_names(home: Path) -> None:

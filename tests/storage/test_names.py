@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_tools.exports import Export, WithExports
 
 import ckptcore
 from ckptcore.commit.location import resolve_location
@@ -107,6 +108,28 @@ def test_copies_and_conversions_are_refused(merging: Path, tmp_path: Path) -> No
         with pytest.raises(NameCollisionError, match="as equal"):
             ckptcore.copy(tmp_path / name, merging / "c", context=_FAST, **options)
         assert os.listdir(merging) == []
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_exports_are_refused_before_the_save_commits(within: bool, merging: Path) -> None:
+    state = {"model": {"W": _ONE, "w": _TWO}}
+    location = merging / ("c/hf" if within else "hf")
+    export = Export(location=location, subtree="model", layout="zarr3")
+    with pytest.raises(NameCollisionError, match=r"hf: .*'state/W' and 'state/w' for one.*Nothing was written"):
+        _save(merging / "c", state, strategy=WithExports([export]))
+    assert os.listdir(merging) == []
+    _save(merging / "c", state, strategy=WithExports([Export(location=location, subtree="model")]))
+    assert ckptcore.load(location)["W"].tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("names", [("C",), ("hf", "HF")])
+def test_exports_whose_locations_are_one_are_refused_before_the_save_commits(
+    names: tuple[str, ...], merging: Path
+) -> None:
+    exports = [Export(location=merging / name) for name in names]
+    with pytest.raises(NameCollisionError, match="for one.*Nothing was written"):
+        _save(merging / "c", {"w": _ONE}, strategy=WithExports(exports))
+    assert os.listdir(merging) == []
 
 
 def test_sessions_are_refused(merging: Path) -> None:

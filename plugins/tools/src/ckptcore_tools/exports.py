@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, SubPath, absolute_location, resolve_location
-from ckptcore.commit.root import Member, Role, new_save_id
+from ckptcore.commit.root import ROOT_KEY, Claim, Member, Role, new_save_id
 from ckptcore.commit.target import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
@@ -19,7 +19,8 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.protocols import FurtherSaves, Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, SavePart, SharedItems
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, as_integer, fail_before_claim
+from ckptcore.saving.preparing import save_created
+from ckptcore.saving.requests import NOTHING_COMMITTED, CommitTarget, Save, SaveDraft, as_integer, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
@@ -113,6 +114,7 @@ class WithExports:
             UnsupportedLeafError, NameCollisionError, UnsupportedKeyError: if a layout cannot store a part of the state.
             InvalidLocationError: if two checkpoints would have the same location.
             CheckpointExistsError: if a location exists and `overwrite` does not allow to replace it.
+            StorageError: if an export cannot be written to its location.
         """
         if not self.exports:
             return self.strategy.prepare(draft)
@@ -122,6 +124,7 @@ class WithExports:
             if agreement.rank == 0:
                 for export in planned:
                     refuse_to_replace(export.location, target.overwrite, foreign_checkpoints(context))
+                _refuse_merged_names(planned, target)
         save_ids = agreement.lead("export ids", lambda: [new_save_id() for _ in planned])
         save = self.strategy.prepare(draft)
         further = [
@@ -265,6 +268,11 @@ class _PlannedExport:
     part: int
     subtree: Subtree
 
+    def keys(self) -> Iterator[str]:
+        """Yield the keys of objects and directories that are known before the export is written."""
+        yield ROOT_KEY
+        yield from self.layout.names_in_keys(WritePlan(self.subtree.tree, (), 0, 1, ""))
+
     def prepare(self, save: Save, save_id: str, agreement: Agreement) -> Save:
         """Return the save of the export. This process writes the same boxes as for the save.
 
@@ -368,6 +376,31 @@ def _refuse_overlaps(locations: Sequence[Location]) -> None:
                     f"{location.display}: the directory of this export contains {other.display}, which is written "
                     "first. Give it another location, or one inside. Nothing was written"
                 )
+
+
+def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget) -> None:
+    """Refuse names that the file system of an export takes for one, before the first checkpoint is committed.
+
+    Raises:
+        NameCollisionError, InvalidLocationError: see `Transaction.expect_distinct`.
+    """
+    locations = [target.location, *(export.location for export in exports)]
+    for export in exports:
+        # The directory of the save does not exist yet.
+        location = target.location if export.location.is_within(target.location) else export.location
+        if location.commits.claims_by_root:
+            continue  # object stores compare the bytes of keys
+        parent = location.identity.rpartition("/")[0]
+        names = [one.name for one in locations if one.identity.rpartition("/")[0] == parent]
+        # A name of its own: another save to the location may be running.
+        trial_id = new_save_id()
+        place = replace(location, display=export.location.display, name=trial_id, identity=f"{parent}/{trial_id}")
+        trial = place.commits.begin(place, Claim(trial_id, save_created()), overwrite=False)
+        try:
+            trial.expect_distinct(export.keys)
+            trial.expect_distinct(names.copy)
+        finally:
+            trial.abort()
 
 
 def _refuse_member_directories(

@@ -126,11 +126,10 @@ def read_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) ->
     A step that this process may not read is "unreadable".
 
     Raises:
-        StorageError: if the storage fails, or no step can be read.
+        StorageError: if the storage fails.
     """
     if not chosen:
         return ()
-    failed: list[StorageError] = []
 
     def read(step: int) -> StepStatus:
         try:
@@ -138,15 +137,11 @@ def read_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) ->
         except StorageError as error:
             if not concerns_one_entry(error):
                 raise
-            failed.append(error)
             return StepStatus(step, steps.name(step), "unreadable", error=str(error))
 
     check = FileCheck(context)
     with ThreadPoolExecutor(min(_THREADS, len(chosen))) as threads:
-        found = list(threads.map(read, chosen))
-    if len(failed) == len(chosen):
-        raise failed[0]
-    return found
+        return list(threads.map(read, chosen))
 
 
 def _read_step(steps: StepDirectory, context: Context, check: FileCheck, step: int) -> StepStatus:

@@ -304,9 +304,9 @@ class CopiedStepDocument(TypedDict):
     """The result of a copy of a step."""
 
     step: int
-    state: Literal["copied", "left", "gone", "damaged"]
+    state: Literal["copied", "left", "gone", "damaged", "failed"]
     copied: CopiedDocument | None  #: of one that is at the destination now
-    error: str | None  #: of one that is damaged at the source
+    error: str | None  #: of one that is damaged at the source, or cannot be read or written
 
 
 class CopyStepsDocument(TypedDict):
@@ -367,7 +367,7 @@ class StepDocument(TypedDict):
     save_id: str | None
     seconds: float | None  #: from the start of the save to its commit
     blocked_seconds: float | None  #: ... during which the caller could not train
-    sound: NotRequired[bool]  #: with --verify
+    sound: NotRequired[bool | None]  #: with --verify; None where it is unknown
     unverified: NotRequired[list[str]]  #: with --verify: objects of which no checksums are kept
     problems: NotRequired[list[ProblemDocument]]  #: of an incomplete step, and with --verify
 

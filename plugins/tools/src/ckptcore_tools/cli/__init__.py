@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -23,13 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     # A late import: importing another module of this package does not need click.
     from ckptcore_tools.cli.application import application
-    from ckptcore_tools.cli.command import ExitCode, discard_unwritable_output
+    from ckptcore_tools.cli.command import ExitCode, discard_unwritable_output, system_text
     from ckptcore_tools.cli.output import error_line, prepare_streams
 
     prepare_streams()
     try:
-        application.main(args=arguments, prog_name="ckptcore")
-    except OSError as error:  # click cannot write its help
+        try:
+            application.main(args=arguments, prog_name="ckptcore")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:  # the help, or the document of an error, cannot be written
         discard_unwritable_output()
-        error_line(str(error))
+        if error.errno == errno.EPIPE:
+            sys.exit(ExitCode.BROKEN_PIPE)
+        error_line(system_text(error))
         sys.exit(ExitCode.FAILED)

@@ -48,6 +48,7 @@ __all__ = [
     "discard_unwritable_output",
     "exit_code_of",
     "shell_text",
+    "system_text",
 ]
 
 NAMED_HELP: Final = "The name of one step, such as epoch-0010, if the steps have unusual names."
@@ -79,7 +80,8 @@ EXIT_CODE_HELP = """\
 \b
 Exit codes:
     0  success: no differences, no damage
-    1  diff found differences; verify, steps --verify or copy found damage; a plugin failed to load
+    1  diff found differences; verify, steps --verify or copy found damage; steps --verify or copy could not read
+       a step; a plugin failed to load
     2  wrong usage of the command
     3  no committed checkpoint at the location, or no such bucket
     4  the checkpoint is corrupt
@@ -247,7 +249,8 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
             if error.errno == errno.EPIPE:  # the reader of the pipe has exited, as in `| head`
                 return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)
-        message = shell_text(str(error) or type(error).__name__)
+        text = str(error) if isinstance(error, CheckpointError) else system_text(error)
+        message = shell_text(text or type(error).__name__)
         return _report_failure(error, code, message, as_json=as_json, debug=debug)
     except ValueError as error:
         if not options:
@@ -256,6 +259,11 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
         return _report_failure(error, ExitCode.USAGE, f"--option: {error}", as_json=as_json, debug=debug)
     except Exception as error:  # noqa: BLE001  # otherwise Python would exit with 1, the code for differences
         return _report_bug(error, as_json=as_json)
+
+
+def system_text(error: OSError) -> str:
+    """Return the message of an error of the system. One without a path is of stdout: storages raise a StorageError."""
+    return str(error) if error.filename else f"cannot write the output to stdout: {error.strerror or error}"
 
 
 def discard_unwritable_output() -> None:
@@ -281,7 +289,7 @@ def shell_text(text: str) -> str:
 def _report_failure(error: Exception, code: ExitCode, message: str, *, as_json: bool, debug: bool) -> ExitCode:
     if debug:
         sys.stderr.write(redacted("".join(traceback.format_exception(error))))
+    error_line(message)  # first, because stdout may be full
     if as_json:
         print_document("error", error=type(error).__name__, message=message, exit_code=int(code))
-    error_line(message)
     return code

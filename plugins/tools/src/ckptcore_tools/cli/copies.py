@@ -179,7 +179,7 @@ def _copy_steps(
         )
     else:
         _print_steps(report, destination)
-    return ExitCode.FOUND if report.damaged else ExitCode.OK
+    return ExitCode.FOUND if report.damaged or report.failed else ExitCode.OK
 
 
 def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
@@ -189,6 +189,7 @@ def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
         **{step: ("left", None, None) for step in report.skipped},
         **{step: ("gone", None, None) for step in report.deleted_at_source},
         **{step: ("damaged", None, shell_text(error)) for step, error in report.damaged.items()},
+        **{step: ("failed", None, shell_text(error)) for step, error in report.failed.items()},
     }
     return [
         {"step": step, "state": state, "copied": copied, "error": error}
@@ -208,8 +209,9 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
         print_line(f"step {step}", "  ", ("skipped", "yellow"), ": deleted at the source during the copy")
     for name in report.left_out:
         print_line(printable(name), "  ", ("left out", "yellow"), ": no step")
-    for step, error in report.damaged.items():
-        print_line(f"step {step}", "  ", ("damaged", "bold red"), f": {printable(' '.join(shell_text(error).split()))}")
+    for state, errors in (("damaged", report.damaged), ("failed", report.failed)):
+        for step, error in errors.items():
+            print_line(f"step {step}", "  ", (state, "bold red"), f": {printable(' '.join(shell_text(error).split()))}")
     content = f"{format_count(len(report.steps), 'step')}, {format_size(report.nbytes)} to {printable(destination)}"
     print_line(("copied", "bold green"), f": {content}; {format_size(report.sent_bytes)} sent")
     _print_unverified({key for one in report.steps.values() for key in one.unverified})

@@ -33,7 +33,7 @@ States:
   uncommitted  a save that is running, or failed
   leftover     a hidden directory of a save that is running, or failed; the next save removes it if it failed
   corrupt      a damaged checkpoint
-  unreadable   a checkpoint that cannot be read here, such as one of a newer version
+  unreadable   an entry that cannot be read here, such as a checkpoint of a newer version, or in an archive
 """
 
 
@@ -114,6 +114,7 @@ def _sort_key(entry: str) -> tuple[str, int, str]:
 def _read_entry(location: str, name: str, context: Context) -> Entry | None:
     """Describe the checkpoint at a location. None if there is none."""
     import ckptcore
+    from ckptcore.commit.delete import concerns_one_entry
     from ckptcore.errors import (
         CheckpointNotFoundError,
         CorruptCheckpointError,
@@ -129,9 +130,9 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
         return None
     except CorruptCheckpointError as error:
         return Entry(name, "corrupt", error=str(error))
-    except StorageError:
-        raise  # the storage failed, not this checkpoint
     except ckptcore.CheckpointError as error:
+        if isinstance(error, StorageError) and not concerns_one_entry(error):
+            raise  # the storage failed, not this checkpoint
         return Entry(name, "unreadable", error=str(error))
     checkpointables: Sequence[str] | Unset = UNSET
     layout = "composite"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 import ckptcore
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
 from ckptcore.step_names import StepNames
 from ckptcore_tools.cli.command import NAMED_HELP, ExitCode, checkpoint_command, command_context
@@ -37,13 +38,13 @@ class StepCheck(NamedTuple):
     """The result of verifying a step.
 
     Attributes:
-        sound: True if there is no problem.
+        sound: True if there is no problem; None if it is unknown, because the step cannot be read here.
         unverified: the objects without checksums; UNSET if the step could not be read.
         problems: the problems as JSON; UNSET if the step could not be read.
         error: the first problem; None if there is none.
     """
 
-    sound: bool
+    sound: bool | None
     unverified: Sequence[str] | Unset = UNSET
     problems: Sequence[JSON] | Unset = UNSET
     error: str | None = None
@@ -82,7 +83,7 @@ States:
   incomplete   a checkpoint with a file that is missing or has another size
   uncommitted  a save that is running, or failed
   corrupt      a damaged checkpoint
-  unreadable   a checkpoint that cannot be read here, such as one of a newer version
+  unreadable   a checkpoint that cannot be read here, such as one of a newer version, or in an archive
   other        not a checkpoint; saves, loads and policies ignore it
 """
 
@@ -92,7 +93,7 @@ States:
 @click.option(
     "--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N steps, and read no others."
 )
-@click.option("--verify", is_flag=True, help="Verify every byte of each step. If a step is damaged, exit with 1.")
+@click.option("--verify", is_flag=True, help="Verify every byte. Exit with 1 if a step is damaged or cannot be read.")
 @click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
 def command(as_json: bool, directory: str, last: int | None, verify: bool, named: str | None) -> ExitCode:
     """List the steps in DIRECTORY with state, size, age and metrics, the owner, and leftovers of failed saves.
@@ -142,8 +143,10 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
             report = ckptcore.verify(
                 child_location(directory, status.name), progress=progress, context=command_context()
             )
-    except ckptcore.CheckpointError as error:
+    except CorruptCheckpointError as error:
         return StepCheck(False, error=str(error))
+    except ckptcore.CheckpointError as error:
+        return StepCheck(None, error=str(error))
     problems: Any = problem_documents(report.problems)
     return StepCheck(report.ok, report.unverified, problems, problems[0]["message"] if problems else None)
 
@@ -179,7 +182,7 @@ def _row(step: StepStatus, check: StepCheck | None, now: float) -> Sequence[Cell
     if check is not None and check.sound:
         checked = ("read", "yellow") if check.unverified else ("sound", "green")
     elif check is not None:
-        checked = ("damaged", "bold red")
+        checked = ("unknown", "yellow") if check.sound is None else ("damaged", "bold red")
     return (
         str(step.step),
         printable(step.name),

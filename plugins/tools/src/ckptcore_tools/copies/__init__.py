@@ -222,7 +222,8 @@ def copy_steps(
             listed in the report.
         CheckpointExistsError: if the destination has another save of a step. The steps before it are copied.
         DirectoryInUseError: if another job writes steps to the destination.
-        CheckpointError: see `copy`. Steps that are damaged at the source are listed in the report.
+        CheckpointError: see `copy`. Steps that are damaged at the source, or that this process may not read or write,
+            are listed in the report. If none can be copied, the first error is raised.
     """
     context = context or default_context()
     with runtime_of(context).show_progress(progress, "copying") as report:

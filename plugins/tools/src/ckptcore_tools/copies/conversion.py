@@ -23,7 +23,7 @@ from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, Nam
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
-from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.loading.foreign import foreign_checkpoints, format_names
 from ckptcore.loading.left_out import check_left_out
 from ckptcore.loading.opening import ConsistentRead, is_deleted, lost_members, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
@@ -176,10 +176,11 @@ class _Conversion:
         if composite.root is not None:
             lost = lost_members(composite, [name for name, existing in existing_of.items() if not existing])
             if lost:
+                places = composite.root.members[lost[0]].directories(lost[0])
                 raise CorruptCheckpointError(
                     f"{composite.location.display}: {lost[0]!r} is listed but missing: it was lost, or never copied "
-                    f"here. Copy it again, or pass {composite.location.display.rstrip('/')}/{lost[0]} to "
-                    "ckptcore.delete if it is not needed. Nothing was written"
+                    f"here. Copy it again, or, if it is not needed, pass each of its directories to ckptcore.delete: "
+                    f"{composite.location.display.rstrip('/')}/{places}. Nothing was written"
                 )
         for name, member in composite.members.items():
             existing = existing_of[name]
@@ -188,7 +189,8 @@ class _Conversion:
             if existing and len(existing) < (member.processes or 1):
                 raise CorruptCheckpointError(
                     f"{composite.location.display}: {name!r} was saved by {member.processes} processes, but only "
-                    f"{len(existing)} of them exist. Delete these too, by ckptcore.delete, or convert another one"
+                    f"{len(existing)} of them exist. Delete these too, by ckptcore.delete ({format_names(existing)}), "
+                    "or convert another one"
                 )
             for directory in existing:
                 members[name] = member

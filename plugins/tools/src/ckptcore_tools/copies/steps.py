@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
 from ckptcore.commit.subdirectory import subdirectory
@@ -16,6 +17,7 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ObjectNotFoundError,
+    StorageError,
 )
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import StorageBackend
@@ -40,6 +42,8 @@ class StepsCopyReport:
             Without a root, ckptcore cannot tell whether it is the same checkpoint.
         deleted_at_source: steps that were deleted at the source before they were copied.
         damaged: the error of each step that is damaged at the source. These were not copied.
+        failed: the error of each step that this process may not read or write, or that is in an archive. These were not
+            copied.
         left_out: files next to the steps that were not copied, such as ``latest_checkpointed_iteration.txt``.
     """
 
@@ -47,6 +51,7 @@ class StepsCopyReport:
     skipped: tuple[int, ...] = ()
     deleted_at_source: tuple[int, ...] = ()
     damaged: Mapping[int, str] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     @property
@@ -78,12 +83,12 @@ def copy_run(
     )
     from_steps.replace(from_steps.list_steps())
     to_steps.replace(to_steps.list_names())
-    chosen = _choose_steps(from_steps, steps)
+    chosen, unread = _choose_steps(from_steps, steps)
     store = to_steps.open_to_write()
     with to_steps.commits(store).locks(to_steps.display).own(if_in_use) as lock:
         _copy_metadata(from_steps.store, store, overwrite)
         counted = _StepsProgress(progress, len(chosen))
-        copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, counted, context)
+        copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, counted, context, unread)
         for step in chosen:
             copy.step(step)
             counted.end_step()
@@ -91,24 +96,40 @@ def copy_run(
     return replace(copy.report(), left_out=_other_files(from_steps))
 
 
-def _choose_steps(source: StepDirectory, steps: Collection[int] | None) -> Sequence[int]:
-    """Return the steps to copy, ascending: an interrupted copy is then the run as it was at an earlier time.
+def _choose_steps(
+    source: StepDirectory, steps: Collection[int] | None
+) -> tuple[Sequence[int], Mapping[int, StorageError]]:
+    """Return the steps to copy, and the errors of those that this process may not read.
+
+    The steps are ascending: an interrupted copy is then the run as it was at an earlier time.
 
     Raises:
         CheckpointNotFoundError: if a requested step does not exist, or there are none.
+        StorageError: if the storage fails, or no step can be read.
     """
-    if steps is None:
-        committed = [step for step in source.candidates() if source.is_committed(step)]  # an unreadable one is an error
-        if not committed:
+    chosen: list[int] = []
+    unread: dict[int, StorageError] = {}
+    for step in source.candidates() if steps is None else sorted(set(steps)):
+        try:
+            if source.is_committed(step):
+                chosen.append(step)
+            elif steps is not None:
+                newest = ", ".join(map(str, source.steps()[-_SHOWN:]))
+                raise CheckpointNotFoundError(
+                    f"{source.display} has no committed step {step}; the newest: {newest}"
+                    if newest
+                    else _no_steps(source)
+                )
+        except StorageError as error:
+            if not concerns_one_entry(error):
+                raise
+            unread[step] = error
+    if not chosen:
+        for unreadable in unread.values():
+            raise unreadable
+        if steps is None:
             raise CheckpointNotFoundError(_no_steps(source))
-        return committed
-    for step in steps:
-        if not source.is_committed(step):
-            newest = ", ".join(map(str, source.steps()[-_SHOWN:]))
-            raise CheckpointNotFoundError(
-                f"{source.display} has no committed step {step}; the newest: {newest}" if newest else _no_steps(source)
-            )
-    return sorted(set(steps))
+    return chosen, unread
 
 
 def _no_steps(source: StepDirectory) -> str:
@@ -168,6 +189,7 @@ class _RunCopy:
         verify: CopyVerification,
         progress: _StepsProgress,
         context: Context,
+        failed: Mapping[int, StorageError],
     ) -> None:
         self._source = source
         self._destination = destination
@@ -180,9 +202,10 @@ class _RunCopy:
         self._skipped: list[int] = []
         self._deleted: list[int] = []
         self._damaged: dict[int, str] = {}
+        self._failed = dict(failed)
 
     def step(self, step: int) -> None:
-        """Copy a step. Errors of the step at the source are added to the report, so that other steps are copied.
+        """Copy a step. Errors that concern only this step are added to the report, so that other steps are copied.
 
         Raises:
             CheckpointExistsError: if the destination has another save of the step.
@@ -195,11 +218,11 @@ class _RunCopy:
                 f"{self._source.display} it is {name}: with both, the step would be ambiguous. Delete one, or copy to "
                 "another directory"
             )
-        if not self._overwrite and not self._source.is_ours(step) and self._exists(name):
-            self._skipped.append(step)
-            return
         self._lock.check()
         try:
+            if not self._overwrite and not self._source.is_ours(step) and self._exists(name):
+                self._skipped.append(step)
+                return
             self._copied[step] = copy_whole(
                 self._source.location(step),
                 SubPath(self._destination.directory, name),
@@ -215,10 +238,28 @@ class _RunCopy:
             if not isinstance(error, CorruptCheckpointError):
                 raise
             self._damaged[step] = str(error)
+        except StorageError as error:
+            if not concerns_one_entry(error):
+                raise
+            self._failed[step] = error
 
     def _exists(self, name: str) -> bool:
         return bool(subdirectory(self._destination.store, name).list_names())
 
     def report(self) -> StepsCopyReport:
-        """Return the report."""
-        return StepsCopyReport(dict(self._copied), tuple(self._skipped), tuple(self._deleted), dict(self._damaged))
+        """Return the report.
+
+        Raises:
+            StorageError: if no step was copied and there is an error: the permission may be missing for the directory.
+        """
+        failed = dict(sorted(self._failed.items()))
+        if not (self._copied or self._skipped or self._deleted or self._damaged):
+            for error in failed.values():
+                raise error
+        return StepsCopyReport(
+            dict(self._copied),
+            tuple(self._skipped),
+            tuple(self._deleted),
+            dict(self._damaged),
+            {step: str(error) for step, error in failed.items()},
+        )
