@@ -44,6 +44,7 @@ from ckptcore.builtin.local_directories import (
     try_to_lock,
 )
 from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
+from ckptcore.builtin.local_mounts import can_move, limits_of, probe_directory
 from ckptcore.errors import (
     AtomicityError,
     ConditionFailedError,
@@ -382,8 +383,6 @@ class LocalStorage(StorageBackend):
 
     def probe(self, key: str) -> DirectoryFeatures:
         """See `AtomicDirectories`."""
-        from ckptcore.builtin.local_features import probe_directory  # loads do not need it
-
         path = self._checked_path(key)
         try:
             return probe_directory(path)
@@ -392,8 +391,6 @@ class LocalStorage(StorageBackend):
 
     def limits(self, key: str) -> PlaceLimits:
         """See `AtomicDirectories`."""
-        from ckptcore.builtin.local_features import limits_of  # loads do not need it
-
         path = self._path(key)
         try:
             return limits_of(path)
@@ -402,8 +399,6 @@ class LocalStorage(StorageBackend):
 
     def can_move(self, key: str, onto: str) -> bool:
         """See `AtomicDirectories`."""
-        from ckptcore.builtin.local_features import can_move  # only saves that replace a checkpoint need it
-
         path, full = self._checked_path(key), self._checked_path(onto)
         try:
             return can_move(path, full)

@@ -386,10 +386,12 @@ class PlaceLimits(NamedTuple):
     Attributes:
         name_bytes: the most bytes of a name; None if unknown.
         is_mount_point: True if a file system is mounted there, so that no rename can replace it.
+        mount: bytes that tell the file system that is mounted there from another one that is mounted there later.
     """
 
     name_bytes: int | None = None
     is_mount_point: bool = False
+    mount: bytes = b""
 
 
 @runtime_checkable

@@ -108,7 +108,7 @@ class View:
         self._mounts = mounts
         self._command = ["mount", "--bind"] if kind == "bind" else ["bindfs"]
         self._command += [str(source), str(path)]
-        path.mkdir()
+        path.mkdir(exist_ok=True)
 
     def give(self) -> None:
         """Mount it."""
