@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Final
 from urllib.parse import quote, unquote
 
@@ -36,6 +36,7 @@ from ckptcore.builtin.local_calls import (
     working_directory,
 )
 from ckptcore.builtin.local_directories import (
+    FileLock,
     LocalDirectories,
     can_lock,
     list_files,
@@ -353,7 +354,7 @@ class LocalStorage(StorageBackend):
 
     # --- AtomicDirectories
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> FileLock | None:
         """Create a directory if needed, and lock it. Return None if it is already locked.
 
         The lock lasts until it is closed or the process ends.

@@ -347,12 +347,13 @@ class FileLock:
     any process has the file open, so workers of a data loader would keep it after their trainer was killed.
     """
 
-    __slots__ = ("__weakref__", "_descriptors", "_follows_links", "_path")
+    __slots__ = ("__weakref__", "_descriptors", "_follows_links", "_locked", "_path")
 
     def __init__(self, path: str) -> None:
         """Lock nothing yet. `path` is the path of the file or directory."""
         self._descriptors: list[int] = []
         self._follows_links = True
+        self._locked: os.stat_result | None = None
         self._path = path
         close_in_children(self)
 
@@ -375,9 +376,26 @@ class FileLock:
             OSError: its number is in `NO_LOCKS` if the file system has no locks.
         """
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        current = os.stat(self._path, follow_symlinks=self._follows_links)
-        if not os.path.samestat(os.fstat(self._descriptors[0]), current):
+        self._locked = os.fstat(self._descriptors[0])
+        if not self._is_at_path():
             raise FileNotFoundError(errno.ENOENT, "it was replaced", self._path)
+
+    def _is_at_path(self) -> bool:
+        assert self._locked is not None, "acquire was called"
+        return os.path.samestat(self._locked, os.stat(self._path, follow_symlinks=self._follows_links))
+
+    def is_in_place(self) -> bool:
+        """See `DirectoryLock`. The open file keeps the numbers of its device and inode from being used again.
+
+        Raises:
+            StorageError
+        """
+        try:
+            return retry_stale(self._is_at_path)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return False
+            raise local_error(error, "read the status of", self._path) from error
 
     def close(self) -> None:
         """Release the lock. Closing again is no error.

@@ -752,13 +752,10 @@ class RenameMethod(CommitMethod):
             else:
                 self.placed_objects(checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
-            # Without locks its process may be suspended, and lose only its lease: it must not commit a part of the
+            # Its process may only have lost its lease, or its lock with a mount: it must not commit a part of the
             # directory. And a part of an old checkpoint must not be restored.
-            if self._support.leases(self._directory) is None and name != name_of_replaced(checkpoint):
-                self.directories.delete_directory(name)
-            else:
-                with suppress(ObjectNotFoundError):  # its process committed at the last moment
-                    self.discard(checkpoint, name)
+            with suppress(ObjectNotFoundError):  # its process committed at the last moment
+                self.discard(checkpoint, name)
         return True
 
     def placed_objects(self, name: str, hidden: str) -> PlacedObjects:

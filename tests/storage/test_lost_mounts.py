@@ -152,6 +152,30 @@ def test_another_file_system_at_the_place_is_tried_again(later: str, mounts: Mou
         assert "write" not in {event.phase for event in events}
 
 
+def test_a_lock_of_an_old_mount_does_not_own_the_directory(mounts: Mounts) -> None:
+    """Overlayfs has other locks after it was mounted again, also while files of the old mount are open."""
+    view = mounts.overlay()
+    names = {"lowerdir": "lower", "upperdir": "upper", "workdir": "work"}
+    layers = ",".join(f"{option}={view.parent}/tmpfs/{name}" for option, name in names.items())
+
+    def mount_again() -> None:
+        mounts.run("umount", "-l", str(view))
+        mounts.run("mount", "-t", "overlay", "-o", layers, "overlay", str(view))
+
+    with ckptcore.Checkpointer(view / "run") as first:
+        first.save_blocking(1, state(1))
+        mount_again()
+        first.save_blocking(2, state(2))
+        with pytest.raises(ckptcore.errors.DirectoryInUseError):
+            ckptcore.Checkpointer(view / "run")
+        mount_again()
+        with ckptcore.Checkpointer(view / "run") as second:
+            with pytest.raises(ckptcore.errors.SaveLostError):
+                first.save_blocking(3, state(0))
+            second.save_blocking(3, state(3))
+    check(ckptcore.CheckpointReader(view / "run").load(), 3)
+
+
 def test_mounts_are_told_apart_without_statx(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux 5.7 and older."""
     view = mounts.view(mounts.tmpfs())
