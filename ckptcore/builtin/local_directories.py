@@ -377,12 +377,8 @@ class FileLock:
         """
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self._locked = os.fstat(self._descriptors[0])
-        if not self._is_at_path():
+        if not self.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "it was replaced", self._path)
-
-    def _is_at_path(self) -> bool:
-        assert self._locked is not None, "acquire was called"
-        return os.path.samestat(self._locked, os.stat(self._path, follow_symlinks=self._follows_links))
 
     def is_in_place(self) -> bool:
         """See `DirectoryLock`. The open file keeps the numbers of its device and inode from being used again.
@@ -390,8 +386,10 @@ class FileLock:
         Raises:
             StorageError
         """
+        assert self._locked is not None, "acquire was called"
         try:
-            return retry_stale(self._is_at_path)
+            current = retry_stale(partial(os.stat, self._path, follow_symlinks=self._follows_links))
+            return os.path.samestat(self._locked, current)
         except OSError as error:
             if error.errno in ABSENT:
                 return False

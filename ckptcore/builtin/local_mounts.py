@@ -71,37 +71,45 @@ _MAX_REMEMBERED: Final = 4096
 """Most directories whose mount points are remembered."""
 
 
-def mount_of(path: str, *, follow_links: bool = True) -> bytes:
+def mount_of(path: str, *, follow_links: bool = True) -> bytes | None:
     """Return bytes that tell a mount from others, and since Linux 6.8 also from later ones at its place.
 
     Systems other than Linux tell only devices apart.
+
+    Returns:
+        None if there is nothing at the path.
 
     Raises:
         OSError
     """
     function = c_function("statx", (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p))
-    wanted = _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE
     if function is not None:
-        found = ctypes.create_string_buffer(_STATX_BYTES)
-        is_known = has_succeeded(
-            function(AT_FDCWD, os.fsencode(path), 0 if follow_links else _AT_SYMLINK_NOFOLLOW, wanted, found)
-        )
-        if is_known and ctypes.c_uint32.from_buffer(found).value & wanted:
-            return found.raw[_STATX_MOUNT]
-    return _mount_of_opened(path, follow_links) or os.stat(path, follow_symlinks=follow_links).st_dev.to_bytes(8, "big")
+        found, flags = ctypes.create_string_buffer(_STATX_BYTES), 0 if follow_links else _AT_SYMLINK_NOFOLLOW
+        wanted = _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE
+        if function(AT_FDCWD, os.fsencode(path), flags, wanted, found) == 0:
+            if ctypes.c_uint32.from_buffer(found).value & wanted:
+                return found.raw[_STATX_MOUNT]
+        elif ctypes.get_errno() in ABSENT:
+            return None
+    return _mount_of_opened(path, follow_links)
 
 
-def _mount_of_opened(path: str, follow_links: bool) -> bytes:
-    """Return the number of a mount on Linux before 5.8; empty if it is unknown."""
-    if sys.platform != "linux":
-        return b""
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
+def _mount_of_opened(path: str, follow_links: bool) -> bytes | None:
+    """Return the number of a mount on Linux before 5.8, and the device on other systems."""
+    try:
+        if sys.platform != "linux":
+            return os.stat(path, follow_symlinks=follow_links).st_dev.to_bytes(8, "big")
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
     try:
         with suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{descriptor}", "rb") as lines:
-            return next((line for line in lines if line.startswith(b"mnt_id:")), b"")
+            return next(line for line in lines if line.startswith(b"mnt_id:"))
+        return os.fstat(descriptor).st_dev.to_bytes(8, "big")  # no /proc
     finally:
         os.close(descriptor)
-    return b""
 
 
 @functools.cache
@@ -118,17 +126,17 @@ def find_mount_point(directory: str) -> str | None:
     known = _mount_points()
     if directory in known:
         return known[directory]
-    try:
-        mount, found = mount_of(directory), directory
-        while (above := os.path.dirname(found)) != found and mount_of(above) == mount:
-            found = above
-    except OSError:  # it does not exist, or cannot be opened
-        points = [point for point in set(known.values()) if directory.startswith(point.rstrip("/") + "/")]
-        return max(points, key=len, default=None)
-    if len(known) >= _MAX_REMEMBERED:
-        known.clear()
-    known[directory] = found
-    return found
+    with suppress(OSError):  # it cannot be opened
+        if (mount := mount_of(directory)) is not None:
+            found = directory
+            while (above := os.path.dirname(found)) != found and mount_of(above) == mount:
+                found = above
+            if len(known) >= _MAX_REMEMBERED:
+                known.clear()
+            known[directory] = found
+            return found
+    points = [point for point in set(known.values()) if directory.startswith(point.rstrip("/") + "/")]
+    return max(points, key=len, default=None)
 
 
 def is_mounted(point: str) -> bool:
@@ -137,12 +145,7 @@ def is_mounted(point: str) -> bool:
     Raises:
         OSError
     """
-    try:
-        return point == "/" or mount_of(point) != mount_of(os.path.dirname(point))
-    except OSError as error:
-        if error.errno in ABSENT:
-            return False
-        raise
+    return point == "/" or mount_of(point) not in (None, mount_of(os.path.dirname(point)))
 
 
 def limits_of(path: str) -> PlaceLimits:
@@ -152,20 +155,11 @@ def limits_of(path: str) -> PlaceLimits:
         OSError
     """
     above = os.path.dirname(path)
-    while (mount := _mount_if_any(above)) is None:
+    while (mount := mount_of(above)) is None and above != "/":
         above = os.path.dirname(above)
     name_bytes = os.pathconf(above, "PC_NAME_MAX")
-    is_mount_point = _mount_if_any(path) not in (None, mount)
-    return PlaceLimits(name_bytes if name_bytes > 0 else None, is_mount_point, mount)
-
-
-def _mount_if_any(path: str) -> bytes | None:
-    try:
-        return mount_of(path, follow_links=path == "/")
-    except OSError as error:
-        if error.errno in ABSENT and path != "/":
-            return None
-        raise
+    is_mount_point = mount_of(path, follow_links=False) not in (None, mount)
+    return PlaceLimits(name_bytes if name_bytes > 0 else None, is_mount_point, mount or b"")
 
 
 def is_local_file_system(descriptor: int) -> bool:
@@ -188,7 +182,7 @@ def _file_system_type(file: int | str) -> int | None:
     if function is None or ctypes.sizeof(ctypes.c_long) != 8:
         return None
     found = ctypes.create_string_buffer(_STATFS_BYTES)
-    is_known = has_succeeded(function(file if isinstance(file, int) else os.fsencode(file), found))
+    is_known = function(file if isinstance(file, int) else os.fsencode(file), found) == 0 or has_succeeded(-1)
     return ctypes.c_long.from_buffer(found).value if is_known else None
 
 
@@ -202,7 +196,7 @@ def has_locks_of_all_hosts(descriptor: int) -> bool:
     Raises:
         OSError
     """
-    if sys.platform != "linux" or is_local_file_system(descriptor):
+    if sys.platform != "linux" or _file_system_type(descriptor) in _LOCAL_FILE_SYSTEMS:
         return True  # other systems do not tell the type
     status = os.fstat(descriptor)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"

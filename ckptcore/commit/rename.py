@@ -397,16 +397,8 @@ class RenameMethod(CommitMethod):
         self._support = support
         self.directories = cast(AtomicDirectories, directory)
 
-    def refuse_place(self, location: Location) -> None:
+    def refuse_place(self, location: Location) -> PlaceLimits:
         """See `CommitMethod`."""
-        self._limits(location)
-
-    def _limits(self, location: Location) -> PlaceLimits:
-        """Return the limits of a location, which can be a checkpoint.
-
-        Raises:
-            InvalidLocationError: it cannot.
-        """
         from ckptcore.commit.places import expect_place  # loads do not need it
 
         limits = self.directories.limits(location.name)
@@ -426,7 +418,7 @@ class RenameMethod(CommitMethod):
         from ckptcore.commit.places import naming_place, refuse_other_spelling  # loads do not need it
 
         wait_for_saves_to(location.identity)
-        limits = self._limits(location)
+        limits = self.refuse_place(location)
         self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"

@@ -609,8 +609,8 @@ def test_of_two_owners_that_look_at_the_same_time_not_both_own(tmp_path: Path, m
     """One writes its lease, and the other its record, after each has seen that there is no owner."""
     server, client = both(tmp_path, FakeClock())
     server.own().close()
-    store, owned = client._store, []
-    put = store.put
+    store, put = client._store, client._store.put
+    owned: list[Lock] = []
 
     def put_later(key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         if not owned:
