@@ -96,6 +96,7 @@ class LockedOwner:
         if not self._lock.is_in_place():  # unmounted meanwhile
             raise absent_directory(self._display)
         if found == self._record:
+            self._is_written = True  # also by a put that seemed to fail
             return
         if self._is_written or found != self._before:
             raise self._lost(f"its record {OWNER_RECORD} was removed or replaced", decode_holder(found))
