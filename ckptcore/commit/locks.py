@@ -279,16 +279,16 @@ class Locks(ABC):
             with taking:
                 if not taken:
                     try:
-                        lock = self._own(if_in_use, at_least)
+                        taken.append(self._own(if_in_use, at_least))
                     except DirectoryInUseError as error:
                         raise SaveLostError(f"another process owns it since this disk was full: {error}") from error
-                    if lock.number != number:
-                        lock.close()
-                        raise SaveLostError(
-                            f"another process owned {self._display} since this disk was full, and may have saved or "
-                            "deleted steps; open it again"
-                        )
-                    taken.append(lock)
+                    if taken[0].number != number:
+                        taken[0].close()
+            if taken[0].number != number:
+                raise SaveLostError(
+                    f"another process owned {self._display} since this disk was full, and may have saved or deleted "
+                    "steps; open it again"
+                )
             taken[0].check()
 
         def release() -> None:

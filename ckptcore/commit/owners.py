@@ -66,7 +66,7 @@ class LockedOwner:
         self._lock_again = lock_again
         self._holder = new_holder()
         self._before = self._record = b""
-        self._is_written = False
+        self._is_written = False  # True once no other process has a lease after it was written
         self._changing = threading.Lock()
 
     def begin(self, number: int) -> None:
@@ -85,7 +85,7 @@ class LockedOwner:
 
     def check(self) -> None:
         """See `Lock.check`. Usually looks at the directory and reads the record once."""
-        if not self._lock.is_in_place() or _read_record(self._store) != self._record:
+        if not (self._is_written and self._lock.is_in_place() and _read_record(self._store) == self._record):
             with self._changing:
                 self._check_again()
 
@@ -95,17 +95,17 @@ class LockedOwner:
         found = _read_record(self._store)
         if not self._lock.is_in_place():  # unmounted meanwhile
             raise absent_directory(self._display)
-        if found == self._record:
-            self._is_written = True  # also by a put that seemed to fail
-            return
-        if self._is_written or found != self._before:
-            raise self._lost(f"its record {OWNER_RECORD} was removed or replaced", decode_holder(found))
-        self._store.put(OWNER_RECORD, self._record)
-        self._is_written = True
-        # A host that cannot see the lock writes its lease first, and looks for the record then.
-        lease = read_lease(self._store, OWNER_LEASE)
-        if lease is not None and not lease.is_released:
-            raise self._lost("another process has a lease of it", lease.holder)
+        if found != self._record:
+            if self._is_written or found != self._before:
+                raise self._lost(f"its record {OWNER_RECORD} was removed or replaced", decode_holder(found))
+            self._store.put(OWNER_RECORD, self._record)
+        if not self._is_written:
+            # A host that cannot see the lock writes its lease first, and looks for the record then.
+            lease = read_lease(self._store, OWNER_LEASE)
+            if lease is not None and not lease.is_released:
+                self._mark_released()
+                raise self._lost("another process has a lease of it", lease.holder)
+            self._is_written = True
 
     def _take_again(self) -> None:
         """Lock the directory that is at the path now."""
@@ -134,6 +134,9 @@ class LockedOwner:
         """
         try:
             if self._is_written and self._lock.is_in_place() and _read_record(self._store) == self._record:
-                self._store.put(OWNER_RECORD, replace(self._holder, released=True).encode())
+                self._mark_released()
         finally:
             self._lock.__exit__(None, None, None)
+
+    def _mark_released(self) -> None:
+        self._store.put(OWNER_RECORD, replace(self._holder, released=True).encode())

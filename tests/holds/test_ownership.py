@@ -623,6 +623,21 @@ def test_of_two_owners_that_look_at_the_same_time_not_both_own(tmp_path: Path, m
     owned[0].check()
 
 
+def test_an_owner_with_a_lock_but_no_room_loses_to_a_lease(tmp_path: Path) -> None:
+    """Its record could not be written before the other looked for it."""
+    server, client = both(tmp_path, FakeClock())
+    server.own().close()
+    with full(server._store):
+        first = server.own()
+    with client.own() as second:
+        for _ in range(2):
+            with pytest.raises(SaveLostError):
+                first.check()
+        second.check()
+    with pytest.raises(SaveLostError):
+        first.check()
+
+
 def test_pins_of_a_host_with_locks_are_seen_without_locks(tmp_path: Path) -> None:
     clock = FakeClock()
     server, client = both(tmp_path, clock)
