@@ -17,6 +17,7 @@ __all__ = [
     "Buffer",
     "CheckedWriter",
     "DirectoryFeatures",
+    "DirectoryLock",
     "IfAbsent",
     "IfTag",
     "NameForm",
