@@ -276,7 +276,7 @@ _REFUSALS: Final = {
 
 def _service(mounts: Mounts, scheme: str) -> Place:
     """A run on an object store, through a network and with an identity that go and return."""
-    store = mounts.enter(lambda directory: STORES[scheme](directory))
+    store = mounts.enter(STORES[scheme])
     taken = _Taken(HTTPAnswer.make(*_REFUSALS[scheme]))
     proxy = mounts.enter(lambda _: FaultProxy(store.upstream, taken, dialect=store.dialect))
     config = {**store.config(proxy.url), "retries": 1}

@@ -152,6 +152,12 @@ def test_another_file_system_at_the_place_is_tried_again(later: str, mounts: Mou
         assert "write" not in {event.phase for event in events}
 
 
+@pytest.mark.lives(
+    "file systems that are mounted again while a run is open",
+    "overlayfs on Linux 6.18, whose locks are others then; bind mounts and bindfs 1.14.7",
+    "the run goes on, and has one owner",
+    "an owner loses the run to a process that opened it before the owner came back",
+)
 def test_a_lock_of_an_old_mount_does_not_own_the_directory(mounts: Mounts) -> None:
     """Overlayfs has other locks after it was mounted again, also while files of the old mount are open."""
     view = mounts.overlay()

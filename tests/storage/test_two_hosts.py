@@ -55,6 +55,12 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(one, two, server)
 
 
+@pytest.mark.lives(
+    "NFS, SMB and others without locks of all hosts, from several hosts, and the server that exports them",
+    "bindfs 1.14.7 twice over one directory, and the directory itself",
+    "one owner of a run; pins of readers; running saves of hosts with leases",
+    "see [File systems](file-systems.md#without-locks)",
+)
 @pytest.mark.parametrize(("first", "second"), [("one", "two"), ("one", "server"), ("server", "one")])
 def test_a_requeued_job_does_not_open_beside_the_old_one(first: str, second: str, hosts: Hosts) -> None:
     other: Path = getattr(hosts, second)
