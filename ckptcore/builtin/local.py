@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Final
 from urllib.parse import quote, unquote
 
@@ -36,6 +36,7 @@ from ckptcore.builtin.local_calls import (
     working_directory,
 )
 from ckptcore.builtin.local_directories import (
+    FileLock,
     LocalDirectories,
     can_lock,
     list_files,
@@ -44,6 +45,7 @@ from ckptcore.builtin.local_directories import (
     try_to_lock,
 )
 from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
+from ckptcore.builtin.local_mounts import can_move, limits_of, probe_directory
 from ckptcore.errors import (
     AtomicityError,
     ConditionFailedError,
@@ -352,7 +354,7 @@ class LocalStorage(StorageBackend):
 
     # --- AtomicDirectories
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> FileLock | None:
         """Create a directory if needed, and lock it. Return None if it is already locked.
 
         The lock lasts until it is closed or the process ends.
@@ -382,8 +384,6 @@ class LocalStorage(StorageBackend):
 
     def probe(self, key: str) -> DirectoryFeatures:
         """See `AtomicDirectories`."""
-        from ckptcore.builtin.local_features import probe_directory  # loads do not need it
-
         path = self._checked_path(key)
         try:
             return probe_directory(path)
@@ -392,8 +392,6 @@ class LocalStorage(StorageBackend):
 
     def limits(self, key: str) -> PlaceLimits:
         """See `AtomicDirectories`."""
-        from ckptcore.builtin.local_features import limits_of  # loads do not need it
-
         path = self._path(key)
         try:
             return limits_of(path)
@@ -402,8 +400,6 @@ class LocalStorage(StorageBackend):
 
     def can_move(self, key: str, onto: str) -> bool:
         """See `AtomicDirectories`."""
-        from ckptcore.builtin.local_features import can_move  # only saves that replace a checkpoint need it
-
         path, full = self._checked_path(key), self._checked_path(onto)
         try:
             return can_move(path, full)

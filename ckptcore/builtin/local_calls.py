@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import BinaryIO, Final, Protocol, TypeAlias, TypeVar
 
@@ -26,20 +26,18 @@ from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFound
 
 __all__ = [
     "ABSENT",
+    "AT_FDCWD",
     "NO_LINKS",
     "NO_LOCKS",
     "OPEN_TO_READ",
     "allocate",
+    "c_function",
     "close_descriptor",
     "close_in_children",
     "exchange",
-    "file_system_type",
-    "has_locks_of_all_hosts",
-    "is_local_file_system",
+    "has_succeeded",
     "limit_open_files",
     "local_error",
-    "locks_reach_all_hosts",
-    "mount_of",
     "open_inside",
     "open_regular_file",
     "open_without_links",
@@ -60,38 +58,9 @@ OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _OPENAT2: Final = 437  # asm-generic/unistd.h; system calls added since then have one number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
-_AT_FDCWD: Final = -100  # linux/fcntl.h
+AT_FDCWD: Final = -100  # linux/fcntl.h
 _RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h, like struct open_how: flags, mode and resolve, 64 bits each
 _OPEN_HOW: Final = struct.Struct("=QQQ")
-_STATX_BYTES: Final = 256  # linux/stat.h, like the offsets: the size of struct statx
-_STATX_MOUNT: Final = slice(0x88, 0x98)  # the numbers of the device, and of the mount since Linux 5.8
-_STATX_MNT_ID: Final = 0x1000
-_STATFS_BYTES: Final = 256  # at least the size of struct statfs, 120 bytes
-_LOCAL_FILE_SYSTEMS: Final = frozenset({
-    0xEF53,  # ext2, ext3, ext4; the numbers are from linux/magic.h
-    0x58465342,  # xfs
-    0x9123683E,  # btrfs
-    0xF2F52010,  # f2fs
-    0x2FC12FC1,  # zfs
-    0x01021994,  # tmpfs
-    0x794C7630,  # overlayfs
-    0x858458F6,  # ramfs
-    0xCA451A4E,  # bcachefs
-    0x3153464A,  # jfs
-    0x4D44,  # vfat
-    0x2011BAB0,  # exfat
-    0x7366746E,  # ntfs3
-})  # fmt: skip
-_LOCK_OPTIONS: Final[Mapping[str, tuple[str, str]]] = {
-    "ceph": ("", ""),
-    "fuseblk": ("", ""),
-    "gfs2": ("", "localflocks"),
-    "gpfs": ("", ""),
-    "lustre": ("flock", "localflock"),
-    "ocfs2": ("", "localflocks"),
-}
-"""By type of a file system whose locks all hosts see: the mount options that this needs and that prevent it, or ""."""
-
 _MISSING_CALL: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
 """Error numbers of calls that a kernel, file system or sandbox does not have. Sandboxes answer EPERM."""
 
@@ -116,8 +85,8 @@ def allocate(descriptor: int, nbytes: int) -> bool:
     Raises:
         OSError: there is no space.
     """
-    function = _function("fallocate", (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64))
-    return function is not None and _done(function(descriptor, 0, 0, nbytes))
+    function = c_function("fallocate", (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64))
+    return function is not None and has_succeeded(function(descriptor, 0, 0, nbytes))
 
 
 def open_without_links(path: str, flags: int) -> int | None:
@@ -180,7 +149,7 @@ def _opener(flags: int) -> Callable[[str], int | None] | None:
         if b"\0" in encoded:
             return None  # C would end the path there
         sys.audit("open", path, None, flags)
-        descriptor: int = call(_OPENAT2, _AT_FDCWD, encoded, how, _OPEN_HOW.size)
+        descriptor: int = call(_OPENAT2, AT_FDCWD, encoded, how, _OPEN_HOW.size)
         return descriptor if descriptor >= 0 else None
 
     root = open_file("/")  # an old kernel does not have the call, and a sandbox may forbid it
@@ -199,83 +168,16 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> bool:
     Raises:
         OSError: an earlier write failed.
     """
-    function = _function("sync_file_range", (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint))
-    return function is not None and _done(function(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE))
+    function = c_function("sync_file_range", (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint))
+    return function is not None and has_succeeded(function(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE))
 
 
-def file_system_type(path: str) -> int | None:
-    """Return the number of the type of the file system at a path, as in ``linux/magic.h``; None if it is unknown."""
-    function = _function("statfs", (ctypes.c_char_p, ctypes.c_void_p))
-    if function is None or ctypes.sizeof(ctypes.c_long) != 8:
-        return None
-    found = ctypes.create_string_buffer(_STATFS_BYTES)
-    return ctypes.c_long.from_buffer(found).value if function(os.fsencode(path), found) == 0 else None
-
-
-def is_local_file_system(descriptor: int) -> bool:
-    """Return True if an open file is on a file system of this machine, so that no server can remove its pages.
-
-    Returns:
-        False also if unknown.
-    """
-    function = _function("fstatfs", (ctypes.c_int, ctypes.c_void_p))
-    if function is None or ctypes.sizeof(ctypes.c_long) != 8:
-        return False
-    found = ctypes.create_string_buffer(_STATFS_BYTES)
-    is_known = function(descriptor, found) == 0 or _done(-1)
-    return is_known and ctypes.c_long.from_buffer(found).value in _LOCAL_FILE_SYSTEMS
-
-
-def mount_of(path: str) -> bytes:
-    """Return bytes that differ for directories on different mounts, as far as the system tells. Opens nothing.
+def has_succeeded(result: int) -> bool:
+    """Return True if a system call succeeded, and False if the system does not have it.
 
     Raises:
         OSError
     """
-    function = _function("statx", (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p))
-    if function is not None:
-        found = ctypes.create_string_buffer(_STATX_BYTES)
-        if _done(function(_AT_FDCWD, os.fsencode(path), 0, _STATX_MNT_ID, found)):
-            return found.raw[_STATX_MOUNT]
-    return os.stat(path).st_dev.to_bytes(8, "big")
-
-
-def has_locks_of_all_hosts(descriptor: int) -> bool:
-    """Return True if a lock (`flock`) of an open file excludes processes on all hosts that can see the file.
-
-    The system does not tell this, so only types of file systems are trusted of which it is known. FUSE locks within one
-    host unless its program does more, and so do NFS with ``local_lock`` and BeeGFS by default; NFS without it has no
-    locks of directories.
-
-    Raises:
-        OSError
-    """
-    if sys.platform != "linux" or is_local_file_system(descriptor):
-        return True  # other systems do not tell the type
-    status = os.fstat(descriptor)
-    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    with suppress(FileNotFoundError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            # See proc(5): the type and the options are the first and the third field after the separator.
-            before, _, after = line.partition(" - ")
-            if before.split()[2] == device:
-                kind, _, options = after.split(" ", 2)
-                return locks_reach_all_hosts(kind, {*options.strip().split(","), *before.split()[5].split(",")})
-    return False
-
-
-def locks_reach_all_hosts(kind: str, options: Collection[str]) -> bool:
-    """Return True if the locks of a network file system are known to exclude processes on other hosts.
-
-    Args:
-        kind: the type of the file system, as in ``/proc/self/mountinfo``.
-        options: its mount options.
-    """
-    needed, refused = _LOCK_OPTIONS.get(kind, (None, ""))
-    return needed is not None and {needed} - {""} <= set(options) and refused not in options
-
-
-def _done(result: int) -> bool:
     if result == 0:
         return True
     number = ctypes.get_errno()
@@ -285,7 +187,8 @@ def _done(result: int) -> bool:
 
 
 @functools.cache
-def _function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int] | None:
+def c_function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int] | None:
+    """Return a function of the C library that Linux has; None without it."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
     if function is not None:
         function.argtypes = argument_types
@@ -722,4 +625,4 @@ def _rename_call(linux_flag: int, macos_flag: int) -> _RenameCall | None:
     if (renameat2 := getattr(library, "renameat2", None)) is None:
         return None
     renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return lambda first, second: int(renameat2(_AT_FDCWD, first, _AT_FDCWD, second, linux_flag))
+    return lambda first, second: int(renameat2(AT_FDCWD, first, AT_FDCWD, second, linux_flag))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import os
 import stat
 import threading
@@ -19,14 +18,13 @@ from ckptcore.builtin.local_calls import (
     NO_LOCKS,
     close_descriptor,
     close_in_children,
-    has_locks_of_all_hosts,
     local_error,
-    mount_of,
     open_inside,
     open_without_links,
     retry_stale,
     sync_directory,
 )
+from ckptcore.builtin.local_mounts import find_mount_point, has_locks_of_all_hosts, is_mounted
 from ckptcore.errors import StorageError
 
 __all__ = [
@@ -119,7 +117,7 @@ class LocalDirectories:
         # Path, device and inode of directories with durable names. A new directory at the path has another inode.
         self._durable: set[tuple[str, int, int]] = set()
         self._lock = threading.Lock()
-        self._mount_point = _mount_points().get(root) or _find_mount_point(root)
+        self._mount_point = find_mount_point(root)
         close_in_children(self)
 
     def forget(self) -> None:
@@ -173,7 +171,7 @@ class LocalDirectories:
             raise self._not_a_directory(error, directory) from error
         close_descriptor(descriptor, directory)
         if self._mount_point is None:
-            self._mount_point = _find_mount_point(self.root)
+            self._mount_point = find_mount_point(self.root)
         return True
 
     def _expect_mounted(self) -> None:
@@ -183,9 +181,11 @@ class LocalDirectories:
             StorageError
         """
         point = self._mount_point
-        if point is None or (above := os.path.dirname(point)) == point:
-            return
-        if not os.path.isdir(point) or _mount_at(point) == _mount_at(above):
+        try:
+            is_there = point is None or is_mounted(point)
+        except OSError as error:
+            raise local_error(error, "read the mount of", str(point)) from error
+        if not is_there:
             raise StorageError(
                 f"{self.root} is not there: the file system of {point} is not mounted now. Nothing was "
                 "created below its mount point. Mount it again, and save again; or save to another directory"
@@ -336,43 +336,6 @@ def _is_free(descriptor: int) -> bool:
     return False
 
 
-@functools.cache
-def _mount_points() -> dict[str, str]:
-    """Return the mount points of the directories that this process has used, by directory.
-
-    A later save must not create a directory below a mount point whose file system is gone.
-    """
-    return {}
-
-
-def _find_mount_point(directory: str) -> str | None:
-    """Return the mount point of a directory, which may be gone. None if the directory was never there."""
-    known = _mount_points()
-    try:
-        mount, found = _mount_at(directory), directory
-        while (above := os.path.dirname(found)) != found and _mount_at(above) == mount:
-            found = above
-    except StorageError:
-        # The directory does not exist, or cannot be opened.
-        return max((point for point in set(known.values()) if _is_below(directory, point)), key=len, default=None)
-    if len(known) >= _MAX_REMEMBERED:
-        known.clear()
-    known[directory] = found
-    return found
-
-
-def _mount_at(directory: str) -> bytes:
-    """Return bytes that tell the mount of a directory from others.
-
-    Raises:
-        StorageError
-    """
-    try:
-        return mount_of(directory)
-    except OSError as error:
-        raise local_error(error, "read the mount of", directory) from error
-
-
 def _is_below(path: str, directory: str) -> bool:
     return path.startswith(directory if directory.endswith("/") else directory + "/")
 
@@ -384,12 +347,13 @@ class FileLock:
     any process has the file open, so workers of a data loader would keep it after their trainer was killed.
     """
 
-    __slots__ = ("__weakref__", "_descriptors", "_follows_links", "_path")
+    __slots__ = ("__weakref__", "_descriptors", "_follows_links", "_locked", "_path")
 
     def __init__(self, path: str) -> None:
         """Lock nothing yet. `path` is the path of the file or directory."""
         self._descriptors: list[int] = []
         self._follows_links = True
+        self._locked: os.stat_result | None = None
         self._path = path
         close_in_children(self)
 
@@ -412,9 +376,24 @@ class FileLock:
             OSError: its number is in `NO_LOCKS` if the file system has no locks.
         """
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        current = os.stat(self._path, follow_symlinks=self._follows_links)
-        if not os.path.samestat(os.fstat(self._descriptors[0]), current):
+        self._locked = os.fstat(self._descriptors[0])
+        if not self.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "it was replaced", self._path)
+
+    def is_in_place(self) -> bool:
+        """See `DirectoryLock`. The open file keeps the numbers of its device and inode from being used again.
+
+        Raises:
+            StorageError
+        """
+        assert self._locked is not None, "acquire was called"
+        try:
+            current = retry_stale(partial(os.stat, self._path, follow_symlinks=self._follows_links))
+            return os.path.samestat(self._locked, current)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return False
+            raise local_error(error, "read the status of", self._path) from error
 
     def close(self) -> None:
         """Release the lock. Closing again is no error.

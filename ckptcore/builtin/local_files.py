@@ -23,13 +23,13 @@ import numpy as np
 from ckptcore.builtin.local_calls import (
     OPEN_TO_READ,
     close_in_children,
-    is_local_file_system,
     limit_open_files,
     local_error,
     open_inside,
     open_without_links,
     retry_stale,
 )
+from ckptcore.builtin.local_mounts import is_local_file_system
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model.arrays import HostArray
 

@@ -31,8 +31,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, Self, TypeAlias, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Literal, Self, TypeAlias, cast
 
 from ckptcore.commit.leases import (
     SYSTEM_CLOCK,
@@ -44,18 +45,17 @@ from ckptcore.commit.leases import (
     absent_directory,
     break_lease,
     check_lease_seconds,
-    decode_holder,
     new_holder,
     read_lease,
     take_lease,
 )
+from ckptcore.commit.owners import OWNER, OWNER_LEASE, OWNER_RECORD, LockedOwner, is_absent, read_owner
 from ckptcore.commit.subdirectory import has_directories
 from ckptcore.commit.target import INTERNAL_DIRECTORY, save_of_hidden
 from ckptcore.errors import (
     AtomicityError,
     CheckpointNotFoundError,
     DirectoryInUseError,
-    ObjectNotFoundError,
     SaveLostError,
     StepPinnedError,
     StorageError,
@@ -64,7 +64,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.background import call_within
 from ckptcore.io.requests import reset_in_children
-from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
+from ckptcore.protocols import IF_ABSENT, AtomicDirectories, DirectoryLock, IfTag, StorageBackend
 
 __all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose", "SeenOwner"]
 
@@ -117,6 +117,7 @@ class Lock:
 
         Raises:
             SaveLostError: the lock was taken over, removed or closed, or belongs to the parent process.
+            StorageFullError: the disk has no room for the lock or its record, so another process could not see it.
             StorageError: the storage failed, or the file system of the directory is not mounted now, so the state of
                 the lock is unknown.
         """
@@ -137,6 +138,17 @@ class Lock:
         if self._fails:
             self._fails = False
             logger.warning("%s: the storage works again, and saves go on", self._subject)
+
+    def check_without_room(self) -> None:
+        """Check the lock before something that needs no room, such as a deletion.
+
+        Like `check`, but a full disk may have no room for the lock.
+
+        Raises:
+            SaveLostError, StorageError: see `check`.
+        """
+        with suppress(StorageFullError):
+            self.check()
 
     def close(self, seconds: float | None = None) -> None:
         """Release the lock. Further calls do nothing. An error of the storage is logged.
@@ -189,6 +201,9 @@ class SeenOwner:
         return f"{who}, alive" if self.is_alive else f"{who}, alive or failed without releasing it"
 
 
+_ENTRY: Final = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
+"""Pattern of the names of locks: the name of the step, and a random id. Those of locked directories end in ``/``."""
+
 _FIRST_POLL_SECONDS: Final = 0.01
 _LAST_POLL_SECONDS: Final = 2.0
 
@@ -199,9 +214,6 @@ class Locks(ABC):
     Use one object as long as the directory is in use: on storage without locks it observes the leases of other
     processes, and so finds expired ones. A new object considers every lease valid.
     """
-
-    _entry: ClassVar[re.Pattern[str]]
-    """Pattern of the names of locks: the name of the step, and a random id."""
 
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
@@ -229,8 +241,8 @@ class Locks(ABC):
         Call `check` before every change of a step: a suspended process may have lost the directory. On a file system
         with locks, the directory of a failed job is free at once.
 
-        A full disk may have no room for the lock. Then the first `check` that finds room takes it: until then nothing
-        can be saved, and what is deleted makes room.
+        A full disk may have no room for the lock. Then the first `check` that finds room takes it, unless another
+        process owned the directory meanwhile. Until then nothing can be saved, and what is deleted makes room.
 
         Args:
             if_in_use: "take over" waits about one lease time for a renewal. Without effect on a file system with locks.
@@ -261,23 +273,28 @@ class Locks(ABC):
         """Return a lock that is taken by the first `check` that finds room for it."""
         taken: list[Lock] = []
         taking = threading.Lock()
+        number = self._next_number(read_lease(self._store, OWNER_LEASE), at_least)
 
         def check() -> None:
             with taking:
                 if not taken:
                     try:
                         taken.append(self._own(if_in_use, at_least))
-                    except StorageFullError:
-                        return
                     except DirectoryInUseError as error:
                         raise SaveLostError(f"another process owns it since this disk was full: {error}") from error
+                    if taken[0].number != number:
+                        taken[0].close()
+            if taken[0].number != number:
+                raise SaveLostError(
+                    f"another process owned {self._display} since this disk was full, and may have saved or deleted "
+                    "steps; open it again"
+                )
             taken[0].check()
 
         def release() -> None:
             for lock in taken:
                 lock.close()
 
-        number = self._next_number(read_lease(self._store, _OWNER_LEASE), at_least)
         return Lock(self._owned, check=check, release=release, number=number)
 
     @property
@@ -286,26 +303,8 @@ class Locks(ABC):
 
     def _next_number(self, seen: SeenLease | None, at_least: int) -> int:
         """Return a number for an owner: at least `at_least`, and higher than the numbers of all earlier owners."""
-        earlier = [decode_holder(self._read_record()), None if seen is None else seen.holder]
+        earlier = [read_owner(self._store), None if seen is None else seen.holder]
         return max([at_least, *[holder.number + 1 for holder in earlier if holder is not None]])
-
-    def _read_record(self) -> bytes:
-        """Return the record of the owner of a locked directory; empty if there is none."""
-        try:
-            return self._store.get(_OWNER_RECORD, 0, _RECORD_BYTES) if self._has_directories else b""
-        except ObjectNotFoundError:
-            return b""
-
-    @property
-    def _has_directories(self) -> bool:
-        return has_directories(type(self._store))
-
-    def _is_absent(self) -> bool:
-        """Return True if the directory is not there now, because its file system is not mounted.
-
-        The owner creates a directory in it, which only a person would remove.
-        """
-        return self._has_directories and "owner/" not in self._store.list_names(INTERNAL_DIRECTORY)
 
     def _unleased(self, if_in_use: IfInUse) -> SeenLease | None:
         """Return the lease of the last owner, which is released or has expired; None if there is none.
@@ -313,7 +312,7 @@ class Locks(ABC):
         Raises:
             DirectoryInUseError: another process has the lease.
         """
-        seen = read_lease(self._store, _OWNER_LEASE)
+        seen = read_lease(self._store, OWNER_LEASE)
         if seen is None or seen.is_released:
             return seen
         if if_in_use == "error":
@@ -390,7 +389,7 @@ class Locks(ABC):
         """List the locks of steps. Return the name of the step, by key of the lock."""
         directory = f"{INTERNAL_DIRECTORY}/{purpose}"
         matches: list[re.Match[str]] = [
-            matched for entry in self._store.list_names(directory) if (matched := self._entry.fullmatch(entry))
+            matched for entry in self._store.list_names(directory) if (matched := _ENTRY.fullmatch(entry))
         ]
         return {f"{directory}/{matched[0].removesuffix('/')}": matched[1] for matched in matches}
 
@@ -496,10 +495,6 @@ def _check_name(name: str) -> None:
         raise ValueError(f"{name!r} is not the name of a step: expected one name, without '/'")
 
 
-_OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
-_OWNER_LEASE: Final = f"{INTERNAL_DIRECTORY}/owner.json"
-_OWNER_RECORD: Final = f"{_OWNER}/owner.json"
-_RECORD_BYTES: Final = 1 << 16
 _LOCK_ATTEMPTS: Final = 4
 _LOCK_SECONDS: Final = 0.05
 _RECORD_ATTEMPTS: Final = 200
@@ -515,8 +510,6 @@ class DirectoryLocks(Locks):
 
     Another host may see the directory through a file system without locks, and so have leases: they count too.
     """
-
-    _entry = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
 
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
@@ -534,7 +527,16 @@ class DirectoryLocks(Locks):
         with ExitStack() as held:
             held.enter_context(lock)
             held.callback(self._remove, key)  # runs before the lock is released
-            return Lock(f"the step {name}", check=lambda: None, release=held.pop_all().close)
+            return Lock(f"the step {name}", check=partial(self._expect_held, lock), release=held.pop_all().close)
+
+    def _expect_held(self, lock: DirectoryLock) -> None:
+        """Check that other processes can see a lock.
+
+        Raises:
+            StorageError
+        """
+        if not lock.is_in_place():
+            raise absent_directory(self._display)
 
     def may_expire(self, name: str) -> bool:
         """See `Locks`. The kernel releases the locks of failed processes at once."""
@@ -563,95 +565,59 @@ class DirectoryLocks(Locks):
             logger.warning("%s cannot be removed: %s", key, error)
 
     def _own(self, if_in_use: IfInUse, at_least: int) -> Lock:
-        lock = self._directories.lock_directory(_OWNER)
-        for attempt in range(_RECORD_ATTEMPTS):
-            # A process that is being killed, or that calls `owner`, may have the lock for a moment. A new owner writes
-            # its record after it has locked the directory, and the error below needs the record.
-            if lock is not None or (attempt >= _LOCK_ATTEMPTS and decode_holder(self._read_record()) is not None):
-                break
-            self._clock.sleep(_LOCK_SECONDS)
-            lock = self._directories.lock_directory(_OWNER)
+        lock = self._lock_owner()
         if lock is None:
             raise DirectoryInUseError(
                 f"{self._display} is in use: {self._recorded_owner()} owns it and is alive, because its lock exists. "
                 "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read here "
                 "meanwhile"
             )
+        owner = LockedOwner(self._store, self._display, lock, self._lock_owner)
         with ExitStack() as taking:
-            taking.enter_context(lock)
-
-            def lock_again() -> None:
-                again = self._directories.lock_directory(_OWNER)
-                if again is not None:
-                    held.enter_context(again)
-
+            taking.callback(owner.release)
             seen = self._unleased(if_in_use)
             if seen is not None and not seen.is_released and not self._break(seen):
                 raise DirectoryInUseError(f"{self._display} is in use: {seen.describe()} has renewed its lease")
             number = self._next_number(seen, at_least)
-            check = self._write_record(new_holder(number=number).encode(), lock_again)
-            held = taking.pop_all()
-            return Lock(self._owned, check=check, release=held.close, number=number)
-
-    def _write_record(self, record: bytes, lock_again: Callable[[], None]) -> Callable[[], None]:
-        """Write the record of this owner, and return the function that checks it: see `Lock.check`.
-
-        If a full disk has no room for it, a later check writes it. The lock is valid meanwhile.
-
-        Args:
-            record: the record.
-            lock_again: called once the directory is back; locks it, if the lock was lost with its file system.
-        """
-        before: bytes | None = self._read_record()
-        is_absent = False
-
-        def write() -> None:
-            nonlocal before
             try:
-                self._store.put(_OWNER_RECORD, record)
-                before = None
+                owner.begin(number)
             except StorageFullError as error:
                 logger.info("the record of the owner of %s is written later: %s", self._display, error)
+            except SaveLostError as error:
+                raise DirectoryInUseError(f"{self._display} is in use: {error}") from error
+            taking.pop_all()
+            return Lock(self._owned, check=owner.check, release=owner.release, number=number)
 
-        def check() -> None:
-            nonlocal is_absent
-            found = self._read_record()
-            if found != record and self._is_absent():
-                is_absent = True
-                raise absent_directory(self._display)
-            if is_absent:
-                lock_again()
-                is_absent = False
-            if before is not None and found == before:
-                write()
-            elif found != record:
-                raise SaveLostError(
-                    f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
-                    f"was removed or replaced; the owner is {self._recorded_owner()}. Do not change "
-                    f"{INTERNAL_DIRECTORY}/ by hand. Open the directory again when no other process writes there"
-                )
-
-        write()
-        return check
+    def _lock_owner(self) -> DirectoryLock | None:
+        """Lock the directory of the owner. Return None if another process has locked it."""
+        lock = self._directories.lock_directory(OWNER)
+        for attempt in range(_RECORD_ATTEMPTS):
+            # A process that is being killed, or that calls `owner`, may have the lock for a moment. A new owner writes
+            # its record after it has locked the directory, and the error of this process needs the record.
+            if lock is not None or (attempt >= _LOCK_ATTEMPTS and read_owner(self._store) is not None):
+                break
+            self._clock.sleep(_LOCK_SECONDS)
+            lock = self._directories.lock_directory(OWNER)
+        return lock
 
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""
         # Listed first, because taking the lock creates the directory.
         names = self._store.list_names(INTERNAL_DIRECTORY)
-        seen = read_lease(self._store, _OWNER_LEASE) if "owner.json" in names else None
+        seen = read_lease(self._store, OWNER_LEASE) if "owner.json" in names else None
         if seen is not None and not seen.is_released:
             return SeenOwner(seen.holder, None)
         if "owner/" not in names:
             return None
-        lock = self._directories.lock_directory(_OWNER)
+        lock = self._directories.lock_directory(OWNER)
         if lock is not None:
             with lock:
                 return None
-        return SeenOwner(decode_holder(self._read_record()), is_alive=True)
+        return SeenOwner(read_owner(self._store), is_alive=True)
 
     def _recorded_owner(self) -> str:
-        holder = decode_holder(self._read_record())
-        return "a process without a record" if holder is None else holder.describe()
+        holder = read_owner(self._store)
+        return "a process without a record" if holder is None or holder.released else holder.describe()
 
 
 class LeasedLocks(Locks):
@@ -661,7 +627,13 @@ class LeasedLocks(Locks):
     ignored, it is marked as released in the storage, so that a suspended holder fails when it checks.
     """
 
-    _entry = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
+    def _is_locked(self, key: str) -> bool:
+        if key.endswith(".json"):
+            return super()._is_locked(key)
+        # A locked directory, of a process on a host with locks: it may be alive, and renews nothing. A deletion is
+        # short, but a reader may need its step for long.
+        is_pin = key.startswith(f"{INTERNAL_DIRECTORY}/pins/")
+        return is_pin or not self._seen.is_expired(SeenLease(key, "", None))
 
     def _lock(self, lease: Lease, number: int = 0) -> Lock:
         """Begin to renew a lease on a thread. Return it as a lock."""
@@ -748,8 +720,10 @@ class LeasedLocks(Locks):
         return keys
 
     def may_expire(self, name: str) -> bool:
-        """See `Locks`. A pin of this process does not expire."""
+        """See `Locks`. A pin of this process does not expire, nor one of a host with locks."""
         for key, step in self._keys("pins").items():
+            if step == name and not key.endswith(".json"):
+                return False
             seen = read_lease(self._store, key) if step == name else None
             if seen is not None and seen.holder is not None and seen.holder.is_here and not seen.is_released:
                 return False
@@ -757,39 +731,64 @@ class LeasedLocks(Locks):
 
     def _own(self, if_in_use: IfInUse, at_least: int) -> Lock:
         while True:
+            self._expect_unlocked(if_in_use)
             seen = self._unleased(if_in_use)
             number = self._next_number(seen, at_least)
             lease = take_lease(
                 self._store,
-                _OWNER_LEASE,
+                OWNER_LEASE,
                 self._owned,
                 "mark",
                 IF_ABSENT if seen is None else IfTag(seen.tag),
                 self._lease_seconds,
                 self._clock,
                 number=number,
-                is_absent=self._is_absent,
+                is_absent=partial(is_absent, self._store),
             )
             if lease is not None:
                 lock = self._lock(lease, number)
                 try:
                     self._make_owner_directory()
+                    self._expect_unlocked("error")  # again: an owner with a lock looks for leases after it wrote that
                 except BaseException:
                     lock.close()
                     raise
                 return lock
             # Another process took the lease first. Read it again, because that process may release it.
 
+    def _expect_unlocked(self, if_in_use: IfInUse) -> None:
+        """Check that no process on a host with locks owns the directory. Its lock cannot be seen here.
+
+        Raises:
+            DirectoryInUseError
+        """
+        holder = read_owner(self._store)
+        if holder is None or holder.released:
+            return
+        if if_in_use == "error":
+            raise DirectoryInUseError(
+                f"{self._display} is in use: {holder.describe()} owns it, or failed without releasing it, on a host "
+                "with locks that this host cannot see. Close that Checkpointer, end that job, or use another "
+                "directory. If that process has failed, pass if_in_use='take over', or open the directory on that host"
+            )
+        # It renews nothing, so it may be alive: then it notices before its next commit.
+        logger.warning("%s is taken over from %s, which may be alive", self._display, holder.describe())
+        self._store.put(OWNER_RECORD, replace(holder, released=True).encode())
+        self._clock.sleep(self._lease_seconds / 2)  # for what it does after its last check
+
     def _make_owner_directory(self) -> None:
-        """Create the directory by which `_is_absent` recognises a directory of a file system."""
-        if self._has_directories:
+        """Create the directory by which `is_absent` recognises a directory of a file system."""
+        if has_directories(type(self._store)):
             with suppress(AtomicityError, StorageFullError):  # without locks, the directory exists nevertheless
-                lock = cast(AtomicDirectories, self._store).lock_directory(_OWNER)
+                lock = cast(AtomicDirectories, self._store).lock_directory(OWNER)
                 if lock is not None:
                     with lock:
                         pass
 
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""
-        seen = read_lease(self._store, _OWNER_LEASE)
-        return None if seen is None or seen.is_released else SeenOwner(seen.holder, None)
+        seen = read_lease(self._store, OWNER_LEASE)
+        if seen is not None and not seen.is_released:
+            return SeenOwner(seen.holder, None)
+        holder = read_owner(self._store)
+        return None if holder is None or holder.released else SeenOwner(holder, None)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 from ckptcore.commit.root import PARTIAL_KEY, Claim, PartialSave
 from ckptcore.commit.target import IsForeign, Overwrite, none_is_foreign, parse_root, refuse_to_replace
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, SaveLostError
-from ckptcore.protocols import StorageBackend, Transaction
+from ckptcore.protocols import PlaceLimits, StorageBackend, Transaction
 
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
@@ -68,13 +68,17 @@ class CommitMethod(ABC):
     replaces_atomically: ClassVar[bool]
     claims_by_root: ClassVar[bool]
 
-    def refuse_place(self, location: Location) -> None:
+    def refuse_place(self, location: Location) -> PlaceLimits:
         """Refuse a location that no commit can reach, such as a mount point. Changes nothing.
+
+        Returns:
+            What limits a checkpoint there.
 
         Raises:
             InvalidLocationError
             StorageError
         """
+        return PlaceLimits()
 
     @abstractmethod
     def begin(

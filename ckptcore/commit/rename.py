@@ -56,7 +56,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import logger_named
 from ckptcore.io.background import wait_for_saves_to
-from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, StorageBackend, Transaction
+from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, PlaceLimits, StorageBackend, Transaction
 
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
@@ -108,6 +108,7 @@ class RenameTransaction:
         method: RenameMethod,
         hidden: str,
         lock: _HiddenLock | None,
+        limits: PlaceLimits,
         overwrite: Overwrite = False,
         is_foreign: IsForeign = none_is_foreign,
         claim: Claim | None = None,
@@ -121,6 +122,7 @@ class RenameTransaction:
             method: the commit method of the parent directory.
             hidden: the name of the hidden directory, which exists.
             lock: its lock; None: another process has locked it.
+            limits: the limits of the location.
             overwrite: whether the commit replaces a checkpoint.
             is_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
@@ -133,6 +135,7 @@ class RenameTransaction:
         self._method = method
         self._directories = method.directories
         self._hidden = hidden
+        self._limits = limits
         self._overwrite = overwrite
         self._is_foreign = is_foreign
         self._claim = claim
@@ -157,7 +160,7 @@ class RenameTransaction:
         Raises:
             AtomicityError: it cannot exchange the old checkpoint.
         """
-        features = self._method.features(self._hidden)
+        features = self._method.features(self._hidden, self._limits)
         if not exchange:
             return
         from ckptcore.commit.places import no_exchange  # only saves that replace a checkpoint need it
@@ -176,8 +179,8 @@ class RenameTransaction:
         """See `Transaction`."""
         from ckptcore.commit.places import expect_distinct  # loads do not need it
 
-        name_bytes = self._directories.limits(self._hidden).name_bytes
-        expect_distinct(self._location, name_bytes, self._method.features(self._hidden), self._is_one, keys)
+        features = self._method.features(self._hidden, self._limits)
+        expect_distinct(self._location, self._limits.name_bytes, features, self._is_one, keys)
 
     def _is_one(self, first: str, second: str) -> bool:
         """Return True if the file system takes two keys for one."""
@@ -394,11 +397,13 @@ class RenameMethod(CommitMethod):
         self._support = support
         self.directories = cast(AtomicDirectories, directory)
 
-    def refuse_place(self, location: Location) -> None:
+    def refuse_place(self, location: Location) -> PlaceLimits:
         """See `CommitMethod`."""
         from ckptcore.commit.places import expect_place  # loads do not need it
 
-        expect_place(location, self.directories.limits(location.name))
+        limits = self.directories.limits(location.name)
+        expect_place(location, limits)
+        return limits
 
     def begin(
         self,
@@ -413,7 +418,7 @@ class RenameMethod(CommitMethod):
         from ckptcore.commit.places import naming_place, refuse_other_spelling  # loads do not need it
 
         wait_for_saves_to(location.identity)
-        self.refuse_place(location)
+        limits = self.refuse_place(location)
         self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
@@ -422,13 +427,15 @@ class RenameMethod(CommitMethod):
         self._sweep_except(location, hidden if resume else None)
         with naming_place(location):
             lock = self.lock_hidden(hidden, waits=resume)
-        transaction = RenameTransaction(location, self, hidden, lock, overwrite, is_foreign, claim, is_new=not resume)
+        transaction = RenameTransaction(
+            location, self, hidden, lock, limits, overwrite, is_foreign, claim, is_new=not resume
+        )
         try:
             if resume:
                 transaction.settle()
             self.directories.hide_from_others(location.name, hidden)
             transaction.probe(exchange=replaces and overwrite is True)
-            if replaces and overwrite == "best-effort" and not self.features(hidden).exchanges:
+            if replaces and overwrite == "best-effort" and not self.features(hidden, limits).exchanges:
                 self._support.say_once(self._directory, _TWO_RENAMES)
         except BaseException:
             if resume:
@@ -479,9 +486,9 @@ class RenameMethod(CommitMethod):
         transaction.abort()  # the lock has created the directory again
         raise no_sessions(location)
 
-    def features(self, hidden: str) -> DirectoryFeatures:
+    def features(self, hidden: str, limits: PlaceLimits) -> DirectoryFeatures:
         """Return what the file system can do. `hidden` is a directory that this process has locked."""
-        return self._support.features(self._directory, hidden)
+        return self._support.features(self._directory, hidden, limits.mount)
 
     def lock_hidden(self, name: str, *, waits: bool = False) -> _HiddenLock | None:
         """Lock a hidden directory; None if another process has locked it. Create it if it does not exist.
@@ -535,7 +542,8 @@ class RenameMethod(CommitMethod):
         """Take over the hidden directory of a partial save."""
         hidden = name_of_partial(location.name)
         try:
-            return RenameTransaction(location, self, hidden, self.lock_hidden(hidden, waits=True))
+            limits = self.directories.limits(location.name)
+            return RenameTransaction(location, self, hidden, self.lock_hidden(hidden, waits=True), limits)
         except SaveLostError as error:
             raise session_running(location) from error
 
@@ -736,13 +744,10 @@ class RenameMethod(CommitMethod):
             else:
                 self.placed_objects(checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
-            # Without locks its process may be suspended, and lose only its lease: it must not commit a part of the
+            # Its process may only have lost its lease, or its lock with a mount: it must not commit a part of the
             # directory. And a part of an old checkpoint must not be restored.
-            if self._support.leases(self._directory) is None and name != name_of_replaced(checkpoint):
-                self.directories.delete_directory(name)
-            else:
-                with suppress(ObjectNotFoundError):  # its process committed at the last moment
-                    self.discard(checkpoint, name)
+            with suppress(ObjectNotFoundError):  # its process committed at the last moment
+                self.discard(checkpoint, name)
         return True
 
     def placed_objects(self, name: str, hidden: str) -> PlacedObjects:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import cast
 
 from ckptcore.errors import ConditionFailedError, NameCollisionError
@@ -13,6 +12,7 @@ from ckptcore.protocols import (
     IF_ABSENT,
     AtomicDirectories,
     DirectoryFeatures,
+    DirectoryLock,
     ObjectWriter,
     PlaceLimits,
     PutCondition,
@@ -118,7 +118,7 @@ class AtomicSubdirectories(Subdirectory):
         super().__init__(parent, name)
         self._directories = cast(AtomicDirectories, parent)
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         """See `AtomicDirectories`."""
         return self._directories.lock_directory(self._prefix + key)
 

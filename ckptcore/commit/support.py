@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final, cast
 
+from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.requests import reset_in_children
@@ -40,8 +41,9 @@ class StorageSupport:
         self.conditional_puts: dict[str, bool] = {}
         self.creates_missing: dict[str, bool] = {}
         self.lacks_locks = False
-        self._leases: dict[str | None, LeasedLocks | None] = {}
-        self._features: dict[str, DirectoryFeatures] = {}
+        # By the address of a directory and its mount: another file system may be mounted there later.
+        self._leases: dict[tuple[str, bytes], LeasedLocks | None] = {}
+        self._features: dict[tuple[str, bytes], DirectoryFeatures] = {}
         self._said: set[str] = set()
         self._lock = threading.Lock()
         reset_in_children(self)
@@ -50,25 +52,25 @@ class StorageSupport:
         """Replace the lock in a forked child, because a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
-    def features(self, directory: StorageBackend, own: str) -> DirectoryFeatures:
+    def features(self, directory: StorageBackend, own: str, mount: bytes) -> DirectoryFeatures:
         """Return what the file system of a directory was found to do. It is tried once, and said once.
 
         Args:
             directory: a storage with `AtomicDirectories`, opened at a directory of checkpoints.
             own: a directory in it that exists, and that this process has locked.
+            mount: see `PlaceLimits`.
 
         Raises:
             StorageError
         """
-        address = directory.address
-        key = "" if address is None else address.url
+        key = _url(directory), mount
         known = self._features.get(key)
         if known is not None:
             return known
         found = cast(AtomicDirectories, directory).probe(own)
         if len(self._features) >= _MAX_REMEMBERED:
             self._features.clear()
-        if key:
+        if key[0]:
             self._features[key] = found
         weaker = [] if found.exchanges else ["cannot exchange directories, so no checkpoint is replaced atomically"]
         if found.merges:
@@ -76,13 +78,12 @@ class StorageSupport:
                 f"treats names as equal that differ in {', '.join(sorted(found.merges))}; saves refuse such names"
             )
         if weaker:
-            logger.info("%s: this file system %s", key, ", and ".join(weaker))
+            logger.info("%s: this file system %s", key[0], ", and ".join(weaker))
         return found
 
     def say_once(self, directory: StorageBackend, weaker: str) -> None:
         """Log one warning about what is weaker in a directory, with its address."""
-        address = directory.address
-        text = f"{'' if address is None else address.url}: {weaker}"
+        text = f"{_url(directory)}: {weaker}"
         with self._lock:
             if text in self._said:
                 return
@@ -99,13 +100,13 @@ class StorageSupport:
         Args:
             directory: a storage with `AtomicDirectories`, opened at a directory of checkpoints.
         """
-        address = directory.address
-        key = None if address is None else address.url
-        with self._lock:
-            if key in self._leases:
-                return self._leases[key]
+        directories = cast(AtomicDirectories, directory)
         try:
-            has_locks = cast(AtomicDirectories, directory).has_locks()  # without the lock: a mount may not answer
+            key = _url(directory), directories.limits(INTERNAL_DIRECTORY).mount
+            with self._lock:
+                if key in self._leases:
+                    return self._leases[key]
+            has_locks = directories.has_locks()  # without the lock: a mount may not answer
         except StorageError:
             return None  # the operation that needs a lock fails with the reason
         with self._lock:
@@ -114,7 +115,7 @@ class StorageSupport:
             found = None if has_locks else self._new_leases(directory)
             if len(self._leases) >= _MAX_REMEMBERED:
                 self._leases.clear()
-            if key is not None:
+            if key[0]:
                 self._leases[key] = found
             self.lacks_locks = self.lacks_locks or found is not None
             return found
@@ -122,8 +123,7 @@ class StorageSupport:
     def _new_leases(self, directory: StorageBackend) -> LeasedLocks:
         from ckptcore.commit.locks import LeasedLocks  # only file systems without locks need it here
 
-        address = directory.address
-        display = "" if address is None else address.url
+        display = _url(directory)
         logger.warning(
             "%s: locks of directories (flock) do not reach other hosts on this file system, so ckptcore uses leases. "
             "After a process is killed, the files of its save and its ownership of a run remain until another process "
@@ -132,3 +132,9 @@ class StorageSupport:
             display,
         )
         return LeasedLocks(directory, display, clock=self._clock)
+
+
+def _url(directory: StorageBackend) -> str:
+    """Return the address of a directory; empty if it has none."""
+    address = directory.address
+    return "" if address is None else address.url

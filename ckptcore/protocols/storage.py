@@ -17,6 +17,7 @@ __all__ = [
     "Buffer",
     "CheckedWriter",
     "DirectoryFeatures",
+    "DirectoryLock",
     "IfAbsent",
     "IfTag",
     "NameForm",
@@ -386,21 +387,34 @@ class PlaceLimits(NamedTuple):
     Attributes:
         name_bytes: the most bytes of a name; None if unknown.
         is_mount_point: True if a file system is mounted there, so that no rename can replace it.
+        mount: bytes that tell the file system that is mounted there from another one that is mounted there later.
     """
 
     name_bytes: int | None = None
     is_mount_point: bool = False
+    mount: bytes = b""
+
+
+class DirectoryLock(AbstractContextManager[None], Protocol):
+    """The lock of a directory, until it is left or the process ends. Enter it at once: it may take effect only then."""
+
+    def is_in_place(self) -> bool:
+        """Return True if the locked directory is still at its key.
+
+        Not if it was renamed, removed or replaced, or if another file system is mounted there, or none.
+        """
+        ...
 
 
 @runtime_checkable
 class AtomicDirectories(Protocol):
     """A storage with real directories that can be renamed atomically. Keys as in `StorageBackend`."""
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         """Create a directory if needed, and lock it until the lock is closed or the process ends.
 
         Returns:
-            The lock, or None if the directory is locked already. Enter it at once: it may take effect only then.
+            The lock, or None if the directory is locked already.
 
         Raises:
             AtomicityError: the file system has no locks. The directory exists.

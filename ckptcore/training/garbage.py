@@ -258,7 +258,7 @@ class StepDeleter:
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
             with self._lock:
-                self._owned.check()
+                self._owned.check_without_room()
                 self._commits.sweep_names(self._steps.leftovers)
                 self._locks.sweep()
             if self._commits.claims_by_root:
@@ -274,7 +274,7 @@ class StepDeleter:
                 if step in self._saved or not self._is_claimed(step):
                     continue  # a save of this step began or ended meanwhile
                 logger.info("removing a failed save or deletion: %s in %s", self._steps.name(step), self._steps.display)
-                self._owned.check()
+                self._owned.check_without_room()
                 try:
                     location = self._location(step)
                     location.commits.remove_unfinished(location, new_save_id())
@@ -493,7 +493,7 @@ class StepDeleter:
         recording = Recording("delete", str(self._steps.location(step)), self._context.observers, step=step)
         try:
             with intent, self._lock:
-                self._owned.check()
+                self._owned.check_without_room()
                 intent.check()
                 location = self._location(step)
                 try:

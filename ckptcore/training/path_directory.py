@@ -114,7 +114,7 @@ class OwnedDirectory:
             StorageError: it is not there now, because its file system is not mounted.
         """
         if not self.steps.commits(self.store).claims_by_root:
-            self.lock.check()
+            self.lock.check_without_room()
 
     def infos(self) -> Sequence[StepInfo]:
         """Return the steps that the policy decides about."""

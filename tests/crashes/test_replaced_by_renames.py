@@ -338,7 +338,7 @@ def test_a_session_is_hidden_from_those_who_cannot_read_its_location(tmp_path: P
     assert stat.S_IMODE((tmp_path / ".7.partial.ckptcore").stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("name", ["lock_directory", "delete_directory"])
+@pytest.mark.parametrize("name", ["lock_directory", "rename"])
 def test_a_hidden_directory_of_another_user_stays(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hidden = ".7.0123456789abcdef.ckptcore"
     (tmp_path / hidden).mkdir()
@@ -349,7 +349,7 @@ def test_a_hidden_directory_of_another_user_stays(name: str, tmp_path: Path, cap
 
     plan = FaultPlan()
     save(_OLD, plan)
-    number = next(at.number for at in plan.operations if (at.name, at.keys) == (name, (hidden,)))
+    number = next(at.number for at in plan.operations if (at.name, at.keys[0]) == (name, hidden))
     (tmp_path / hidden).mkdir()
     ckptcore.delete(place)
     (tmp_path / hidden).mkdir()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +14,7 @@ from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.commit.subdirectory import AtomicSubdirectories, Subdirectory
 from ckptcore.errors import AtomicityError
-from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.protocols import DirectoryLock, StorageBackend, StorageOptions
 
 OPTIONS: Final = StorageOptions(durable=False)
 
@@ -43,25 +42,36 @@ def files_without_locks(path: Path) -> StorageBackend:
 class LockedWhenEntered(AtomicSubdirectories):
     """A directory of a file system whose locks take effect only when they are entered."""
 
-    @contextmanager
-    def _lock(self, key: str) -> Iterator[None]:
-        lock = super().lock_directory(key)
-        assert lock is not None
-        with lock:
-            yield
-
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         lock = super().lock_directory(key)
         if lock is None:
             return None
         with lock:
-            return self._lock(key)
+            return _LockWhenEntered(lambda: super(LockedWhenEntered, self).lock_directory(key))
+
+
+class _LockWhenEntered:
+    def __init__(self, take: Callable[[], DirectoryLock | None]) -> None:
+        self._take = take
+        self._held: list[DirectoryLock] = []
+
+    def __enter__(self) -> None:
+        lock = self._take()
+        assert lock is not None
+        lock.__enter__()
+        self._held.append(lock)
+
+    def __exit__(self, *error: object) -> None:
+        self._held.pop().__exit__(None, None, None)
+
+    def is_in_place(self) -> bool:
+        return self._held[0].is_in_place()
 
 
 class WithoutLocks(AtomicSubdirectories):
     """A directory of a file system without locks."""
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         lock = super().lock_directory(key)
         if lock is not None:
             with lock:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import cast
 
 import pytest
 from ckptcore_testing.faults import FailAt, FaultPlan
@@ -13,11 +14,18 @@ from ckptcore_testing.faulty_storage import FaultyStorage, with_faults
 
 from ckptcore.commit import leases
 from ckptcore.commit.location import commit_method
-from ckptcore.commit.locks import Lock
-from ckptcore.errors import ConditionFailedError, DirectoryInUseError, SaveLostError, StorageError, StorageFullError
-from ckptcore.protocols import PutCondition, StorageBackend
+from ckptcore.commit.locks import Lock, Locks
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    ConditionFailedError,
+    DirectoryInUseError,
+    SaveLostError,
+    StorageError,
+    StorageFullError,
+)
+from ckptcore.protocols import AtomicDirectories, DirectoryLock, PutCondition, StorageBackend
 from tests.holds.fake_clock import FakeClock
-from tests.holds.places import EVERYWHERE, LEASED, LOCKED, memory
+from tests.holds.places import EVERYWHERE, LEASED, LOCKED, entered, memory, no_flock
 
 Place = Callable[[Path], StorageBackend]
 LEASE = ".ckptcore/owner.json"
@@ -433,8 +441,16 @@ def full(store: StorageBackend) -> Iterator[None]:
     def put(key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         raise StorageFullError(f"cannot write {key}: no room")
 
+    def lock_directory(key: str) -> DirectoryLock | None:
+        if f"{key.rpartition('/')[2]}/" not in store.list_names(key.rpartition("/")[0]):
+            raise StorageFullError(f"cannot create the directory {key}: no room")
+        return lock(key)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "put", put)
+        if isinstance(store, AtomicDirectories) and store.has_locks():
+            lock = store.lock_directory
+            patch.setattr(store, "lock_directory", lock_directory)
         yield
 
 
@@ -445,7 +461,9 @@ def test_a_directory_without_room_for_a_record_is_owned(place: Place, tmp_path: 
     with full(store):
         first = commit_method(store).locks("run", clock=clock).own()
         for _ in range(2):
-            first.check()
+            first.check_without_room()
+            with pytest.raises(StorageFullError, match="no room"):
+                first.check()
     first.check()
     with pytest.raises(DirectoryInUseError):
         commit_method(store).locks("run", clock=clock).own()
@@ -465,3 +483,173 @@ def test_of_two_owners_without_room_one_loses(place: Place, tmp_path: Path) -> N
         with pytest.raises(SaveLostError, match="another process owns it"):
             first.check()
     second.check()
+
+
+@where_locked
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_directory_that_is_another_one_now_is_locked_again(place: Place, is_full: bool, tmp_path: Path) -> None:
+    """As after its file system was mounted again: other processes do not see the lock of the old one."""
+    store, clock = place(tmp_path), FakeClock()
+    commit_method(store).locks("run", clock=clock).own().close()
+    with full(store) if is_full else nullcontext():
+        first = commit_method(store).locks("run", clock=clock).own()
+    _replace_owner(store)
+    first.check()
+    with pytest.raises(DirectoryInUseError):
+        commit_method(store).locks("run", clock=clock).own()
+    first.check()
+    first.close()
+    commit_method(store).locks("run", clock=clock).own().close()
+
+
+@where_locked
+def test_of_two_owners_of_which_one_lost_its_lock_and_none_has_room_one_loses(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    commit_method(store).locks("run", clock=clock).own().close()
+    with full(store):
+        first = commit_method(store).locks("run", clock=clock).own()
+        _replace_owner(store)
+        second = commit_method(store).locks("run", clock=clock).own()
+        for owner in (first, second):
+            with pytest.raises((SaveLostError, StorageFullError)):
+                owner.check()
+        with pytest.raises(SaveLostError, match="its file system was mounted again, and is locked"):
+            first.check_without_room()
+        second.check_without_room()
+    with pytest.raises(SaveLostError):
+        first.check()
+    second.check()
+    first.close()
+    second.check()
+
+
+def _replace_owner(store: StorageBackend) -> None:
+    """Put another directory with equal files in the place of the one that is locked."""
+    record = store.get(".ckptcore/owner/owner.json")
+    cast(AtomicDirectories, store).rename(".ckptcore/owner", ".ckptcore/unmounted")
+    put = type(store).put  # also on a full disk
+    put(store, ".ckptcore/owner/owner.json", record)
+
+
+@where_locked
+def test_a_deletion_whose_announcement_others_cannot_see_is_refused(place: Place, tmp_path: Path) -> None:
+    store = place(tmp_path)
+    intent = commit_method(store).locks("run", clock=FakeClock()).intend_deletion("1")
+    assert intent is not None
+    intent.check()
+    (name,) = store.list_names(".ckptcore/deleting")
+    cast(AtomicDirectories, store).rename(f".ckptcore/deleting/{name[:-1]}", ".ckptcore/unmounted")
+    with pytest.raises(StorageError, match="is not there"):
+        intent.check()
+
+
+@everywhere
+def test_an_owner_without_room_loses_to_one_that_saved_meanwhile(place: Place, tmp_path: Path) -> None:
+    """Their saves would have one number."""
+    store, clock = place(tmp_path), FakeClock()
+    with full(store):
+        first = commit_method(store).locks("run", clock=clock).own()
+        with pytest.raises(StorageFullError, match="no room"):
+            first.check()
+        first.check_without_room()
+    with commit_method(store).locks("run", clock=clock).own() as second:
+        second.check()
+        with pytest.raises(SaveLostError, match="since this disk was full"):
+            first.check()
+        assert second.number == first.number
+    for _ in range(2):
+        with pytest.raises(SaveLostError, match="since this disk was full"):
+            first.check()
+
+
+# --- hosts with locks and hosts without ------------------------------------------------------------------------------
+
+
+def both(path: Path, clock: FakeClock) -> tuple[Locks, Locks]:
+    """One directory, on a host that locks it and on one that cannot: the server of NFS and a client."""
+    return commit_method(entered(path)).locks("run", clock=clock), commit_method(no_flock(path)).locks(
+        "run", clock=clock
+    )
+
+
+def test_an_owner_with_a_lock_is_seen_without_locks(tmp_path: Path) -> None:
+    server, client = both(tmp_path, FakeClock())
+    with server.own() as first:
+        assert client.owner() is not None
+        with pytest.raises(DirectoryInUseError, match="with locks that this host cannot see"):
+            client.own()
+        first.check()
+    assert client.owner() is None
+    with client.own() as second:
+        assert second.number == 1
+        with pytest.raises(DirectoryInUseError):
+            server.own()
+        second.check()
+    with server.own() as third:
+        assert third.number == 2
+
+
+def test_an_owner_with_a_lock_loses_to_one_that_takes_over(tmp_path: Path) -> None:
+    clock = FakeClock()
+    server, client = both(tmp_path, clock)
+    first = server.own()
+    before = clock.now()
+    with client.own("take over") as second:
+        assert clock.now() - before >= 30, "for a commit after the last check of the first"
+        with pytest.raises(SaveLostError, match="no longer belongs to this process"):
+            first.check()
+        second.check()
+        first.close()
+        second.check()
+    with client.own() as third:
+        assert third.number == 2
+
+
+def test_of_two_owners_that_look_at_the_same_time_not_both_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One writes its lease, and the other its record, after each has seen that there is no owner."""
+    server, client = both(tmp_path, FakeClock())
+    server.own().close()
+    store, put = client._store, client._store.put
+    owned: list[Lock] = []
+
+    def put_later(key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        if not owned:
+            owned.append(server.own())
+        return put(key, data, condition=condition)
+
+    monkeypatch.setattr(store, "put", put_later)
+    with pytest.raises(DirectoryInUseError):
+        client.own()
+    owned[0].check()
+
+
+def test_an_owner_with_a_lock_but_no_room_loses_to_a_lease(tmp_path: Path) -> None:
+    """Its record could not be written before the other looked for it."""
+    server, client = both(tmp_path, FakeClock())
+    server.own().close()
+    with full(server._store):
+        first = server.own()
+    with client.own() as second:
+        for _ in range(2):
+            with pytest.raises(SaveLostError):
+                first.check()
+        second.check()
+    with pytest.raises(SaveLostError):
+        first.check()
+
+
+def test_pins_of_a_host_with_locks_are_seen_without_locks(tmp_path: Path) -> None:
+    clock = FakeClock()
+    server, client = both(tmp_path, clock)
+    with server.pin("1"):
+        for _ in range(5):
+            assert client.intend_deletion("1") is None and not client.may_expire("1")
+            clock.sleep(60)
+    intent = client.intend_deletion("1")
+    assert intent is not None
+    intent.close()
+    deleting = server.intend_deletion("1")
+    assert deleting is not None
+    with pytest.raises(CheckpointNotFoundError, match="is being deleted"):
+        client.pin("1", wait_seconds=1)
+    client.pin("1").close()  # its announcement ends after a lease time, as that of a process that failed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
-from ckptcore.protocols import AtomicDirectories, PutCondition, StorageBackend, StorageOptions
+from ckptcore.protocols import AtomicDirectories, DirectoryLock, PutCondition, StorageBackend, StorageOptions
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import EVERYWHERE, LEASED, LOCKED, OPTIONS
 
@@ -342,7 +341,7 @@ def test_invalid_arguments_are_refused(place: Place, tmp_path: Path) -> None:
 class FullDisk(AtomicSubdirectories):
     """A directory of a file system without room for the announcement of a deletion."""
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         if key.startswith(".ckptcore/deleting"):
             raise StorageFullError(f"cannot create the directory {key}: the file system is full")
         return super().lock_directory(key)

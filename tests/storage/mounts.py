@@ -6,15 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import pytest
 
 import ckptcore
 from tests.storage.missing_program import state
+
+T = TypeVar("T")
 
 _FAST: Final = ckptcore.Context(durability="none")
 _MIB: Final = 1 << 20
@@ -27,6 +29,10 @@ class Mounts:
     def __init__(self, directory: Path, closing: ExitStack) -> None:
         self._directory = directory
         self._closing = closing
+
+    def enter(self, opener: Callable[[Path], AbstractContextManager[T]]) -> T:
+        """Enter what a function returns for the directory, and leave it after the test."""
+        return self._closing.enter_context(opener(self._directory))
 
     def run(self, *command: str) -> None:
         """Run a command as root. Skip the test if that is impossible."""
@@ -108,7 +114,7 @@ class View:
         self._mounts = mounts
         self._command = ["mount", "--bind"] if kind == "bind" else ["bindfs"]
         self._command += [str(source), str(path)]
-        path.mkdir()
+        path.mkdir(exist_ok=True)
 
     def give(self) -> None:
         """Mount it."""

@@ -3,6 +3,7 @@
 It shows a directory through FUSE, in the foreground. Options, joined by commas: ``case`` and ``accents`` take names for
 one as exFAT and APFS do; ``names=143`` limits the bytes of a name, as eCryptfs does, and ``silent`` does not tell the
 limit. As long as there is a file ``SOURCE.stale``, paths that contain its text are stale, as on NFS after a failover.
+As long as there is a file ``SOURCE.quota``, a quota leaves no room for files and bytes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
             found = f"{found}/{name}" if name else found
         return found
 
+    def _take_room(self) -> None:
+        if os.path.exists(f"{self._source}.quota"):
+            raise FuseOSError(errno.EDQUOT)
+
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         found = os.lstat(self._path(path))
         keys = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino", "st_blocks")
@@ -72,6 +77,7 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
         return os.readlink(self._path(path))
 
     def mkdir(self, path: str, mode: int) -> int:
+        self._take_room()
         os.mkdir(self._path(path), mode)
         return 0
 
@@ -105,12 +111,14 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
         return os.open(self._path(path), flags)
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
+        self._take_room()
         return os.open(self._path(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        self._take_room()
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:

@@ -5,6 +5,7 @@ Another storage takes part by a function that returns a `Place`: its directory, 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import subprocess
@@ -14,13 +15,25 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from ckptcore_testing import (
+    FaultProxy,
+    HTTPAnswer,
+    LoseAnswer,
+    ProxiedRequest,
+    RequestFault,
+    ResetRequest,
+    StoreDialect,
+)
+from ckptcore_testing.request_faults import Refuse
 
 from ckptcore import Checkpointer, CheckpointReader, Context
+from ckptcore.context import IOOptions
 from ckptcore.errors import CheckpointError
 from ckptcore.events import Event
 from ckptcore.policies import LatestN
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
+from tests.object_stores.stores import STORES
 from tests.storage.mounts import Mounts
 
 __all__ = ["PLACES", "Fault", "Place", "run"]
@@ -49,10 +62,14 @@ class Place(NamedTuple):
     Attributes:
         directory: the directory of the run.
         faults: what can be taken away.
+        context: options of the run.
+        direct: options of a reader that nothing is taken away from.
     """
 
     directory: str
     faults: Sequence[Fault]
+    context: Context = Context(durability="none")
+    direct: Context = Context()
 
 
 class _Moments:
@@ -118,7 +135,7 @@ def _use(saver: Checkpointer, step: int) -> bool:
 def run(place: Place, seed: int, saves: int) -> None:
     """Save so many steps, each until it is saved. No step is lost, and the run is never opened again."""
     moments = _Moments(place.faults, seed)
-    context = Context(durability="none", observers=[moments.pass_one])
+    context = dataclasses.replace(place.context, observers=[moments.pass_one])
     failed = 0
     attempts: dict[int, int] = {}
     try:
@@ -146,10 +163,12 @@ def run(place: Place, seed: int, saves: int) -> None:
             _settle(saver)
     finally:
         moments.hold()
-    reader = CheckpointReader(place.directory)
+    reader = CheckpointReader(place.directory, context=place.direct)
     expected = range(max(0, saves + 1 - _KEPT), saves + 1)
     # A lease that could not be removed while its file system was away keeps its step until it expires.
-    pinned = [int(name) for name in StepDirectory(place.directory, StepNames(), context).commits().locks().pinned()]
+    pinned = [
+        int(name) for name in StepDirectory(place.directory, StepNames(), place.direct).commits().locks().pinned()
+    ]
     assert set(expected) <= set(reader.steps) <= {*expected, *pinned}, f"seed {seed}: {reader.steps}"
     for step in expected:
         loaded = reader.load(step)
@@ -206,6 +225,69 @@ def _mounted(mounts: Mounts, source: Path, kind: str) -> Place:
     return Place(str(directory), faults)
 
 
+def _quota_of_xfs(mounts: Mounts) -> Place:
+    """A run in a project of XFS whose quota shrinks to nothing."""
+    at = mounts.disk("xfs", 320, "prjquota")
+    (directory := at / "run").mkdir()
+
+    def limit(mib: int) -> None:
+        mounts.run("xfs_quota", "-x", "-c", f"limit -p bhard={mib}m 7", str(at))
+
+    mounts.run("xfs_quota", "-x", "-c", f"project -s -p {directory} 7", str(at))
+    return Place(str(directory), [Fault("quota", lambda: limit(1), lambda: limit(200)), _rights(directory)])
+
+
+def _quota(mounts: Mounts) -> Place:
+    """A run on a file system that says that a quota is used up: for kernels without quotas."""
+    at = mounts.odd("")
+    mark = at.parent / "source.quota"
+    (at / "run").mkdir()
+    return Place(str(at / "run"), [Fault("quota", mark.touch, mark.unlink), _rights(at.parent / "source" / "run")])
+
+
+class _Taken:
+    """What is taken away of a service: the network loses requests or their answers, and an identity is refused."""
+
+    def __init__(self, refusal: HTTPAnswer) -> None:
+        self._refusal = refusal
+        self.is_network_away = self.is_identity_away = False
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        if self.is_network_away:
+            return [LoseAnswer() if request.number % 3 == 0 else ResetRequest()]
+        return [Refuse(self._refusal)] if self.is_identity_away else []
+
+    def fault(self, name: str) -> Fault:
+        """Return the fault that sets an attribute."""
+        return Fault(name, lambda: setattr(self, name, True), lambda: setattr(self, name, False))
+
+
+_REFUSALS: Final = {
+    "s3": (
+        403,
+        "Forbidden",
+        "application/xml",
+        b"<Error><Code>InvalidAccessKeyId</Code><Message>gone</Message></Error>",
+    ),
+    "gs": (401, "Unauthorized", "application/json", b'{"error": {"code": 401, "errors": [{"reason": "authError"}]}}'),
+}
+
+
+def _service(mounts: Mounts, scheme: str) -> Place:
+    """A run on an object store, through a network and with an identity that go and return."""
+    store = mounts.enter(STORES[scheme])
+    taken = _Taken(HTTPAnswer.make(*_REFUSALS[scheme]))
+    proxy = mounts.enter(lambda _: FaultProxy(store.upstream, taken, dialect=store.dialect))
+    config = {**store.config(proxy.url), "retries": 1}
+    return Place(
+        store.new_place("passing"),
+        [taken.fault("is_network_away"), taken.fault("is_identity_away")],
+        Context(storage={scheme: config}, io=IOOptions(threads=2)),
+        store.direct,
+    )
+
+
 PLACES: Final[dict[str, Callable[[Mounts], Place]]] = {
     "ext4": lambda mounts: _mounted(mounts, mounts.disk("ext4", 24), "bind"),
     "inodes": lambda mounts: _mounted(mounts, mounts.tmpfs(64, files=200), "bind"),
@@ -213,4 +295,8 @@ PLACES: Final[dict[str, Callable[[Mounts], Place]]] = {
     "xfs": lambda mounts: _mounted(mounts, mounts.disk("xfs", 320), "bind"),
     "overlay": lambda mounts: _mounted(mounts, mounts.overlay(), "bind"),
     "bindfs": lambda mounts: _mounted(mounts, mounts.disk("ext4", 24), "bindfs"),
+    "quota": _quota,
+    "quota-of-xfs": _quota_of_xfs,
+    "s3": lambda mounts: _service(mounts, "s3"),
+    "gs": lambda mounts: _service(mounts, "gs"),
 }

@@ -116,7 +116,7 @@ def test_without_allocation_and_writeback(
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(local_calls, "_function", lambda *_: refuse if number else None)
+    monkeypatch.setattr(local_calls, "c_function", lambda *_: refuse if number else None)
     writer = storage.open_writer("a", SIZE)
     for start in range(0, SIZE, 1 << 20):
         writer.write_at(start, pattern(SIZE)[start : start + (1 << 20)])
@@ -130,7 +130,7 @@ def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: 
         return -1
 
     writer = storage.open_writer("a", SIZE)
-    monkeypatch.setattr(local_calls, "_function", lambda *_: refuse)
+    monkeypatch.setattr(local_calls, "c_function", lambda *_: refuse)
     with pytest.raises(OSError, match="cannot write"):
         writer.write_at(0, pattern(SIZE))
     writer.abort()

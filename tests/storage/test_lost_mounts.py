@@ -10,7 +10,9 @@ import pytest
 from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
-from ckptcore.errors import StorageError
+from ckptcore.builtin import local_mounts
+from ckptcore.builtin.local_mounts import limits_of
+from ckptcore.errors import AtomicityError, StorageError
 from ckptcore.events import Event
 from ckptcore.policies import LatestN
 from tests.storage.missing_program import check, state
@@ -124,6 +126,71 @@ def test_a_plain_save_creates_nothing_below_a_mount_that_is_gone(name: str, moun
     view.give()
     ckptcore.save(view.path / name, state(2), context=context)
     check(ckptcore.load(view.path / name, context=context), 2)
+
+
+@pytest.mark.parametrize("later", ["bind", "bindfs"])
+def test_another_file_system_at_the_place_is_tried_again(later: str, mounts: Mounts) -> None:
+    """It exchanges directories and has locks, and the one before it did not; or the reverse."""
+    source = mounts.disk("ext4", 24)
+    kinds = ["bindfs", "bind"] if later == "bind" else ["bind", "bindfs"]
+    events: list[Event] = []
+    view, context = mounts.view(source, kinds[0]), ckptcore.Context(durability="none", observers=[events.append])
+    ckptcore.save(view.path / "a", state(0), context=context)
+    for kind in kinds:
+        if kind == later:
+            view.take()
+            view = mounts.view(source, kind)
+        with ckptcore.Checkpointer(view.path / kind, context=context) as run:
+            run.save_blocking(1, state(1))
+            assert (source / kind / ".ckptcore/owner.json").exists() == (kind == "bindfs"), "leases"
+        if kind == "bind":
+            ckptcore.save(view.path / "a", state(2), overwrite=True, context=context)
+            continue
+        events.clear()
+        with pytest.raises(AtomicityError):
+            ckptcore.save(view.path / "a", state(2), overwrite=True, context=context)
+        assert "write" not in {event.phase for event in events}
+
+
+@pytest.mark.lives(
+    "file systems that are mounted again while a run is open",
+    "overlayfs on Linux 6.18, whose locks are others then; bind mounts and bindfs 1.14.7",
+    "the run goes on, and has one owner",
+    "an owner loses the run to a process that opened it before the owner came back",
+)
+def test_a_lock_of_an_old_mount_does_not_own_the_directory(mounts: Mounts) -> None:
+    """Overlayfs has other locks after it was mounted again, also while files of the old mount are open."""
+    view = mounts.overlay()
+    names = {"lowerdir": "lower", "upperdir": "upper", "workdir": "work"}
+    layers = ",".join(f"{option}={view.parent}/tmpfs/{name}" for option, name in names.items())
+
+    def mount_again() -> None:
+        mounts.run("umount", "-l", str(view))
+        mounts.run("mount", "-t", "overlay", "-o", layers, "overlay", str(view))
+
+    with ckptcore.Checkpointer(view / "run") as first:
+        first.save_blocking(1, state(1))
+        mount_again()
+        first.save_blocking(2, state(2))
+        with pytest.raises(ckptcore.errors.DirectoryInUseError):
+            ckptcore.Checkpointer(view / "run")
+        mount_again()
+        with ckptcore.Checkpointer(view / "run") as second:
+            with pytest.raises(ckptcore.errors.SaveLostError):
+                first.save_blocking(3, state(0))
+            second.save_blocking(3, state(3))
+    check(ckptcore.CheckpointReader(view / "run").load(), 3)
+
+
+def test_mounts_are_told_apart_without_statx(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux 5.7 and older."""
+    view = mounts.view(mounts.tmpfs())
+    (view.path / "below").mkdir()
+    for _ in range(2):
+        found = [limits_of(str(path)) for path in (view.path, view.path / "below", view.path / "missing" / "x")]
+        assert [limits.is_mount_point for limits in found] == [True, False, False]
+        assert found[0].mount != found[1].mount == found[2].mount
+        monkeypatch.setattr(local_mounts, "c_function", lambda *_: None)
 
 
 def test_uploads_go_on_when_the_far_tier_is_back(mounts: Mounts, tmp_path: Path) -> None:

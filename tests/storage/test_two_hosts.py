@@ -55,10 +55,16 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(one, two, server)
 
 
-@pytest.mark.parametrize("place", ["two", "server"])
-def test_a_requeued_job_does_not_open_beside_the_old_one(place: str, hosts: Hosts) -> None:
-    other: Path = getattr(hosts, place)
-    with Checkpointer(hosts.one / "run") as old:
+@pytest.mark.lives(
+    "NFS, SMB and others without locks of all hosts, from several hosts, and the server that exports them",
+    "bindfs 1.14.7 twice over one directory, and the directory itself",
+    "one owner of a run; pins of readers; running saves of hosts with leases",
+    "see [File systems](file-systems.md#without-locks)",
+)
+@pytest.mark.parametrize(("first", "second"), [("one", "two"), ("one", "server"), ("server", "one")])
+def test_a_requeued_job_does_not_open_beside_the_old_one(first: str, second: str, hosts: Hosts) -> None:
+    other: Path = getattr(hosts, second)
+    with Checkpointer(getattr(hosts, first) / "run") as old:
         old.save_blocking(1, state(1))
         with pytest.raises(DirectoryInUseError, match="owns it"):
             Checkpointer(other / "run")
@@ -103,10 +109,11 @@ def test_a_step_that_another_host_has_pinned_stays(hosts: Hosts) -> None:
         assert run.steps == (3,)
 
 
-def test_a_step_that_another_host_has_pinned_stays_for_the_server(hosts: Hosts) -> None:
-    with Checkpointer(hosts.server / "run", preservation_policy=LatestN(1)) as run:
+@pytest.mark.parametrize(("owner", "reader"), [("server", "two"), ("two", "server")])
+def test_a_step_that_another_host_has_pinned_stays_for_the_server(owner: str, reader: str, hosts: Hosts) -> None:
+    with Checkpointer(getattr(hosts, owner) / "run", preservation_policy=LatestN(1)) as run:
         run.save_blocking(1, state(1))
-        with CheckpointReader(hosts.two / "run").pin(1):
+        with CheckpointReader(getattr(hosts, reader) / "run").pin(1):
             run.save_blocking(2, state(2))
             run.wait()
             assert run.steps == (1, 2)

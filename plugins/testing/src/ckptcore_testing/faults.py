@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from ckptcore.errors import StorageFullError
-from ckptcore.protocols import Buffer
+from ckptcore.protocols import Buffer, DirectoryLock
 
 __all__ = [
     "CrashAt",
@@ -126,7 +125,7 @@ class FaultPlan:
             else:
                 self._faults.setdefault(fault.operation, []).append(fault)
         self._lock = threading.Lock()
-        self._held: list[AbstractContextManager[None]] = []
+        self._held: list[DirectoryLock] = []
         self.operations: list[Operation] = []
         self.bytes_read = 0
         self.bytes_written = 0
@@ -187,13 +186,13 @@ class FaultPlan:
         if self.crashed:
             raise SimulatedCrash("the test killed this process")
 
-    def hold(self, lock: AbstractContextManager[None]) -> AbstractContextManager[None]:
+    def hold(self, lock: DirectoryLock) -> DirectoryLock:
         """Return a context manager that releases an acquired lock. A crash releases it, too."""
         with self._lock:
             self._held.append(lock)
         return _HeldLock(self, lock)
 
-    def let_go(self, lock: AbstractContextManager[None]) -> None:
+    def let_go(self, lock: DirectoryLock) -> None:
         """Release a lock, unless a crash has released it."""
         with self._lock:
             found = lock in self._held
@@ -204,10 +203,11 @@ class FaultPlan:
 
 
 class _HeldLock:
-    def __init__(self, plan: FaultPlan, lock: AbstractContextManager[None]) -> None:
+    def __init__(self, plan: FaultPlan, lock: DirectoryLock) -> None:
         self._plan = plan
         self._lock = lock
         self._is_entered = False
+        self.is_in_place = lock.is_in_place
 
     def __enter__(self) -> None:
         self._is_entered = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from ckptcore import Context
 from ckptcore.errors import CorruptCheckpointError
@@ -12,6 +11,7 @@ from ckptcore.protocols import (
     AtomicDirectories,
     Buffer,
     DirectoryFeatures,
+    DirectoryLock,
     ObjectWriter,
     PlaceLimits,
     PutCondition,
@@ -172,10 +172,10 @@ class FaultyDirectories(FaultyStorage):
         super().__init__(inner, plan)
         self._directories = directories
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         """See `AtomicDirectories`. A crash releases the lock."""
 
-        def lock() -> AbstractContextManager[None] | None:
+        def lock() -> DirectoryLock | None:
             held = self._directories.lock_directory(key)
             return None if held is None else self.plan.hold(held)
 

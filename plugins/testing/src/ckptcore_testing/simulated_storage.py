@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, TypeAlias
 from urllib.parse import unquote
@@ -22,6 +21,7 @@ from ckptcore.protocols import (
     IF_ABSENT,
     Buffer,
     DirectoryFeatures,
+    DirectoryLock,
     IfAbsent,
     ObjectWriter,
     PlaceLimits,
@@ -206,14 +206,14 @@ class SimulatedStorage(StorageBackend):
 
     # --- AtomicDirectories --------------------------------------------------------------------------------------------
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         """See `AtomicDirectories`."""
         with self._disk.lock:
             directory = self._make_directories(self._path(key))
             if directory in self._disk.locked:
                 return None
             self._disk.locked.add(directory)
-            return _HeldDirectory(self._disk, directory)
+            return _HeldDirectory(self._disk, directory, lambda: self._find(self._path(key)) is directory)
 
     def has_locks(self) -> bool:
         """See `AtomicDirectories`."""
@@ -402,9 +402,10 @@ class SimulatedStorage(StorageBackend):
 
 
 class _HeldDirectory:
-    def __init__(self, disk: SimulatedDisk, directory: DiskDirectory) -> None:
+    def __init__(self, disk: SimulatedDisk, directory: DiskDirectory, is_in_place: Callable[[], bool]) -> None:
         self._disk = disk
         self._directory = directory
+        self.is_in_place = is_in_place
 
     def __enter__(self) -> None:
         return None

@@ -115,6 +115,21 @@ class AtomicDirectoriesTests:
         with last:
             pass
 
+    def test_a_lock_says_if_its_directory_is_still_there(self, storage: DirectoryStorage) -> None:
+        lock = storage.lock_directory("a/b")
+        assert lock is not None
+        with lock:
+            assert lock.is_in_place()
+            storage.put("a/b/c", b"1")
+            assert lock.is_in_place()
+            storage.rename("a", "moved")
+            assert not lock.is_in_place()
+            storage.put("a/b/c", b"1")
+            assert not lock.is_in_place()
+            storage.delete_directory("a")
+            storage.rename("moved", "a")
+            assert lock.is_in_place()
+
     def test_a_lock_survives_the_deletion_of_its_directory(self, storage: DirectoryStorage) -> None:
         lock = storage.lock_directory("a")
         assert lock is not None

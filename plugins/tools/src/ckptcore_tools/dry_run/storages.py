@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
@@ -17,6 +17,7 @@ from ckptcore.model.transfer import ArraySegment, Pending, Segment, WritePlan
 from ckptcore.protocols import (
     Buffer,
     DirectoryFeatures,
+    DirectoryLock,
     HostBytes,
     IfTag,
     ObjectWriter,
@@ -193,13 +194,21 @@ class CountingObjects(StorageBackend):
         """See `StorageBackend`. Not counted."""
 
 
+class _FreeLock(nullcontext[None]):
+    """A lock that no other process wants."""
+
+    def is_in_place(self) -> bool:
+        """See `DirectoryLock`."""
+        return True
+
+
 class CountingDirectories(CountingObjects):
     """A counting storage that also implements `ckptcore.protocols.AtomicDirectories`, like a file system."""
 
-    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+    def lock_directory(self, key: str) -> DirectoryLock | None:
         """See `AtomicDirectories`. The lock is always free."""
         self._count("directories")
-        return nullcontext()
+        return _FreeLock()
 
     def has_locks(self) -> bool:
         """See `AtomicDirectories`. Not counted, because it is asked once for each directory."""
