@@ -117,11 +117,15 @@ class Uploader:
         These are the steps that exist only in the near directory, if the upload policy chooses
         them, and all steps whose near copy is from a later save than the far copy.
         """
-        in_far = {step for step in self._far.steps.candidates() if self._may_be_far(step)}
+        candidates = self._far.steps.candidates()
+        found = self._far.steps.map_ordered(candidates, self._may_be_far)
+        in_far = {step for step, is_there in zip(candidates, found, strict=True) if is_there}
         newest = max(in_far, default=None)
         if newest is not None:
             self._state.last_chosen = self._last_save(self._far.steps, newest)
-        for step in self._near.steps():
+        in_near = self._near.steps()
+        self._far.steps.look_ahead([step for step in in_near if step in in_far])
+        for step in in_near:
             try:
                 differs = step in in_far and self._differs(step)
                 if step not in in_far or differs:

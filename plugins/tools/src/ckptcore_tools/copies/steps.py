@@ -97,18 +97,21 @@ def _choose_steps(source: StepDirectory, steps: Collection[int] | None) -> Seque
     Raises:
         CheckpointNotFoundError: if a requested step does not exist, or there are none.
     """
+    asked = source.candidates() if steps is None else sorted(set(steps))
+    # Not `steps()`, because an unreadable step is an error.
+    found = dict(zip(asked, source.map_ordered(asked, source.is_committed), strict=True))
     if steps is None:
-        committed = [step for step in source.candidates() if source.is_committed(step)]  # an unreadable one is an error
+        committed = [step for step in asked if found[step]]
         if not committed:
             raise CheckpointNotFoundError(_no_steps(source))
         return committed
     for step in steps:
-        if not source.is_committed(step):
+        if not found[step]:
             newest = ", ".join(map(str, source.steps()[-_SHOWN:]))
             raise CheckpointNotFoundError(
                 f"{source.display} has no committed step {step}; the newest: {newest}" if newest else _no_steps(source)
             )
-    return sorted(set(steps))
+    return asked
 
 
 def _no_steps(source: StepDirectory) -> str:
