@@ -66,7 +66,7 @@ def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
     "exFAT, NTFS, APFS, SMB",
     "FUSE by fusepy, with names without case and with one form of accents",
     "names that are one are refused before anything is written, with both names",
-    "no exchange of directories",
+    "no exchange of directories; leases in place of locks, as on FUSE",
 )
 @pytest.mark.lives(
     "ext4 with casefold, XFS with ascii-ci",
@@ -150,7 +150,7 @@ def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
     "eCryptfs",
     "FUSE by fusepy, with names of 143 bytes",
     "saves and loads; longer names are refused before anything is written",
-    "names of checkpoints have at most 116 bytes",
+    "names of checkpoints have at most 116 bytes; leases in place of locks, as on FUSE",
 )
 @pytest.mark.parametrize("options", ["names=143", "names=143,silent"])
 def test_long_names_are_refused_by_the_path_that_was_given(options: str, mounts: Mounts) -> None:

@@ -13,6 +13,8 @@ from orbax.checkpoint import pathways
 from orbax.checkpoint import v1 as theirs
 
 import ckptcore
+from ckptcore.errors import SaveLostError
+from tests.holds.dead_owner import leave_lease
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 
@@ -185,3 +187,11 @@ def test_what_killed_saves_left_is_removed_if_asked_for(tmp_path):
         assert left.exists() != removes
     with theirs.training.Checkpointer(tmp_path) as checkpointer:
         assert [found.step for found in checkpointer.checkpoints] == [0, 1]
+
+
+def test_what_a_job_left_is_removed_also_if_it_was_killed_where_no_lock_tells_it(tmp_path, monkeypatch):
+    killed = leave_lease(tmp_path, monkeypatch.setattr)
+    with ours.training.Checkpointer(tmp_path, cleanup_tmp_directories=True) as checkpointer:
+        checkpointer.save(1, {"w": jnp.zeros(3)})
+    with pytest.raises(SaveLostError):
+        killed.check()
