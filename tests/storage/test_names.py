@@ -66,7 +66,7 @@ def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
     "exFAT, NTFS, APFS, SMB",
     "FUSE by fusepy, with names without case and with one form of accents",
     "names that are one are refused before anything is written, with both names",
-    "no exchange of directories; leases in place of locks, as on FUSE",
+    "no exchange of directories; on SMB, and through FUSE, leases in place of locks",
 )
 @pytest.mark.lives(
     "ext4 with casefold, XFS with ascii-ci",
