@@ -29,6 +29,7 @@ from ckptcore.builtin.local_calls import (
     close_descriptor,
     close_in_children,
     exchange,
+    expect_encodable,
     local_error,
     rename_without_replacing,
     start_writeback,
@@ -143,7 +144,7 @@ class LocalStorage(StorageBackend):
         self._files.close()
 
     def _path(self, key: str) -> str:
-        return self._prefix + check_key(key)
+        return self._prefix + expect_encodable(check_key(key))
 
     def _new_path(self, key: str) -> str:
         if key.rpartition("/")[2].startswith(_TEMPORARY_PREFIX):
@@ -157,7 +158,7 @@ class LocalStorage(StorageBackend):
         return path
 
     def _directory_path(self, key: str) -> str:
-        key = check_directory_key(key)
+        key = expect_encodable(check_directory_key(key))
         return self._prefix + key if key else self._root
 
     # --- read

@@ -35,6 +35,7 @@ __all__ = [
     "close_descriptor",
     "close_in_children",
     "exchange",
+    "expect_encodable",
     "has_succeeded",
     "limit_open_files",
     "local_error",
@@ -120,8 +121,30 @@ def open_regular_file(path: str | os.PathLike[str]) -> BinaryIO:
     return io.BufferedReader(file)
 
 
+def expect_encodable(path: str) -> str:
+    """Return a path, if the encoding of names in this process has all of its characters.
+
+    Raises:
+        InvalidLocationError
+    """
+    if not path.isascii():
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError as error:
+            raise InvalidLocationError(
+                f"{path!a} cannot be the name of a file in this process, which encodes names as "
+                f"{sys.getfilesystemencoding()}: choose another name, or start Python with PYTHONUTF8=1"
+            ) from error
+    return path
+
+
 def real_path(path: str) -> str:
-    """Return `os.path.realpath` of a path. A path without links takes one system call instead of one per component."""
+    """Return `os.path.realpath` of a path. A path without links takes one system call instead of one per component.
+
+    Raises:
+        InvalidLocationError: the encoding of names in this process lacks a character.
+    """
+    expect_encodable(path)
     absolute = path if path.startswith("/") else f"{working_directory()}/{path}"
     # `link/..` is not the directory of the link, and two leading slashes have a meaning on some systems.
     if sys.platform == "linux" and ".." not in absolute.split("/") and not absolute.startswith("//"):

@@ -254,7 +254,8 @@ def _exchanges(directory: str) -> bool:
 
 
 def _is_one(directory: str, first: str, second: str) -> bool:
-    paths = [f"{directory}/{name}" for name in (first, second)]
+    # As UTF-8: the locale may lack the letters.
+    paths = [os.fsencode(directory) + b"/" + name.encode() for name in (first, second)]
     try:
         os.mkdir(paths[0])
     except OSError:

@@ -51,3 +51,13 @@ class SlowRaisingLayout(RaisingLayout):
         if snapshot.plan.rank == 1:
             time.sleep(0.5)
         return super().write(snapshot, store)
+
+
+@dataclass(frozen=True)
+class OneNameLayout(SafetensorsLayout):
+    """Safetensors, beside which every rank writes an object of one name."""
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Write as the only rank."""
+        store.put("notes", str(snapshot.plan.rank).encode())
+        return super().write(snapshot, store)

@@ -10,12 +10,18 @@ from ckptcore_jax.worker_stages import WriteStage
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore.errors import CorruptCheckpointError, NotSharedError, RankFailedError, UnsupportedLeafError
+from ckptcore.errors import (
+    CorruptCheckpointError,
+    NameCollisionError,
+    NotSharedError,
+    RankFailedError,
+    UnsupportedLeafError,
+)
 from ckptcore.model import Pending
 from ckptcore.runtime import runtime_of
 from tests.controller.arrays import ROWS, SPEC, WHOLE, digests_of, make_rows
 from tests.controller.conftest import controlling
-from tests.controller.failing_layouts import EndingLayout, RaisingLayout, SlowRaisingLayout
+from tests.controller.failing_layouts import EndingLayout, OneNameLayout, RaisingLayout, SlowRaisingLayout
 from tests.controller.remote_arrays import RemoteArray
 from tests.controller.worker_processes import WorkerProcesses
 
@@ -50,6 +56,16 @@ def test_a_controller_that_fails_waits_for_its_workers(
         ckptcore.save(
             tmp_path / "it", {"rows": make_rows(workers)}, layout=SlowRaisingLayout(failing=0), context=context
         )
+    assert list(tmp_path.iterdir()) == []
+    assert_next_save_works(tmp_path, workers, context)
+
+
+def test_workers_that_write_one_name_are_refused(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    """Perhaps the file system takes two names for one. No worker replaces the object of another."""
+    with pytest.raises(NameCollisionError, match="wrote notes twice"):
+        ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, layout=OneNameLayout(), context=context)
     assert list(tmp_path.iterdir()) == []
     assert_next_save_works(tmp_path, workers, context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 import ckptcore
+from tests.checkpointer.runs import save_steps
 from tests.composites.objects import Files
 from tests.engine.test_progress import Reports
 from tests.saving.test_progress import LAYOUTS, NBYTES, STATE
+from tests.tiers.far_stores import Meeting
 
 
 @pytest.fixture
@@ -72,6 +75,16 @@ def test_steps_count_as_one_copy(tmp_path: Path) -> None:
     reports.clear()
     assert ckptcore.copy_steps(tmp_path / "run", tmp_path / "none", steps=[], progress=reports).nbytes == 0
     assert reports == [(0, 0)]
+
+
+@pytest.mark.parametrize("chosen", [None, (2, 3)])
+def test_steps_are_looked_for_together(chosen: Sequence[int] | None, tmp_path: Path) -> None:
+    meeting = Meeting()
+    with ckptcore.Checkpointer("far://run", context=meeting.context) as run:
+        save_steps(run, [1, 2, 3, 4])
+    meeting.left = 1  # afterwards, they are copied one after the other
+    copied = ckptcore.copy_steps("far://run", tmp_path / "to", steps=chosen, context=meeting.context)
+    assert meeting.left == 0 and copied.steps.keys() == set(chosen or [1, 2, 3, 4])
 
 
 def test_a_source_that_is_replaced_is_copied_again(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ _KINDS: Final[dict[str, Callable[[Mounts], Path]]] = {
     "FUSE",
     "bindfs 1.14.7",
     'saves, loads, sessions, runs, deletion; `overwrite="best-effort"`, as trainers and replacements save',
-    "no exchange of directories: `overwrite=True` is refused, others replace by two renames",
+    "no exchange of directories: `overwrite=True` is refused, others replace by two renames. Leases in place of locks: "
+    'after a kill, a job with `if_in_use="take over"`, as adapters pass it, waits about a minute',
 )
 @pytest.mark.parametrize("kind", _KINDS)
 def test_everything_works(kind: str, mounts: Mounts) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,7 +67,7 @@ def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
     "exFAT, NTFS, APFS, SMB",
     "FUSE by fusepy, with names without case and with one form of accents",
     "names that it treats as equal are refused before anything is written, with both names",
-    "no exchange of directories",
+    "no exchange of directories; on SMB, and through FUSE, leases in place of locks",
 )
 @pytest.mark.lives(
     "ext4 with casefold, XFS with ascii-ci",
@@ -184,7 +186,7 @@ def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
     "eCryptfs",
     "FUSE by fusepy, with names of 143 bytes",
     "saves and loads; longer names are refused before anything is written",
-    "names of checkpoints have at most 116 bytes",
+    "names of checkpoints have at most 116 bytes; leases in place of locks, as on FUSE",
 )
 @pytest.mark.parametrize("options", ["names=143", "names=143,silent"])
 def test_long_names_are_refused_by_the_path_that_was_given(options: str, mounts: Mounts) -> None:
@@ -238,3 +240,39 @@ def test_a_directory_of_a_lower_layer_is_refused_before_anything_is_written(moun
     with pytest.raises(AtomicityError, match=f"{lower} holds a checkpoint.*Nothing was changed"):
         _save(lower, {"w": _ONE}, overwrite=True)
     assert os.listdir(lower.parent) == ["lower"]
+
+
+_WITHOUT_ACCENTS: Final = """
+import sys
+import numpy as np
+import ckptcore
+from ckptcore.errors import InvalidLocationError
+place, e = sys.argv[1], chr(0xE9)
+state = {"w": np.ones(2)}
+with ckptcore.Checkpointer(f"{place}/run") as run:
+    run.save(1, {e: np.ones(2)})
+    run.wait()
+    assert run.load(1)[e].tolist() == [1, 1]
+for refused in [
+    lambda: ckptcore.save(f"{place}/{e}", state),
+    lambda: ckptcore.load(f"{place}/{e}"),
+    lambda: ckptcore.save(f"file://{place}/%C3%A9", state),
+    lambda: ckptcore.save(f"{place}/array", {e: np.ones(2)}, layout="zarr3"),
+    lambda: ckptcore.save_checkpointables(f"{place}/objects", {e: state}),
+]:
+    try:
+        refused()
+    except InvalidLocationError as error:
+        assert "PYTHONUTF8=1" in str(error), error
+    else:
+        raise AssertionError("not refused")
+"""
+
+
+def test_a_locale_without_accents(tmp_path: Path) -> None:
+    """Only names of files that need them are refused."""
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", _WITHOUT_ACCENTS, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert os.listdir(tmp_path) == ["run"]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from ckptcore_testing.far_storage import FarRequestKind, FarStorage
+
+import ckptcore
+from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.context import PluginOptions
 from ckptcore.errors import StorageError
-from tests.checkpointer.runs import Watch, writes_arrays
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from tests.checkpointer.runs import ROOT, Watch, writes_arrays
 
-__all__ = ["Outage", "Silence", "Standstill"]
+__all__ = ["Meeting", "Outage", "Silence", "Standstill"]
 
 
 class Standstill:
@@ -84,3 +92,45 @@ class Silence:
     def end(self) -> None:
         """Answer everything."""
         self._is_over.set()
+
+
+class Meeting:
+    """Far storages ``far://`` in which a request for the root of step 2 waits for one of step 3, and vice versa.
+
+    Attributes:
+        left: how many times they still wait.
+        context: a Context with these storages.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.context = ckptcore.Context(plugins=PluginOptions(extra=(self,)))
+        self._both = threading.Barrier(2, self._meet)
+        self._objects = MemoryStorages()
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"far": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return _MeetingStorage(self, self._objects.open(url.replace("far://", "memory://"), options))
+
+    def _meet(self) -> None:
+        self.left -= 1
+
+    def wait(self, key: str) -> None:
+        """Wait for the other request, if any is left."""
+        if self.left and key in (f"2/{ROOT}", f"3/{ROOT}"):
+            self._both.wait(30)  # two at once, or this breaks
+
+
+class _MeetingStorage(FarStorage):
+    def __init__(self, meeting: Meeting, inner: StorageBackend) -> None:
+        super().__init__(inner)
+        self._meeting = meeting
+
+    @contextmanager
+    def request(self, kind: FarRequestKind, key: str, start: int = 0, stop: int = 0) -> Iterator[None]:
+        with super().request(kind, key, start, stop):
+            self._meeting.wait(key)
+            yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +17,15 @@ from ckptcore_tiers import NearTier, TieredDirectory
 import ckptcore
 from ckptcore import ArrayShard, Checkpointer, CheckpointReader, ShardedArray
 from ckptcore.context import ReplicaOptions
-from ckptcore.errors import CheckpointError, OnlyStepError, RankFailedError
+from ckptcore.errors import CheckpointError, OnlyStepError, RankFailedError, UploadError
 from ckptcore.model import Box
 from ckptcore.policies import LatestN, SpecificSteps
 from ckptcore.protocols import Coordinator
 from tests.checkpointer.runs import Watch, flip, keys_of, through, watched
+from tests.storage.mounts import Mounts, mounts
 from tests.tiers.far_stores import Outage
+
+__all__ = ["mounts"]
 
 HOSTS: Final = (0, 0, 1, 1)
 """By rank, the host."""
@@ -242,3 +246,20 @@ def test_a_deletion_is_one_on_every_host(tmp_path: Path, far: str) -> None:
     assert job(tmp_path, far, work) == [[2]] * 4
     assert steps_on(tmp_path, 0) == steps_on(tmp_path, 1) == [2]
     assert CheckpointReader(far).steps == (2,)
+
+
+@pytest.mark.system
+def test_names_that_only_the_far_tier_takes_for_one(tmp_path: Path, mounts: Mounts) -> None:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
+        values = sharded(1, rank, len(HOSTS))
+        assert run.save_checkpointables(1, {"Model": values, "model": values}) is not None
+        run.wait()
+        if rank == 0:
+            with pytest.raises(UploadError, match="step 1 cannot be uploaded: NameCollisionError"):
+                tiers.wait_for_uploads(60)
+        save(run, [2], rank)
+
+    far = str(mounts.odd("case") / "run")
+    job(tmp_path, far, work)
+    assert CheckpointReader(far).steps == (2,)
+    assert not [name for name in os.listdir(far) if name.startswith(".1.")]

@@ -13,7 +13,8 @@ from orbax.checkpoint import pathways
 from orbax.checkpoint import v1 as theirs
 
 import ckptcore
-from ckptcore.errors import InvalidLocationError
+from ckptcore.errors import InvalidLocationError, SaveLostError
+from tests.holds.dead_owner import leave_lease
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 
@@ -212,3 +213,11 @@ def test_the_home_directory(tmp_path, monkeypatch):
         ours.training.Checkpointer("$NOWHERE/run")
     assert {path.name for path in tmp_path.iterdir()} == {"c", "e", "run", "work"}
     assert not list((tmp_path / "work").iterdir())
+
+
+def test_what_a_job_left_is_removed_also_if_it_was_killed_where_no_lock_tells_it(tmp_path, monkeypatch):
+    killed = leave_lease(tmp_path, monkeypatch.setattr)
+    with ours.training.Checkpointer(tmp_path, cleanup_tmp_directories=True) as checkpointer:
+        checkpointer.save(1, {"w": jnp.zeros(3)})
+    with pytest.raises(SaveLostError):
+        killed.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_obstore.failures import RequestFailed
 from ckptcore_s3.credentials import Credentials
 from ckptcore_s3.plugin import S3Plugin
 from ckptcore_s3.service import S3Service
@@ -241,6 +243,67 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     assert S3Service(settings_of("bucket", {})).prepare() == Credentials("id", "secret")
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "{closed}/home"])
+def test_a_home_that_cannot_be_searched(home: str, tmp_path: Path) -> None:
+    """As in a container with a user id of its own, whose HOME is that of root."""
+    (tmp_path / "closed/home/.aws").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0)
+    program = """
+import os
+from ckptcore_s3.credentials import Credentials
+from ckptcore_s3.service import S3Service
+from ckptcore_s3.settings import settings_of
+os.environ.update(HOME=HOME, AWS_ACCESS_KEY_ID="id", AWS_SECRET_ACCESS_KEY="secret")
+for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+    del os.environ[name]
+service = S3Service(settings_of("bucket", {"region": "eu-west-1"}))
+assert service.prepare() == Credentials("id", "secret")
+assert service.place().bucket_url == "https://bucket.s3.eu-west-1.amazonaws.com"
+""".replace("=HOME", f"={home.format(closed=tmp_path / 'closed')!r}")
+    command = [sys.executable, "-c", program]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root reads everything, and setpriv is not installed")
+        command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+    assert ended.returncode == 0, ended.stderr
+
+
+def _name_no_profile(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+
+
+def _damage_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "config").mkdir()
+    (directory / "credentials").write_bytes(b"\xef\xbb\xbf[default]")
+
+
+@pytest.mark.parametrize("harm", [_name_no_profile, _damage_files])
+@pytest.mark.parametrize("who", [{"access_key_id": "id", "secret_access_key": "secret"}, {"anonymous": True}])
+def test_files_do_not_matter_if_the_context_says_all(
+    who: dict[str, JSON], harm: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harm(tmp_path, monkeypatch)
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/bundle")
+    options: dict[str, JSON] = {"endpoint": "http://host:9000", "region": "here", **who}
+    assert place_of("bucket", options) == Place("http://host:9000", "http://host:9000/bucket", "here", "/bundle")
+    S3Service(settings_of("bucket", options)).prepare()
+    for name in ("endpoint", "region"):
+        with pytest.raises(RequestFailed):
+            place_of("bucket", {**options, name: ""})
+    with pytest.raises(RequestFailed):
+        place_of("bucket", {**options, "profile": "somebody"})
+
+
+def test_files_that_can_be_read_count_also_if_the_context_says_all(write: Write) -> None:
+    write(config="[default]\nca_bundle=/bundle\n")
+    options: dict[str, JSON] = {"endpoint": "http://host:9000", "region": "here", "anonymous": True}
+    assert place_of("bucket", options).ca_bundle == "/bundle"
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,11 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
 
     def _open(self) -> Checkpointer:
         return Checkpointer(
-            self.directory, preservation_policy=self._policy, layout=self._layout, context=self._context
+            self.directory,
+            preservation_policy=self._policy,
+            layout=self._layout,
+            if_in_use="take over",  # only from a job that does not renew its lease
+            context=self._context,
         )
 
     def _expect_known(self, checkpointer: Checkpointer) -> None:

@@ -24,6 +24,7 @@ from ckptcore.events import Event
 from ckptcore.policies import CustomSteps, EveryNSteps
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
+from tests.holds.dead_owner import leave_lease
 
 DIGITS = load_digits()
 
@@ -98,6 +99,13 @@ def train(directory: Path, **options: Any) -> None:
             }
         )
     )
+
+
+def train_after_a_killed_job(directory: Path) -> None:
+    """Train where a killed job left the lease of the directory."""
+    killed = leave_lease(directory)
+    train(directory)
+    del killed
 
 
 def train_with_callbacks(directory: Path, epochs: int = 10, **options: Any) -> None:

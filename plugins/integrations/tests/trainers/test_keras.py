@@ -46,6 +46,12 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
     assert ckptcore.verify(tmp_path / "killed" / "3").ok
 
 
+def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Path) -> None:
+    """As on FUSE: the job waits until the lease has expired."""
+    assert len(run("torch", "train_after_a_killed_job(d)", tmp_path)["losses"]) == 4
+    assert ckptcore.verify(tmp_path / "3").ok
+
+
 @pytest.mark.brings("counters of `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`", "keras", "same")
 @pytest.mark.brings("`fit(shuffle=True)` on arrays: the order of the data after an epoch", "keras", "same")
 @pytest.mark.parametrize("backend", ["jax", "torch"])

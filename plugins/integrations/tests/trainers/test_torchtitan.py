@@ -125,6 +125,13 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> No
     assert "\n  others/deep[0]" in report["message"]
 
 
+def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Path) -> None:
+    """As on FUSE: the job waits until the lease has expired."""
+    arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
+    assert train(arguments, function="run_after_a_killed_job") == [0]
+    assert ckptcore.verify(tmp_path / "checkpoint/step-4").ok
+
+
 def test_remedies(tmp_path: Path) -> None:
     arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
     assert train(arguments, function="run_remedies") == [0]

@@ -55,6 +55,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Event
+from tests.holds.dead_owner import leave_lease
 
 distributed.set_pg_timeouts = lambda **_: None  # it calls a function that released versions of PyTorch lack
 
@@ -298,7 +299,24 @@ def run(folder: Path, report: Path, managers: str = "CkptcoreManager", models: s
     torch.distributed.destroy_process_group()
 
 
-__all__ = ["CheckpointManager", "Killed", "build", "full", "run", "run_exports", "run_refused", "run_remedies"]
+__all__ = [
+    "CheckpointManager",
+    "Killed",
+    "build",
+    "full",
+    "run",
+    "run_after_a_killed_job",
+    "run_exports",
+    "run_refused",
+    "run_remedies",
+]
+
+
+def run_after_a_killed_job(folder: Path, report: Path) -> None:
+    """Train where a killed job left the lease of the directory."""
+    killed = leave_lease(folder / "checkpoint")
+    run(folder, report, steps=4)
+    del killed
 
 
 def run_exports(report: Path) -> None:

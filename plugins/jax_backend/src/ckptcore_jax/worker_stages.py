@@ -152,7 +152,7 @@ class WriteParts:
         runtime = runtime_of(self.options.context)
         location = self.options.open(self.address, to_write=True)
         expect_claim(self.claimed, location)
-        store = location.commits.store_of(location, self.claimed.save_id)
+        store = location.commits.store_of(location, self.claimed.save_id, is_new=True)
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)

@@ -24,6 +24,9 @@ __all__ = ["Place", "check_endpoint", "find_place", "open_session", "refused_set
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
+_VARIABLES: Final = {"config_file": "AWS_CONFIG_FILE", "credentials_file": "AWS_SHARED_CREDENTIALS_FILE"}
+"""The files that botocore reads, by the variables that name them."""
+
 
 class Place(NamedTuple):
     """The place of a bucket.
@@ -49,12 +52,19 @@ class Place(NamedTuple):
 def find_place(settings: Settings) -> Place:
     """Ask botocore where a bucket is. Makes no request.
 
+    If the Context says all that is needed, wrong files, or a profile that does not exist, do not matter.
+
     Raises:
         RequestFailed: if the environment or a file in ``~/.aws`` is wrong.
     """
+    try:
+        with refused_settings():
+            return _found(open_session(settings.profile), settings)
+    except RequestFailed:
+        if not settings.is_complete:
+            raise
     with refused_settings():
-        session = open_session(settings.profile)
-        return _found(session, settings)
+        return _found(_session_without_files(), settings)
 
 
 def open_session(profile: str | None) -> Any:
@@ -63,22 +73,49 @@ def open_session(profile: str | None) -> Any:
     Raises:
         RequestFailed: if a file exists and cannot be read.
     """
-    import botocore.session  # type: ignore[import-untyped]  # it has no annotations
-
-    session = botocore.session.Session(profile=profile)
-    session.register_component("data_loader", _loader())
+    session = _new_session(profile)
     for variable in ("config_file", "credentials_file"):
         # botocore takes an unreadable file for a missing one.
         path = os.path.expanduser(session.get_config_variable(variable))
         try:
             with open(path, "rb") as file:
                 begins = file.read(len(_BYTE_ORDER_MARK))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
+            if _VARIABLES[variable] not in os.environ and _is_in_closed_directory(path):
+                continue  # the home directory of another user, as in a container with a user id of its own
             raise _refusal(f"cannot read {path!r}: {error.strerror}") from error
         if begins == _BYTE_ORDER_MARK:
             raise _refusal(f"{path!r} begins with a byte order mark, which botocore does not read; save it without")
+    return session
+
+
+def _is_in_closed_directory(path: str) -> bool:
+    """Return True if this process may not look for a file."""
+    try:
+        os.lstat(path)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _session_without_files() -> Any:
+    """Return a new session that reads no file. Only options and the environment count."""
+    session = _new_session(None)
+    for variable in _VARIABLES:
+        session.set_config_variable(variable, os.devnull)
+    session.get_component("config_store").set_config_variable("profile", None)
+    return session
+
+
+def _new_session(profile: str | None) -> Any:
+    import botocore.session  # type: ignore[import-untyped]  # it has no annotations
+
+    session = botocore.session.Session(profile=profile)
+    session.register_component("data_loader", _loader())
     return session
 
 

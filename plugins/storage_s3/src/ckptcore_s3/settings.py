@@ -65,6 +65,12 @@ class Settings:
     tuning: Tuning
     environment: frozenset[tuple[str, str]] = field(repr=False)
 
+    @property
+    def is_complete(self) -> bool:
+        """True if no file is needed: the Context has the endpoint, the region and the keys, and names no profile."""
+        has_keys = self.credentials is not None or self.anonymous
+        return bool(self.endpoint and self.region and has_keys and not self.profile)
+
 
 def settings_of(bucket: str, config: Mapping[str, JSON]) -> Settings:
     """Return the settings of a bucket. Makes no request and reads no file.

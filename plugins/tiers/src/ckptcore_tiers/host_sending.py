@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,8 @@ from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    InvalidLocationError,
+    NameCollisionError,
     ObjectNotFoundError,
     StorageError,
 )
@@ -67,6 +69,13 @@ class _HostPart:
     manifest: Manifest
     late: tuple[ObjectRecord, ...]
     expected: dict[str, int]
+
+    def keys(self) -> Iterator[str]:
+        """Yield the keys of all objects of the step, some of them twice."""
+        yield from self.manifest.keys()
+        yield from self.expected
+        for record in self.late:
+            yield record.key
 
 
 def _read_host_part(location: Location) -> _HostPart:
@@ -178,6 +187,7 @@ class LeaderSender:
             progress(done, total)
 
         try:
+            claim.expect_distinct(part.keys)
             claim.show_claim()
             self._store.put(_CURRENT, json.dumps({"step": step, "name": name, "copy_id": copy_id}).encode())
             sent = _send_host_part(part, claim.store, context, count, is_stopped)
@@ -187,6 +197,9 @@ class LeaderSender:
             assert root is not None  # `_read_host_part` always sets it
             before_commit()
             claim.commit(root.data, root.parts)
+        except (NameCollisionError, InvalidLocationError):
+            claim.abort()  # no attempt can succeed
+            raise
         except BaseException:
             claim.leave()
             raise

@@ -18,7 +18,9 @@ from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CommitUnknownError,
     CorruptCheckpointError,
+    InsufficientMemoryError,
     SaveLostError,
     StorageError,
     UnsupportedVersionError,
@@ -46,15 +48,19 @@ _EXIT_SECONDS: Final = 5.0
 """Maximum time in seconds that the exit of the program waits for the uploader's thread."""
 
 _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError)
-"""Errors of a missing, damaged or unsupported near copy. They are not retried."""
+"""Errors of a missing, damaged or unsupported copy."""
+
+_PASSING: Final = (StorageError, SaveLostError, CommitUnknownError, InsufficientMemoryError)
+"""Errors after which an upload is retried. Others recur, such as a name that the far directory cannot have."""
 
 
 class Uploader:
     """Uploads the committed steps of a run that owns both directories. Thread-safe.
 
     One background thread uploads. If the far directory fails, an upload is retried until the run
-    ends, after pauses of up to a minute. A step with a damaged near copy is not retried. Saves do
-    not wait for uploads: `committed` only queues a step.
+    ends, after pauses of up to a minute. A step with a damaged near copy, or one that the far
+    directory can never take, is not retried. Saves do not wait for uploads: `committed` only queues
+    a step.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._is_clean = False
+        self._closed: set[int] = set()  # steps that could not be written in the far directory, in contrast to others
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
         reset_in_children(self)
@@ -117,16 +124,22 @@ class Uploader:
         These are the steps that exist only in the near directory, if the upload policy chooses
         them, and all steps whose near copy is from a later save than the far copy.
         """
-        in_far = {step for step in self._far.steps.candidates() if self._may_be_far(step)}
+        candidates = self._far.steps.candidates()
+        found = self._far.steps.map_ordered(candidates, self._may_be_far)
+        in_far = {step for step, is_there in zip(candidates, found, strict=True) if is_there}
         newest = max(in_far, default=None)
         if newest is not None:
             self._state.last_chosen = self._last_save(self._far.steps, newest)
-        for step in self._near.steps():
+        in_near = self._near.steps()
+        self._far.steps.look_ahead([step for step in in_near if step in in_far])
+        for step in in_near:
             try:
                 differs = step in in_far and self._differs(step)
                 if step not in in_far or differs:
                     self._queue_if_chosen(step, self._last_save(self._near, step), preempted=False, replaces=differs)
-            except _UNREADABLE as error:
+            except (*_UNREADABLE, StorageError) as error:
+                if not _concerns_one_step(error):
+                    raise
                 logger.warning("step %d in %s is not uploaded: %s", step, self._near.display, error)
 
         if not self.pending():
@@ -139,7 +152,9 @@ class Uploader:
             summary = steps.summary(step)
             epoch = None if summary is None else summary.progress.get("epoch")
             return LastSave(step, epoch, steps.info(step).created)
-        except _UNREADABLE:
+        except (*_UNREADABLE, StorageError) as error:
+            if not _concerns_one_step(error):
+                raise
             return LastSave(step)
 
     def _differs(self, step: int) -> bool:
@@ -317,7 +332,9 @@ class Uploader:
             CheckpointError: if the far directory failed. The step still waits.
         """
         far = self._far.infos()
-        chosen = _next_upload(self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far())
+        chosen = _next_upload(
+            self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far(), last=self._closed
+        )
         with self._changed:
             superseded = self._state.waiting.intersection(chosen.superseded)
             self._state.waiting -= superseded
@@ -374,17 +391,17 @@ class Uploader:
             recording.finish(
                 error=UploadError("the upload was stopped; the next upload of this step resumes it", [step])
             )
-        except _UNREADABLE as error:
+        except _PASSING as error:
             recording.finish(error=error)
-            self._fail(step, error)
-        except CheckpointError as error:
-            recording.finish(error=error)
+            if _concerns_one_step(error):
+                self._closed.add(step)
             raise
         except Exception as error:  # noqa: BLE001  # reported by `wait` and `close`; other steps are still uploaded
             recording.finish(error=error)
             self._fail(step, error)
         else:
             recording.finish(nbytes)
+            self._closed.discard(step)
             with self._changed:
                 self._state.succeed(step)
 
@@ -439,6 +456,11 @@ class Uploader:
             self._changed.notify_all()
 
 
+def _concerns_one_step(error: CheckpointError) -> bool:
+    """Return True if an error concerns one step, and not the storage as a whole or the network."""
+    return isinstance(error, _UNREADABLE) or (isinstance(error, StorageError) and concerns_one_entry(error))
+
+
 def _stop_at_exit(reference: weakref.ref[Uploader]) -> None:
     uploader = reference()
     if uploader is not None:
@@ -465,6 +487,7 @@ def _next_upload(
     now: float,
     *,
     keep: Collection[int] = (),
+    last: Collection[int] = (),
 ) -> _NextUpload:
     """Choose the newest waiting step that the far policy keeps, and list the waiting steps that it would delete.
 
@@ -477,9 +500,11 @@ def _next_upload(
         policy: preservation policy of the far directory.
         now: current time, in seconds since the Unix epoch.
         keep: steps that the far directory keeps regardless of its policy.
+        last: steps to upload after all others.
     """
     infos = {info.step: info for info in (*far, *waiting)}
     deleted = what_to_delete(policy, list(infos.values()), now)
     steps = [info.step for info in waiting]
     superseded = tuple(sorted(set(deleted).intersection(steps).difference(keep)))
-    return _NextUpload(max((step for step in steps if step not in superseded), default=None), superseded)
+    left = [step for step in steps if step not in superseded]
+    return _NextUpload(max(left, key=lambda step: (step not in last, step), default=None), superseded)

@@ -54,7 +54,8 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         super().__init__(expanded_location(directory), **options)
         if options.get("cleanup_tmp_directories") and v1.multihost.is_primary_host(0):
             # Orbax does not know the hidden directories of our saves and deletions that were killed.
-            with ckptcore.Checkpointer(str(self.directory), context=_alone()) as ours:
+            # Take over only from a job that does not renew its lease.
+            with ckptcore.Checkpointer(str(self.directory), if_in_use="take over", context=_alone()) as ours:
                 ours.wait()
         self._saver = _Saver()
         deleter = self._manager._checkpoint_deleter

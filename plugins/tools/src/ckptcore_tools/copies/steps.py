@@ -107,23 +107,25 @@ def _choose_steps(
         CheckpointNotFoundError: if a requested step does not exist, or there are none.
         StorageError: if the storage fails, or no step can be read.
     """
-    chosen: list[int] = []
-    unread: dict[int, StorageError] = {}
-    for step in source.candidates() if steps is None else sorted(set(steps)):
+
+    def look(step: int) -> bool | StorageError:
         try:
-            if source.is_committed(step):
-                chosen.append(step)
-            elif steps is not None:
-                newest = ", ".join(map(str, source.steps()[-_SHOWN:]))
-                raise CheckpointNotFoundError(
-                    f"{source.display} has no committed step {step}; the newest: {newest}"
-                    if newest
-                    else _no_steps(source)
-                )
+            return source.is_committed(step)
         except StorageError as error:
             if not concerns_one_entry(error):
                 raise
-            unread[step] = error
+            return error
+
+    asked = source.candidates() if steps is None else sorted(set(steps))
+    found = dict(zip(asked, source.map_ordered(asked, look), strict=True))
+    unread = {step: error for step, error in found.items() if isinstance(error, StorageError)}
+    chosen = [step for step in asked if found[step] is True]
+    for step in asked if steps is not None else ():
+        if found[step] is False:
+            newest = ", ".join(map(str, source.steps()[-_SHOWN:]))
+            raise CheckpointNotFoundError(
+                f"{source.display} has no committed step {step}; the newest: {newest}" if newest else _no_steps(source)
+            )
     if not chosen:
         for unreadable in unread.values():
             raise unreadable

@@ -1,0 +1,30 @@
+"""An owner of a directory that was killed on a file system without locks, and left its lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptcore.builtin import local_directories
+from ckptcore.builtin.local import open_local
+from ckptcore.commit import locks
+from ckptcore.commit.location import commit_method
+from tests.holds.fake_clock import FakeClock
+from tests.holds.places import OPTIONS
+
+__all__ = ["leave_lease"]
+
+
+def leave_lease(directory: Path, setattr: Callable[[object, str, object], None] = setattr) -> locks.Lock:
+    """Own a directory as a killed job does. From now on no locks of this process reach other hosts, as on FUSE.
+
+    Time passes only for who waits for the lease. Keep the result.
+    """
+    clock = FakeClock()
+    dead = clock.process()
+    setattr(local_directories, "has_locks_of_all_hosts", lambda descriptor: False)
+    setattr(locks, "SYSTEM_CLOCK", clock)
+    directory.mkdir(parents=True, exist_ok=True)
+    owned = commit_method(open_local(str(directory), OPTIONS)).locks(str(directory), clock=dead).own()
+    dead.is_frozen = True
+    return owned
