@@ -322,9 +322,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-_OPEN_FILES: Final = 32
-"""Most files that all storages of a process keep open for further reads, each with up to three descriptors. A process
-may have no more than 256."""
+_OPEN_FILES: Final = (32, 1024)
+"""Least and most files that all storages of a process keep open for further reads. Each has up to three descriptors."""
+
+
+@functools.cache
+def _most_open_files() -> int:
+    """Return the limit for this process: an eighth of its descriptors. Some systems allow 256."""
+    import resource  # only a process that reads files needs it
+
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    least, most = _OPEN_FILES
+    return most if descriptors == resource.RLIM_INFINITY else min(max(descriptors // 8, least), most)
 
 
 class _OpenFiles(Protocol):
@@ -353,7 +362,7 @@ class _RecentFiles:
         with self._lock:
             self._owners.pop((id(owner), path), None)
             self._owners[id(owner), path] = weakref.ref(owner)
-            while len(self._owners) > _OPEN_FILES:
+            while len(self._owners) > _most_open_files():
                 key = next(iter(self._owners))
                 oldest.append((self._owners.pop(key), key[1]))
         for reference, unneeded in oldest:

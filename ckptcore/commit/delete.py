@@ -281,7 +281,7 @@ def find_bases(
     """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
 
     A checkpoint with a damaged root has no bases, because it cannot be loaded. One that this process may not read is
-    logged, and does not block the others: it has the bases that `note_bases` noted beside it.
+    logged, and does not block the others: it has the bases that `note_bases` noted.
 
     Args:
         directory: the storage, opened at the directory.
@@ -310,7 +310,10 @@ def find_bases(
 
 
 def note_bases(location: Location, bases: Sequence[Base]) -> None:
-    """Note beside a checkpoint which others it needs, for deletions that cannot read it. Nothing if that is refused."""
+    """Note in the same directory which others a checkpoint needs, for deletions that cannot read it.
+
+    A refusal by the storage is ignored.
+    """
     for name in {base.path.partition("/")[0] for base in bases} - {".."}:
         with suppress(StorageError):
             location.parent.put(f"{_NOTES}/{location.name}/{name}", b"")

@@ -199,10 +199,12 @@ def _new_id() -> str:
     return os.urandom(8).hex()
 
 
-@functools.lru_cache(maxsize=1)
+_PROCESS_IDS: Final[dict[int, str]] = {}
+"""The random id of this process by its number. A forked child has another number."""
+
+
 def _process_id(pid: int) -> str:
-    """Return the random id of this process. `pid` gives a forked child another one."""
-    return _new_id()
+    return _PROCESS_IDS.get(pid) or _PROCESS_IDS.setdefault(pid, _new_id())  # threads may be first together
 
 
 def decode_holder(data: bytes) -> Holder | None:

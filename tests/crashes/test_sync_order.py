@@ -63,8 +63,8 @@ def test_nothing_is_committed_before_it_is_durable(name: str, warm: Saver, tmp_p
     parent = os.path.dirname(location)
     assert "fsync" in [call.name for call in after if call.paths == [parent]], "the commit is not durable"
     if name.startswith("first"):
-        removed = {call.paths[0] for call in calls if call.name == "rmdir"}  # to try what the file system can do
-        for made in {call.paths[0] for call in calls if call.name == "mkdir"} - removed:
+        tried = {call.paths[0] for call in calls if call.name == "rmdir"}  # to learn what the file system can do
+        for made in {call.paths[0] for call in calls if call.name == "mkdir"} - tried:
             above = os.path.dirname(made)
             assert "fsync" in [call.name for call in calls if call.paths == [above]], f"{made} is not durable"
     else:
