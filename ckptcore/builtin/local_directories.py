@@ -188,7 +188,8 @@ class LocalDirectories:
         if not is_there:
             raise StorageError(
                 f"{self.root} is not there: the file system of {point} is not mounted now. Nothing was "
-                "created below its mount point. Mount it again, and save again; or save to another directory"
+                "created below its mount point. Mount it again, and save again; or save to another directory. A "
+                "program that is started again takes the directory as it is then"
             )
 
     def check_parent(self, path: str) -> None:
