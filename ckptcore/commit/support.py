@@ -125,7 +125,7 @@ class StorageSupport:
 
         display = _url(directory)
         logger.warning(
-            "%s: locks of directories (flock) do not reach other hosts on this file system, so ckptcore uses leases. "
+            "%s: other hosts may not see the locks (flock) of this file system, so ckptcore uses leases. "
             "After a process is killed, the files of its save and its ownership of a run remain until another process "
             "has seen its lease unchanged for more than a minute; Checkpointer(if_in_use='take over') waits for that. "
             "On Lustre, the mount option flock avoids this",
