@@ -124,7 +124,7 @@ class WithExports:
             if agreement.rank == 0:
                 for export in planned:
                     refuse_to_replace(export.location, target.overwrite, foreign_checkpoints(context))
-                _refuse_merged_names(planned, target)
+                _refuse_merged_names(planned, target, draft.save.info.save_id)
         save_ids = agreement.lead("export ids", lambda: [new_save_id() for _ in planned])
         save = self.strategy.prepare(draft)
         further = [
@@ -378,7 +378,7 @@ def _refuse_overlaps(locations: Sequence[Location]) -> None:
                 )
 
 
-def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget) -> None:
+def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget, save_id: str) -> None:
     """Refuse names that the file system of an export takes for one, before the first checkpoint is committed.
 
     Raises:
@@ -393,9 +393,8 @@ def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget
         parent = location.identity.rpartition("/")[0]
         names = [one.name for one in locations if one.identity.rpartition("/")[0] == parent]
         # A name of its own: another save to the location may be running.
-        trial_id = new_save_id()
-        place = replace(location, display=export.location.display, name=trial_id, identity=f"{parent}/{trial_id}")
-        trial = place.commits.begin(place, Claim(trial_id, save_created()), overwrite=False)
+        place = replace(location, display=export.location.display, name=save_id, identity=f"{parent}/{save_id}")
+        trial = place.commits.begin(place, Claim(save_id, save_created()), overwrite=False)
         try:
             trial.expect_distinct(export.keys)
             trial.expect_distinct(names.copy)
