@@ -105,9 +105,10 @@ def _mount_of_opened(path: str, follow_links: bool) -> bytes | None:
             return None
         raise
     try:
-        with suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{descriptor}", "rb") as lines:
-            return next(line for line in lines if line.startswith(b"mnt_id:"))
-        return os.fstat(descriptor).st_dev.to_bytes(8, "big")  # no /proc
+        with suppress(OSError), open(f"/proc/self/fdinfo/{descriptor}", "rb") as lines:
+            if number := next((line for line in lines if line.startswith(b"mnt_id:")), b""):
+                return number
+        return os.fstat(descriptor).st_dev.to_bytes(8, "big")  # without /proc, or in a sandbox such as gVisor
     finally:
         os.close(descriptor)
 
@@ -158,7 +159,12 @@ def limits_of(path: str) -> PlaceLimits:
     while (mount := mount_of(above)) is None and above != "/":
         above = os.path.dirname(above)
     name_bytes = os.pathconf(above, "PC_NAME_MAX")
-    is_mount_point = mount_of(path, follow_links=False) not in (None, mount)
+    try:
+        is_mount_point = mount_of(path, follow_links=False) not in (None, mount)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        is_mount_point = False  # nothing can have this name
     return PlaceLimits(name_bytes if name_bytes > 0 else None, is_mount_point, mount or b"")
 
 

@@ -320,8 +320,9 @@ def note_bases(location: Location, bases: Sequence[Base]) -> None:
 
 
 def forget_bases(location: Location) -> None:
-    """Remove the notes of a checkpoint that is deleted."""
-    location.parent.delete(list(location.parent.list(f"{_NOTES}/{location.name}/")))
+    """Remove the notes of a checkpoint that is deleted. If the storage refuses it, they stay."""
+    with suppress(StorageError):
+        location.parent.delete(list(location.parent.list(f"{_NOTES}/{location.name}/")))
 
 
 def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base]]) -> Sequence[str]:

@@ -307,7 +307,7 @@ def expanded_location(location: LocationLike) -> str:
 
     Raises:
         InvalidLocationError: it has a variable that nothing replaced. A local directory that has such a name can be
-            used if it exists. In a URL, ``$NAME`` is a variable if the environment has it.
+            used if it exists. In a URL, ``$name`` in lower case is no variable.
     """
     text = os.fspath(location)
     if text.startswith("~"):
@@ -322,7 +322,7 @@ def expanded_location(location: LocationLike) -> str:
     for variable in _VARIABLE.finditer(text.partition("?")[0] if is_url else text):
         named = text[: variable.end()] + text[variable.end() :].partition("/")[0]
         # In object stores, names with a dollar sign exist: the container `$web` of Azure, objects `_$folder$`.
-        is_name = variable[1][0] != "{" and variable[1] not in os.environ if is_url else os.path.lexists(named)
+        is_name = variable[1].islower() and variable[1][0] != "{" if is_url else os.path.lexists(named)
         if is_name:
             continue
         exists = "" if is_url else "; or, if it is the name of a directory, create the directory first"

@@ -10,10 +10,13 @@ from typing import Final
 from ckptcore.commit.leases import Holder, absent_directory, decode_holder, new_holder, read_lease
 from ckptcore.commit.subdirectory import has_directories
 from ckptcore.commit.target import INTERNAL_DIRECTORY
-from ckptcore.errors import ObjectNotFoundError, SaveLostError
+from ckptcore.errors import ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.events import logger_named
 from ckptcore.protocols import DirectoryLock, StorageBackend
 
 __all__ = ["OWNER", "OWNER_LEASE", "OWNER_RECORD", "LockedOwner", "is_absent", "read_owner"]
+
+logger = logger_named("ckptcore.commit")
 
 OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
 OWNER_LEASE: Final = f"{INTERNAL_DIRECTORY}/owner.json"
@@ -127,14 +130,17 @@ class LockedOwner:
         )
 
     def release(self) -> None:
-        """Mark the record as released, for hosts that cannot see the lock, and release the lock.
-
-        Raises:
-            StorageError: the record could not be marked.
-        """
+        """Mark the record as released, for hosts that cannot see the lock, and release the lock."""
         try:
             if self._is_written and self._lock.is_in_place() and _read_record(self._store) == self._record:
                 self._mark_released()
+        except StorageError as error:
+            logger.info(
+                "%s: hosts that cannot see the lock still take the directory for one in use; there, open it with "
+                "if_in_use='take over': %s",
+                self._display,
+                error,
+            )
         finally:
             self._lock.__exit__(None, None, None)
 

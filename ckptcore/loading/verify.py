@@ -167,8 +167,8 @@ def _verify_composite(
     )
 
 
-_DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP})
-"""Errors of a file that cannot be read, and of a link in place of a file."""
+_DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)})
+"""Errors of a file that cannot be read, of a damaged file system, and of a link in place of a file."""
 
 
 def _raise_unjudged(error: Exception) -> None:

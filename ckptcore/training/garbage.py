@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Final
 
-from ckptcore.commit.delete import bases_in, find_bases, referring_to
+from ckptcore.commit.delete import bases_in, find_bases, forget_bases, referring_to
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.locks import Lock
 from ckptcore.commit.root import Base, new_save_id
@@ -239,6 +240,7 @@ class StepDeleter:
         self._deciding = threading.Lock()
         """Held while a deletion checks that another valid step exists and hides its own step."""
         self._referred: set[int] = set()  # steps that were not deleted because other checkpoints refer to them
+        self._updates: set[int] = set()  # steps that refer to others, and are being deleted
         self._whole: set[str] = set()
         """The save ids of steps whose files have the right sizes."""
         self._deleting: dict[int, threading.Event] = {}
@@ -462,6 +464,9 @@ class StepDeleter:
                 return None
             if step not in self._steps.broken and not self.has_another(step) and not elsewhere():
                 return None
+            with suppress(CheckpointError):  # a damaged step
+                if (summary := self._steps.summary(step)) is not None and summary.bases:
+                    self._updates.add(step)
             self._steps.hide(step)
             ended = self._deleting[step] = threading.Event()
             return ended
@@ -504,6 +509,9 @@ class StepDeleter:
                         raise  # its file system was not mounted for a moment
                     # Another process deleted it.
                 self._steps.forget([step])
+                if step in self._updates:
+                    forget_bases(location)
+                    self._updates.discard(step)
         except BaseException as error:
             self._steps.distrust(step)
             recording.finish(error=error)

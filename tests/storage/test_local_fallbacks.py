@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import io
 import itertools
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 
 import ckptcore
-from ckptcore.builtin import local, local_calls, local_files
+from ckptcore.builtin import local, local_calls, local_files, local_mounts
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.builtin.local_calls import open_inside
 from ckptcore.builtin.local_files import ColdReader
@@ -135,6 +137,19 @@ def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: 
         writer.write_at(0, pattern(SIZE))
     writer.abort()
     assert list(storage.list()) == []
+
+
+def test_a_system_without_numbers_of_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in gVisor: neither `statx` nor /proc tells them."""
+
+    def without_number(path: str, *arguments: Any, **options: Any) -> Any:
+        return io.BytesIO(b"flags:\t0100000\n") if "fdinfo" in path else open(path, *arguments, **options)
+
+    monkeypatch.setattr(local_mounts, "c_function", lambda *_: None)
+    monkeypatch.setattr(local_mounts, "open", without_number, raising=False)
+    ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
+    ckptcore.save(tmp_path / "c", {"w": np.zeros(3)}, overwrite=True)
+    assert ckptcore.load(tmp_path / "c")["w"].tolist() == [0] * 3
 
 
 def test_a_link_whose_reply_was_lost_is_not_made_twice(

@@ -155,6 +155,13 @@ def test_a_checkpoint_with_another_spelling_is_not_replaced(merging: Path) -> No
     assert os.listdir(merging) == ["model"]
 
 
+@pytest.mark.parametrize("length", [229, 255, 256, 300])
+def test_a_name_that_is_too_long_has_a_remedy_before_anything_is_written(length: int, tmp_path: Path) -> None:
+    with pytest.raises(InvalidLocationError, match="at most 228.*Choose a shorter name"):
+        _save(tmp_path / ("n" * length), {"w": _ONE})
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_base_or_a_member_is_not_deleted_by_another_spelling(merging: Path) -> None:
     _save(merging / "Base", {"w": _ONE, "v": _ONE})
     with pytest.raises(NameCollisionError, match="cannot refer to .*treats the name as 'Base'"):

@@ -261,9 +261,14 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
         return _report_bug(error, as_json=as_json)
 
 
+_OF_OUTPUT: Final = frozenset({errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC})
+"""Error numbers of writes."""
+
+
 def system_text(error: OSError) -> str:
-    """Return the message of an error of the system. One without a path is of stdout: storages raise a StorageError."""
-    return str(error) if error.filename else f"cannot write the output to stdout: {error.strerror or error}"
+    """Return the message of an error of the system. Storages raise a StorageError, so a full disk is that of stdout."""
+    is_output = not error.filename and error.errno in _OF_OUTPUT
+    return f"cannot write the output to stdout: {error.strerror or error}" if is_output else str(error)
 
 
 def discard_unwritable_output() -> None:

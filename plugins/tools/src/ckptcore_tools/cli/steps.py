@@ -99,7 +99,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
     """List the steps in DIRECTORY with state, size, age and metrics, the owner, and leftovers of failed saves.
 
     DIRECTORY is a path or URL. Nothing is changed, and a job can save there at the same time. The size counts all files
-    of a step except its root.
+    of a step except its root. If no step can be read, the exit status is 6.
     """
     context = command_context()
     steps = find_steps(directory, step_names(named), context)
@@ -133,6 +133,8 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
         )
     else:
         _print(statuses, checks, owner, older, steps.leftovers, directory)
+    if statuses and all(status.state == "unreadable" for status in statuses):
+        return ExitCode.FAILED
     return ExitCode.OK if all(check.sound for check in checks.values()) else ExitCode.FOUND
 
 
