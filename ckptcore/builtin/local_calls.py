@@ -322,7 +322,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-_OPEN_FILES: Final = (32, 1024)
+_OPEN_FILES: Final = (32, 64)
 """Least and most files that all storages of a process keep open for further reads. Each has up to three descriptors."""
 
 

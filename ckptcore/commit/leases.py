@@ -199,12 +199,12 @@ def _new_id() -> str:
     return os.urandom(8).hex()
 
 
-_PROCESS_IDS: Final[dict[int, str]] = {}
-"""The random id of this process by its number. A forked child has another number."""
+_IMPORT_ID: Final = _new_id()
 
 
 def _process_id(pid: int) -> str:
-    return _PROCESS_IDS.get(pid) or _PROCESS_IDS.setdefault(pid, _new_id())  # threads may be first together
+    """Return the id of this process. A forked child has another number."""
+    return f"{_IMPORT_ID}-{pid:x}"
 
 
 def decode_holder(data: bytes) -> Holder | None:
