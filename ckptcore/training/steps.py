@@ -491,13 +491,13 @@ class StepDirectory:
             StorageError: the storage failed, or no step can be read.
         """
         candidates = self.candidates()
-        answers = self.map_ordered(candidates, self._is_committed_or_why)
+        answers = self.map_ordered(candidates, self.is_committed_or_why)
         unread = [(step, answer) for step, answer in zip(candidates, answers, strict=True) if answer not in _ANSWERS]
         if unread:
             self._pass_over(unread, all_fail=len(unread) == len(candidates))
         return tuple([step for step, answer in zip(candidates, answers, strict=True) if answer is True])
 
-    def _is_committed_or_why(self, step: int) -> bool | StorageError:
+    def is_committed_or_why(self, step: int) -> bool | StorageError:
         """Return whether a step is committed, or the error of a step that this process may not read."""
         try:
             return self.is_committed(step)
@@ -554,7 +554,7 @@ class StepDirectory:
             StorageError: the storage failed.
         """
         for step in reversed(self.candidates()):
-            answer = self._is_committed_or_why(step)
+            answer = self.is_committed_or_why(step)
             if answer not in _ANSWERS:
                 self._pass_over([(step, answer)], all_fail=False)
             elif answer is True:

@@ -212,7 +212,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             self.directory,
             preservation_policy=self._policy,
             layout=self._layout,
-            if_in_use="take over",  # only from a job that does not renew its lease
+            if_in_use="take over",  # a job that renews a lease keeps the directory
             context=self._context,
         )
 

@@ -144,7 +144,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 preservation_policy=LatestN(config.keep_latest_k) if config.keep_latest_k else None,
                 step_names=_NAMES,
                 layout=config.layout,
-                if_in_use="take over",  # only from a job that does not renew its lease
+                if_in_use="take over",  # a job that renews a lease keeps the directory
                 context=self.context,
             )
         logger.info(f"Checkpoints are loaded from and saved to {redacted_location(self.folder)}.")

@@ -109,15 +109,6 @@ class Uploader:
         self._state = UploadState(stopped=True)
         self._thread = None
 
-    def _may_be_far(self, step: int) -> bool:
-        """Return True also for a step of the far directory that cannot be read, such as one in an archive."""
-        try:
-            return self._far.steps.is_committed(step)
-        except StorageError as error:
-            if not concerns_one_entry(error):
-                raise
-            return True
-
     def resume(self) -> None:
         """Queue steps of an earlier run that it did not upload.
 
@@ -125,8 +116,9 @@ class Uploader:
         them, and all steps whose near copy is from a later save than the far copy.
         """
         candidates = self._far.steps.candidates()
-        found = self._far.steps.map_ordered(candidates, self._may_be_far)
-        in_far = {step for step, is_there in zip(candidates, found, strict=True) if is_there}
+        found = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
+        # A step that cannot be read, such as one in an archive, may be there.
+        in_far = {step for step, is_there in zip(candidates, found, strict=True) if is_there is not False}
         newest = max(in_far, default=None)
         if newest is not None:
             self._state.last_chosen = self._last_save(self._far.steps, newest)

@@ -54,7 +54,7 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         super().__init__(expanded_location(directory), **options)
         if options.get("cleanup_tmp_directories") and v1.multihost.is_primary_host(0):
             # Orbax does not know the hidden directories of our saves and deletions that were killed.
-            # Take over only from a job that does not renew its lease.
+            # A job that was killed where no lock tells it. One that renews a lease keeps the directory.
             with ckptcore.Checkpointer(str(self.directory), if_in_use="take over", context=_alone()) as ours:
                 ours.wait()
         self._saver = _Saver()

@@ -107,17 +107,8 @@ def _choose_steps(
         CheckpointNotFoundError: if a requested step does not exist, or there are none.
         StorageError: if the storage fails, or no step can be read.
     """
-
-    def look(step: int) -> bool | StorageError:
-        try:
-            return source.is_committed(step)
-        except StorageError as error:
-            if not concerns_one_entry(error):
-                raise
-            return error
-
     asked = source.candidates() if steps is None else sorted(set(steps))
-    found = dict(zip(asked, source.map_ordered(asked, look), strict=True))
+    found = dict(zip(asked, source.map_ordered(asked, source.is_committed_or_why), strict=True))
     unread = {step: error for step, error in found.items() if isinstance(error, StorageError)}
     chosen = [step for step in asked if found[step] is True]
     for step in asked if steps is not None else ():
