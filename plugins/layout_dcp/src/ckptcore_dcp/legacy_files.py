@@ -13,7 +13,7 @@ from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import dtype_from_name
-from ckptcore_dcp.pickles import Call, Persistent, Value, brief, read_pickle
+from ckptcore_dcp.pickles import Call, Persistent, Places, Value, brief, read_pickle
 from ckptcore_dcp.storages import StoredBytes
 from ckptcore_dcp.stored_tensors import storage_size
 from ckptcore_dcp.zip_directories import Fetch
@@ -35,18 +35,21 @@ def is_legacy(head: bytes) -> bool:
     return head[:1] == b"\x80" and b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") in head[:32]
 
 
-def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[str, StoredBytes], int]:
+def read_legacy(
+    fetch: Fetch, size: int, *, key: str, places: Places
+) -> tuple[Value, Mapping[str, StoredBytes], int]:
     """Return the value in a file, its storages, and the total length of the pickles in bytes.
 
     Args:
         fetch: reads the file.
         size: length of the file, in bytes.
         key: the file, for errors.
+        places: receives where the file has texts and bytes.
 
     Raises:
         CorruptCheckpointError: the file has another format, or is truncated.
     """
-    values, position = _read_pickles(fetch, size, key)
+    values, position = _read_pickles(fetch, size, key, places)
     magic, version, _, value, keys = values
     if magic != _MAGIC or version != _VERSION:
         raise _corrupt_file(key, 0, position, f"expected version {_VERSION}, found {brief(version)}")
@@ -78,7 +81,7 @@ def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[st
     return value, found, pickle_bytes
 
 
-def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
+def _read_pickles(fetch: Fetch, size: int, key: str, places: Places) -> tuple[list[Value], int]:
     """Return the five leading values, and their end. Reads more bytes until the pickles are complete."""
     length = min(_FIRST_BYTES, size)
     while True:
@@ -87,7 +90,7 @@ def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
         values: list[Value] = []
         try:
             for _ in range(5):
-                value, position = read_pickle(data, key=key, start=position)
+                value, position = read_pickle(data, key=key, start=position, places=places)
                 values.append(value)
                 if len(values) == 1 and value != _MAGIC:
                     raise _corrupt_file(key, 0, position, "the magic number is missing")

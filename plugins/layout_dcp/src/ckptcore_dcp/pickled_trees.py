@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, cast
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
@@ -26,7 +26,8 @@ from ckptcore.model import (
 )
 from ckptcore.model.tree import MAX_KEY_DEPTH, NodeKind
 from ckptcore_dcp.dtypes import FRAMEWORK
-from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value, scalar_value
+from ckptcore_dcp.numpy_arrays import NumpyReader
+from ckptcore_dcp.pickles import Call, Global, Persistent, Places, Value, brief, builtin_value
 from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
 from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 
@@ -64,7 +65,9 @@ _BYTES_IO: Final = Global("_io", "BytesIO")
 _MAKERS: Final = frozenset([Global("copyreg", "_reconstructor"), Global("copy_reg", "_reconstructor")])
 
 
-def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, Sequence[Leaf]]:
+def tree_of(
+    value: Value, *, key: str, limit: int = 1 << 20, places: Places | None = None
+) -> tuple[Skeleton, Sequence[Leaf]]:
     """Return the skeleton and the leaves of a value of `read_pickle`.
 
     An object of an unknown class becomes an ``object`` node with the class name. Its children are
@@ -76,11 +79,13 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
         key: the object that contains the pickle, for errors.
         limit: maximum number of containers and leaves. A pickle of a few bytes can refer to one
             container any number of times; without such references it has at least a byte for each.
+        places: where the pickle has its bytes. Without it NumPy scalars become numbers, and NumPy arrays
+            objects of an unknown class.
 
     Raises:
         CorruptCheckpointError: the value is too deep or too large, or has an invalid tensor.
     """
-    walk = _TreeBuilder(key, limit)
+    walk = _TreeBuilder(key, limit, NumpyReader(key, places))
     skeleton = walk.visit(value, (), 0)
     return skeleton, walk.leaves
 
@@ -90,7 +95,7 @@ def leaf_record(leaf: Leaf) -> LeafRecord:
     if isinstance(leaf, Unreadable):
         return ValueRecord(UNREADABLE, leaf.reason)
     if isinstance(leaf, StoredTensor):
-        return ArrayRecord(leaf.spec, leaf.kind, notes=FRAMEWORK)
+        return ArrayRecord(leaf.spec, leaf.kind, notes=FRAMEWORK if leaf.framework is not None else {})
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encode_leaf(leaf))
 
 
@@ -101,8 +106,9 @@ class _TreeBuilder:
         leaves: the leaves found, in order.
     """
 
-    def __init__(self, key: str, limit: int) -> None:
+    def __init__(self, key: str, limit: int, numpy: NumpyReader) -> None:
         self._key = key
+        self._numpy = numpy
         self._remaining = limit
         self._containers: set[int] = set()  # around the current value, by identity
         self.leaves: list[Leaf] = []
@@ -173,6 +179,15 @@ class _TreeBuilder:
                 elements = value.arguments[0]
                 if isinstance(elements, list | tuple):
                     return self._sequence(elements, f"builtins.{function.name}", path, depth)
+            if function.module.startswith("numpy."):
+                array = self._numpy.read(value, format_path(path))
+                if isinstance(array, list):
+                    return self.visit(array, path, depth + 1)
+                if isinstance(array, StoredTensor):
+                    # By its identity: equal arrays of one byte can have one literal, but are not one array.
+                    array = replace(array, storage=f"pickle:{id(value)}")
+                if array is not None:
+                    return self._leaf(array)
             plain = _plain_value(function, value)
             if plain is not value:
                 return self.visit(plain, path, depth + 1)
@@ -216,24 +231,39 @@ class _TreeBuilder:
     def _object(self, call: Call, path: TreePath, depth: int) -> Node:
         """Return a node for an object of an unknown class."""
         name, arguments = call.function, call.arguments
-        if isinstance(name, Global) and name in _MAKERS and arguments:
-            name, arguments = arguments[0], ()
+        pairs, items = list(call.pairs), list(call.appended)
+        if isinstance(name, Global) and name in _MAKERS and len(arguments) == 3:  # the class, its builtin base, a value
+            name, arguments = arguments[0], arguments[2:]
+            (content,) = arguments
+            if content is None:  # the base is object
+                arguments = ()
+            elif isinstance(content, dict):
+                arguments, pairs = (), [*content.items(), *pairs]
+            elif isinstance(content, list):
+                arguments, items = (), [*content, *items]
         if isinstance(name, Persistent) and isinstance(name.id, tuple) and len(name.id) > 1 and name.id[0] == "module":
             name = name.id[1]
+        type_name = _qualified_name(name) if isinstance(name, Global) else "object"
+        attributes = _attributes(call.state)
+        if not arguments and not call.keywords:
+            # Subclasses of dict and list. Some have their items as attributes too.
+            if pairs and not items and attributes is not None and _repeats(attributes, pairs):
+                return self._mapping("dict", pairs, type_name, path, depth)
+            if items and not pairs and attributes == {}:
+                return self._sequence(items, type_name, path, depth)
         groups: dict[str, Value] = {
             "__arguments__": arguments,
             "__keywords__": {name: value for name, value in call.keywords.items()},  # a dict of values
-            "__items__": list(call.appended),
-            "__pairs__": list(call.pairs),
+            "__items__": items,
+            "__pairs__": pairs,
         }
         parts: list[tuple[str, Value]] = [(label, part) for label, part in groups.items() if part]
-        attributes = _attributes(call.state)
         parts.extend([("__state__", call.state)] if attributes is None else attributes.items())
         keys = tuple([Attribute(label) for label, _ in parts])
         if len(set(keys)) != len(keys):
             raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)
         children = [self.visit(part, (*path, key), depth + 1) for key, (_, part) in zip(keys, parts, strict=True)]
-        return Node("object", keys, tuple(children), _qualified_name(name) if isinstance(name, Global) else "object")
+        return Node("object", keys, tuple(children), type_name)
 
 
 def _may_describe_tensor(value: Value) -> bool:
@@ -291,8 +321,6 @@ def _plain_value(function: Global, call: Call) -> Value:
         return arguments[0]
     if function == _BYTES_IO and not arguments and isinstance(call.state, tuple) and call.state:
         return call.state[0]  # the bytes; position and attributes follow
-    if (number := scalar_value(call)) is not None:
-        return number
     first = arguments[0] if arguments else None
     if isinstance(first, Call) and first.arguments and isinstance(first.arguments[0], Call):
         return call  # deep nesting of bytes calls: limit recursion that the file controls
@@ -320,6 +348,12 @@ def _attributes(state: Value) -> dict[str, Value] | None:
                 return None
             found[name] = value
     return found
+
+
+def _repeats(attributes: Mapping[str, Value], pairs: Sequence[tuple[Value, Value]]) -> bool:
+    """Return True if each attribute is the value of the key with its name, or if there is none."""
+    values = {key: value for key, value in pairs if isinstance(key, str)}
+    return all(label in values and values[label] is value for label, value in attributes.items())
 
 
 def _qualified_name(name: Global) -> str:

@@ -24,7 +24,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record
-from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
+from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, check_bounds
 from ckptcore_dcp.zip_directories import DEFLATED, MAX_INFLATE_RATIO, STORED, Fetch
 from ckptcore_dcp.zips import DescriptorChecksum, ZipMember, read_member
 
@@ -33,6 +33,7 @@ __all__ = [
     "LocationColumns",
     "StoredBytes",
     "decode_locations",
+    "pickled_storages",
     "read_arrays",
     "read_box",
     "read_storage",
@@ -40,6 +41,8 @@ __all__ = [
     "zip_storages",
 ]
 
+LATIN_1: Final = 1 << 16
+"""Compression of bytes that a pickle stores as text in UTF-8, whose code points are the bytes. No method of a zip."""
 _SLAB_BYTES: Final = 1 << 26
 """Uncompressed elements that are not in C order are gathered in reads of at most this size."""
 _MAX_COUNT: Final = 1 << 62
@@ -56,7 +59,7 @@ class StoredBytes:
         size: length after decompression; `nbytes` if uncompressed.
         crc: CRC-32 of the decompressed bytes; zero if unknown.
         descriptor: bytes of the data descriptor that follows, as in `ZipMember`.
-        compression: as in `ZipMember`.
+        compression: as in `ZipMember`, or `LATIN_1`.
         big_endian: True if the elements are big endian, False for little endian.
     """
 
@@ -112,6 +115,28 @@ def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) ->
         name.removeprefix("data/"): StoredBytes.of_member(key, member, big_endian=order == b"big")
         for name, member in members.items()
         if name.startswith("data/")
+    }
+
+
+def pickled_storages(leaves: Sequence[Leaf], *, key: str, start: int) -> Mapping[str, StoredBytes]:
+    """Return the bytes of NumPy arrays in a pickle, by the key of their storage.
+
+    Args:
+        leaves: the leaves of the pickle.
+        key: the object that contains the pickle.
+        start: offset of the pickle in the object, in bytes.
+    """
+    return {
+        leaf.storage: StoredBytes(
+            key,
+            start + leaf.pickled.start,
+            leaf.pickled.nbytes,
+            leaf.pickled.size,
+            compression=LATIN_1 if leaf.pickled.is_text else STORED,
+            big_endian=leaf.pickled.big_endian,
+        )
+        for leaf in leaves
+        if isinstance(leaf, StoredTensor) and leaf.pickled is not None
     }
 
 
@@ -239,7 +264,7 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
             if not isinstance(key, str):
                 raise TypeError("a file name is expected")
             storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1))
-            if compression not in (STORED, DEFLATED):
+            if compression not in (STORED, DEFLATED, LATIN_1):
                 raise ValueError("the compression of a storage is unknown")
             if size > nbytes * MAX_INFLATE_RATIO or (compression == STORED and size != nbytes):
                 raise ValueError("the compressed and decompressed sizes of a storage are inconsistent")
@@ -248,7 +273,7 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
             record = tree.leaves[_natural(leaf)]
             if not isinstance(record, ArrayRecord):
                 raise TypeError("an array is expected")
-            steps = _c_strides(record.spec.shape) if strides is None else tuple([_natural(step) for step in strides])
+            steps = c_strides(record.spec.shape) if strides is None else tuple([_natural(step) for step in strides])
             if len(steps) != len(record.spec.shape):
                 raise ValueError("strides do not match the axes")
             tensor = StoredTensor("", record.spec.dtype, record.spec.shape, steps, _natural(offset), record.kind)
@@ -266,15 +291,6 @@ def _natural(found: Any) -> int:
     if type(found) is not int or not 0 <= found < _MAX_COUNT:
         raise TypeError("a non-negative integer is expected")
     return found
-
-
-def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
 
 
 def read_arrays(
@@ -350,8 +366,26 @@ def read_storage(storage: StoredBytes, fetch: Fetch) -> bytes:
     Raises:
         CorruptCheckpointError: the bytes do not match the zip.
     """
+    if storage.compression == LATIN_1:
+        return _decode_text(storage, fetch(storage.start, storage.stop))
     member = ZipMember("storage", storage.start, storage.nbytes, storage.size, storage.crc, storage.compression)
     return read_member(fetch, member, key=storage.key, limit=storage.size)
+
+
+def _decode_text(storage: StoredBytes, text: bytes) -> bytes:
+    try:
+        data = text.decode("utf-8").encode("latin-1")
+    except UnicodeError:
+        data = b""
+    if len(data) != storage.size:
+        raise CorruptCheckpointError(
+            f"{storage.key!r} is damaged: bytes {storage.start} to {storage.stop} are not the {storage.size} bytes of an "
+            "array as text; restore it from a copy, or load another checkpoint",
+            key=storage.key,
+            start=storage.start,
+            stop=storage.stop,
+        )
+    return data
 
 
 def read_box(location: ArrayLocation, box: Box, whole: bytes | None, store: ReadStore | None) -> HostArray:

@@ -12,7 +12,7 @@ from ckptcore.model import PLAIN_ARRAY, ArraySpec
 from ckptcore_dcp.dtypes import STORAGES, known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief
 
-__all__ = ["StoredTensor", "check_bounds", "storage_size", "stored_tensor"]
+__all__ = ["PickledBytes", "StoredTensor", "c_strides", "check_bounds", "storage_size", "stored_tensor"]
 
 _MAX_AXES: Final = 64
 _MAX_COUNT: Final = 1 << 62
@@ -44,8 +44,27 @@ _REMEDIES: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class PickledBytes:
+    """Bytes that a pickle contains.
+
+    Attributes:
+        start: their offset in the pickle, in bytes.
+        nbytes: their length in the pickle.
+        size: their length.
+        is_text: True if they are stored as UTF-8 text whose code points are the bytes (protocols 0 to 2).
+        big_endian: True if the elements are big endian.
+    """
+
+    start: int
+    nbytes: int
+    size: int
+    is_text: bool
+    big_endian: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor whose elements are in a storage outside the pickle.
+    """A tensor whose elements are in a storage outside the pickle, or a NumPy array whose bytes are in the pickle.
 
     Attributes:
         storage: key of the storage; its bytes are in the member ``data/`` + key.
@@ -56,6 +75,8 @@ class StoredTensor:
         kind: kind of the leaf: `PLAIN_ARRAY`, or ``torch.`` and a dtype whose bytes are stored raw.
         storage_bytes: length of the storage according to the pickle, in bytes.
         requires_grad: torch's ``requires_grad``.
+        framework: the framework whose array it was; None for NumPy.
+        pickled: the bytes of a NumPy array.
     """
 
     storage: str
@@ -66,6 +87,8 @@ class StoredTensor:
     kind: str = PLAIN_ARRAY
     storage_bytes: int = 0
     requires_grad: bool = False
+    framework: str | None = "torch"
+    pickled: PickledBytes | None = None
 
     @property
     def spec(self) -> ArraySpec:
@@ -89,12 +112,18 @@ class StoredTensor:
         """True if the elements are in C order without gaps."""
         if 0 in self.shape:
             return True
-        step = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent != 1 and stride != step:
-                return False
-            step *= extent
-        return True
+        expected = zip(self.shape, self.strides, c_strides(self.shape), strict=True)
+        return all(extent == 1 or stride == step for extent, stride, step in expected)
+
+
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of an array in C order, in elements."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
 
 
 def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:

@@ -26,9 +26,10 @@ from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
-from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import LocationColumns, StoredBytes, zip_storages
+from ckptcore_dcp.pickles import Places, read_pickle
+from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
+from ckptcore_dcp.zip_directories import STORED
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
 __all__ = ["TorchLayout"]
@@ -185,13 +186,16 @@ def _read_file(store: ReadStore, key: str) -> _TorchFile | None:
             return None  # another kind of zip, such as arrays of NumPy
         member = members["data.pkl"]
         pickle = read_member(fetch, member, key=key, limit=max_pickle_bytes(member.nbytes))
-        value, _ = read_pickle(pickle, key=key)
-        skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16))
-        return _TorchFile(skeleton, leaves, zip_storages(members, fetch, key=key))
+        places = Places() if member.compression == STORED else None
+        value, _ = read_pickle(pickle, key=key, places=places)
+        skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16), places=places)
+        storages = {**zip_storages(members, fetch, key=key), **pickled_storages(leaves, key=key, start=member.start)}
+        return _TorchFile(skeleton, leaves, storages)
     if is_legacy(head):
-        value, legacy, pickle_bytes = read_legacy(fetch, store.size(key), key=key)
-        skeleton, leaves = tree_of(value, key=key, limit=pickle_bytes + (1 << 16))
-        return _TorchFile(skeleton, leaves, legacy)
+        places = Places()
+        value, legacy, pickle_bytes = read_legacy(fetch, store.size(key), key=key, places=places)
+        skeleton, leaves = tree_of(value, key=key, limit=pickle_bytes + (1 << 16), places=places)
+        return _TorchFile(skeleton, leaves, {**legacy, **pickled_storages(leaves, key=key, start=0)})
     return None
 
 

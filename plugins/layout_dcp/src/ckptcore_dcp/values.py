@@ -12,8 +12,8 @@ from ckptcore.protocols import ReadStore
 from ckptcore_dcp.item_templates import TemplateCache
 from ckptcore_dcp.metadata import DcpValue
 from ckptcore_dcp.pickled_trees import Leaf, tree_of
-from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import StoredBytes, zip_storages
+from ckptcore_dcp.pickles import Places, read_pickle
+from ckptcore_dcp.storages import StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.transforms import undo_transforms
 from ckptcore_dcp.zip_directories import Fetch
@@ -169,12 +169,18 @@ def _decode_item(name: str, value: DcpValue, item: bytes, templates: _Templates)
         pickle = _pickle_of_item(name, key, item, start, templates, limit)
     else:
         pickle = bytes(known[0])
-    read, _ = read_pickle(pickle, key=key)
-    skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
-    storages: Mapping[str, StoredBytes] | None = None
-    if not value.transforms and any(isinstance(leaf, StoredTensor) for leaf in leaves):
+    first = -1 if value.transforms else item.find(pickle)  # the item contains it, unless it is compressed
+    places = Places() if first >= 0 else None
+    read, _ = read_pickle(pickle, key=key, places=places)
+    skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024, places=places)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, StoredTensor)]
+    if value.transforms or not arrays:
+        return DecodedValue(skeleton, leaves, key, None)
+    storages = pickled_storages(arrays, key=key, start=start + first)
+    if any(array.pickled is None for array in arrays):
         fetch = _item_fetch(item, start)
-        storages = zip_storages(torch_members(read_zip(fetch, start, start + len(item), key=key)), fetch, key=key)
+        members = torch_members(read_zip(fetch, start, start + len(item), key=key))
+        storages = {**zip_storages(members, fetch, key=key), **storages}
     return DecodedValue(skeleton, leaves, key, storages)
 
 

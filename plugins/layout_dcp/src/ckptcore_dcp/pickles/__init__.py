@@ -12,9 +12,9 @@ records the function and its arguments; the caller decides what it means.
 """
 
 from ckptcore_dcp.pickles.encoder import write_pickle
-from ckptcore_dcp.pickles.known_calls import builtin_value, scalar_value
+from ckptcore_dcp.pickles.known_calls import builtin_value
 from ckptcore_dcp.pickles.machine import UNSET, ObjectReader, read_pickle
-from ckptcore_dcp.pickles.values import Call, CompactObject, Global, Persistent, Value, brief
+from ckptcore_dcp.pickles.values import Call, CompactObject, Global, Persistent, Places, Value, brief
 
 __all__ = [
     "UNSET",
@@ -23,10 +23,10 @@ __all__ = [
     "Global",
     "ObjectReader",
     "Persistent",
+    "Places",
     "Value",
     "brief",
     "builtin_value",
     "read_pickle",
-    "scalar_value",
     "write_pickle",
 ]

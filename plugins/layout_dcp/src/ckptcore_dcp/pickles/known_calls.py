@@ -1,4 +1,4 @@
-"""Results of calls to a few known functions: builtins and NumPy scalars.
+"""Results of calls to a few known builtins.
 
 Older protocols represent values that have no opcode as calls of builtins. The functions and arguments
 are those of ``Lib/pickle.py`` and ``Objects/setobject.c`` of CPython.
@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore_dcp.pickles.keys import KeyCheck
 from ckptcore_dcp.pickles.values import Call, Global, Value
 
-__all__ = ["builtin_value", "scalar_value"]
+__all__ = ["builtin_value"]
 
 _ENCODE: Final = Global("_codecs", "encode")
 """Protocols 0 to 2 store bytes as text with the same code points."""
@@ -88,36 +86,3 @@ def _build_set(items: Sequence[Value]) -> set[Value] | None:
     except CorruptCheckpointError:  # the caller keeps the call
         return None
     return set(plain)
-
-
-_MAKERS: Final = frozenset(Global(f"numpy.{package}.multiarray", "scalar") for package in ("core", "_core"))
-_DTYPE: Final = Global("numpy", "dtype")
-_CODES: Final = frozenset(
-    ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"],
-)
-
-
-def scalar_value(call: Call) -> bool | int | float | complex | None:
-    """Return the number in a pickled NumPy scalar, or None for other calls.
-
-    The call is ``scalar(dtype, bytes)``. The dtype is ``dtype("f8", False, True)`` with a state
-    that contains a version and ``<``, ``>`` or ``|`` (NumPy's `generic.__reduce__` and
-    `dtype.__reduce__`).
-    """
-    if call.function not in _MAKERS or len(call.arguments) != 2:
-        return None
-    dtype, data = call.arguments
-    if isinstance(data, Call) and not any(isinstance(argument, Call) for argument in data.arguments):
-        data = builtin_value(data)
-    if not isinstance(dtype, Call) or dtype.function != _DTYPE or not dtype.arguments or not isinstance(data, bytes):
-        return None
-    code, state = dtype.arguments[0], dtype.state
-    order: Value = state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
-    if not isinstance(code, str) or code not in _CODES or order not in ("<", ">", "|"):
-        return None
-    kind = np.dtype(f"{order}{code}")
-    if len(data) != kind.itemsize:
-        return None
-    number = np.frombuffer(data, kind)[0].item()
-    assert isinstance(number, bool | int | float | complex)  # the only types of these codes
-    return number

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from ckptcore_dcp.pickles.keys import PLAIN_KEYS, KeyCheck
 from ckptcore_dcp.pickles.literals import LITERALS, line
-from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief, malformed, truncated
+from ckptcore_dcp.pickles.values import Call, Global, Persistent, Places, Value, brief, malformed, truncated
 
 __all__ = ["UNSET", "ObjectReader", "read_pickle"]
 
@@ -53,6 +53,8 @@ Executed in one step.
 """
 _CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after TUPLE2, a call with that tuple: a ``torch.Size`` of two axes."""
+_CALLABLE: Final = frozenset([Global, Call, Persistent])
+"""A class may be a `Persistent`: before torch 1.6 a file had the source of each class of module."""
 _UINT2: Final = struct.Struct("<H")
 _UINT4: Final = struct.Struct("<I")
 _INT4: Final = struct.Struct("<i")
@@ -60,7 +62,12 @@ _UINT8: Final = struct.Struct("<Q")
 
 
 def read_pickle(
-    data: bytes | memoryview, *, key: str, start: int = 0, objects: ObjectReader | None = None
+    data: bytes | memoryview,
+    *,
+    key: str,
+    start: int = 0,
+    objects: ObjectReader | None = None,
+    places: Places | None = None,
 ) -> tuple[Value, int]:
     """Read the pickle that begins at byte ``start``. Return its value and the offset after it.
 
@@ -72,6 +79,7 @@ def read_pickle(
         data: the data; a memoryview is copied from ``start`` on.
         key: the object that contains the data, for errors.
         objects: reads common objects of ``data`` in one step; requires bytes.
+        places: receives where texts and bytes are in ``data``; requires bytes.
 
     Raises:
         CorruptCheckpointError: it is not a pickle of data, or exceeds a limit that torch's files never
@@ -80,12 +88,14 @@ def read_pickle(
     if not 0 <= start <= len(data):
         raise truncated(key, len(data), start)
     if isinstance(data, memoryview):
-        value, end = _run(bytes(data[start:]), 0, key, None)
+        value, end = _run(bytes(data[start:]), 0, key, None, None)
         return value, start + end
-    return _run(data, start, key, objects)
+    return _run(data, start, key, objects, places)
 
 
-def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> tuple[Value, int]:
+def _run(
+    data: bytes, position: int, key: str, objects: ObjectReader | None, places: Places | None
+) -> tuple[Value, int]:
     # One loop with local variables, with the frequent opcodes of `.metadata` first: it has about 65
     # opcodes per chunk.
     # Values are Any, because the types on the stack are known only after a check.
@@ -149,9 +159,7 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 elif code == 0x52:  # R: REDUCE
                     arguments = stack.pop()
                     function = stack[-1]
-                    if arguments.__class__ is not tuple or (
-                        function.__class__ is not Global and function.__class__ is not Call
-                    ):
+                    if arguments.__class__ is not tuple or function.__class__ not in _CALLABLE:
                         raise malformed(key, position, f"a call of {brief(function)} with {brief(arguments)}")
                     stack[-1] = Call(function, arguments)
                 elif code == 0x58:  # X: BINUNICODE
@@ -159,7 +167,10 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                     position = begins + uint4(data, position)[0]
                     if position > len(data):
                         raise truncated(key, begins, position)
-                    stack.append(data[begins:position].decode("utf-8", "surrogatepass"))
+                    item = data[begins:position].decode("utf-8", "surrogatepass")
+                    if places is not None:
+                        places.add(item, begins, position)
+                    stack.append(item)
                 elif code == 0x5D:  # ]: EMPTY_LIST
                     stack.append([])
                 elif code == 0x51:  # Q: BINPERSID
@@ -170,6 +181,8 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                     return stack[0], position
                 elif (literal := literals[code]) is not None:
                     value, position = literal(data, position, key)
+                    if places is not None and code != 0x53 and code != 0x56:  # STRING and UNICODE have escapes
+                        places.add_literal(value, position)
                     stack.append(value)
                 elif code == 0x30:  # 0: POP
                     if stack:
@@ -293,7 +306,9 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
             elif code == 0x81:  # NEWOBJ
                 arguments = stack.pop()
                 function = stack[-1]
-                if arguments.__class__ is not tuple or function.__class__ is not Global:
+                if arguments.__class__ is not tuple or not (
+                    function.__class__ is Global or function.__class__ is Persistent
+                ):
                     raise malformed(key, position, f"a new {brief(function)} with {brief(arguments)}")
                 item = stack[-1] = Call(function, arguments)
                 item.new = True
@@ -303,6 +318,8 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 if position > len(data):
                     raise truncated(key, begins, position)
                 item = data[begins:position].decode("utf-8", "surrogatepass")
+                if places is not None:
+                    places.add(item, begins, position)
                 stack.append(item)
                 if data[position] == 0x94:  # MEMOIZE
                     position += 1
@@ -313,6 +330,8 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 stack[-1] = (stack[-1], second, item)
             elif (literal := literals[code]) is not None:
                 value, position = literal(data, position, key)
+                if places is not None:
+                    places.add_literal(value, position)
                 stack.append(value)
             elif code == 0x93:  # STACK_GLOBAL
                 name = stack.pop()

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["Call", "CompactObject", "Global", "Persistent", "Value", "brief", "malformed", "truncated"]
+__all__ = ["Call", "CompactObject", "Global", "Persistent", "Places", "Value", "brief", "malformed", "truncated"]
 
 Value: TypeAlias = (
     "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | "
@@ -106,6 +106,34 @@ class CompactObject(tuple[Any, ...]):
     __eq__ = object.__eq__
     __ne__ = object.__ne__
     __hash__ = object.__hash__
+
+
+class Places:
+    """Where a pickle has its texts and bytes: byte ranges of the data, by the identity of the value."""
+
+    __slots__ = ("_ranges",)
+
+    def __init__(self) -> None:
+        """Create an empty collection."""
+        self._ranges: dict[int, tuple[object, int, int]] = {}  # holds the values: an id is used again otherwise
+
+    def add(self, value: str | bytes, start: int, stop: int) -> None:
+        """Add a text, which is UTF-8 in the pickle, or bytes."""
+        self._ranges[id(value)] = value, start, stop
+
+    def add_literal(self, value: Value, stop: int) -> None:
+        """Add the value of an opcode that ends with it. Skips numbers."""
+        if isinstance(value, Call):  # a bytearray
+            (value,) = value.arguments
+        if isinstance(value, bytes):
+            self.add(value, stop - len(value), stop)
+        elif isinstance(value, str):
+            self.add(value, stop - len(value.encode("utf-8", "surrogatepass")), stop)
+
+    def find(self, value: str | bytes) -> tuple[int, int] | None:
+        """Return the byte range of a value of this pickle, or None."""
+        found = self._ranges.get(id(value))
+        return None if found is None else found[1:]
 
 
 def brief(value: Value) -> str:
