@@ -7,7 +7,7 @@ import binascii
 import copy
 import io
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -372,8 +372,13 @@ def _encode_value(leaf: Any) -> JSON:
     return base64.b64encode(leaf).decode("ascii")
 
 
+_JSON_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
+
+
 def _decode_value(record: ValueRecord) -> object:
     value = record.value
+    if type(value) is _JSON_TYPES.get(record.kind):
+        return value  # by far the most values
     if (error := unreadable_error(record)) is not None:
         raise type(error)(
             f"it cannot be loaded, because {error}. To load other leaves, request PLACEHOLDER for it"

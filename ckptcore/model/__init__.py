@@ -18,7 +18,7 @@ from ckptcore.model.arrays import (
     sample_steps,
     sampled,
 )
-from ckptcore.model.columns import column_array, column_summary, column_value
+from ckptcore.model.columns import column_array, column_record, column_summary, column_value, is_column
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     PARTS,
@@ -116,12 +116,14 @@ __all__ = [
     "check_directory_key",
     "check_key",
     "column_array",
+    "column_record",
     "column_summary",
     "column_value",
     "dtype_from_name",
     "float_from_json",
     "float_to_json",
     "format_path",
+    "is_column",
     "name_of_dtype",
     "sample_steps",
     "sampled",

@@ -35,9 +35,7 @@ def is_legacy(head: bytes) -> bool:
     return head[:1] == b"\x80" and b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") in head[:32]
 
 
-def read_legacy(
-    fetch: Fetch, size: int, *, key: str, places: Places
-) -> tuple[Value, Mapping[str, StoredBytes], int]:
+def read_legacy(fetch: Fetch, size: int, *, key: str, places: Places) -> tuple[Value, Mapping[str, StoredBytes], int]:
     """Return the value in a file, its storages, and the total length of the pickles in bytes.
 
     Args:

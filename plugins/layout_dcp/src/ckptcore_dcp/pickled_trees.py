@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
@@ -21,8 +22,10 @@ from ckptcore.model import (
     Skeleton,
     TreePath,
     ValueRecord,
+    column_record,
     float_to_json,
     format_path,
+    is_column,
 )
 from ckptcore.model.tree import MAX_KEY_DEPTH, NodeKind
 from ckptcore_dcp.dtypes import FRAMEWORK
@@ -50,12 +53,24 @@ class Unreadable:
         return cls(str(error).removeprefix(f"{path} is "))
 
 
-Leaf: TypeAlias = StoredTensor | Unreadable | None | bool | int | float | complex | str | bytes
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A long list, tuple or dict of plain values: one leaf, as the core saves it.
+
+    Attributes:
+        values: the container.
+    """
+
+    values: list[Any] | tuple[Any, ...] | dict[Any, Any]
+
+
+Leaf: TypeAlias = StoredTensor | Column | Unreadable | None | bool | int | float | complex | str | bytes
 """A leaf of a tree: a tensor, or a value stored in the pickle itself."""
 
 _ATTRIBUTE_DEPTH: Final = 3
 """Depth of ``{"_metadata": {module: {"version": number}}}``."""
 
+_PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
 _MAX_DEPTH: Final = 150
 """Maximum nesting depth, in containers. The core's limit is 200, and an object adds two or three levels."""
 _ORDERED: Final = Global("collections", "OrderedDict")
@@ -96,6 +111,8 @@ def leaf_record(leaf: Leaf) -> LeafRecord:
         return ValueRecord(UNREADABLE, leaf.reason)
     if isinstance(leaf, StoredTensor):
         return ArrayRecord(leaf.spec, leaf.kind, notes=FRAMEWORK if leaf.framework is not None else {})
+    if isinstance(leaf, Column):
+        return column_record(leaf.values)
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encode_leaf(leaf))
 
 
@@ -117,14 +134,13 @@ class _TreeBuilder:
         """Return the skeleton of a value at a path, inside `depth` containers."""
         self._remaining -= 1
         if self._remaining < 0 or depth > _MAX_DEPTH:
-            raise CorruptCheckpointError(
-                f"the pickle in {self._key!r} cannot be read: at {format_path(path)[:200]} it is deeper than "
-                f"{_MAX_DEPTH} containers, or has far more leaves than bytes; it is not a checkpoint",
-                key=self._key,
-            )
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-            self.leaves.append(value)
+            raise self._too_large(path)
+        if type(value) in _PLAIN:
+            self.leaves.append(cast(Leaf, value))
             return LEAF
+        if isinstance(value, list | tuple | dict) and is_column(value):
+            self._remaining -= len(value)
+            return self._leaf(Column(value))
         if id(value) in self._containers:
             return self._leaf(Unreadable("a container that contains itself: save a tree without cycles"))
         self._containers.add(id(value))
@@ -133,8 +149,7 @@ class _TreeBuilder:
                 return self._mapping("dict", value.items(), None, path, depth)
             if isinstance(value, list | tuple):
                 kind: NodeKind = "list" if isinstance(value, list) else "tuple"
-                children = [self.visit(child, (*path, number), depth + 1) for number, child in enumerate(value)]
-                return Node(kind, tuple(range(len(children))), tuple(children))
+                return Node(kind, tuple(range(len(value))), self._children(enumerate(value), path, depth))
             if isinstance(value, set | frozenset):
                 return self._sequence(sorted(value, key=_sort_key), f"builtins.{type(value).__name__}", path, depth)
             if isinstance(value, Global):
@@ -142,6 +157,28 @@ class _TreeBuilder:
             return self._result(value, path, depth)
         finally:
             self._containers.discard(id(value))
+
+    def _children(self, values: Iterable[tuple[Key, Value]], path: TreePath, depth: int) -> tuple[Skeleton, ...]:
+        """Return the skeletons of the values of a container at `path`."""
+        leaves, plain = self.leaves, _PLAIN
+        children: list[Skeleton] = []
+        for key, value in values:
+            if type(value) in plain:  # without a call: there may be millions
+                self._remaining -= 1
+                leaves.append(cast(Leaf, value))
+                children.append(LEAF)
+            else:
+                children.append(self.visit(value, (*path, key), depth + 1))
+        if self._remaining < 0:
+            raise self._too_large(path)
+        return tuple(children)
+
+    def _too_large(self, path: TreePath) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"the pickle in {self._key!r} cannot be read: at {format_path(path)[:200]} it is deeper than "
+            f"{_MAX_DEPTH} containers, or has far more leaves than bytes; it is not a checkpoint",
+            key=self._key,
+        )
 
     def _leaf(self, leaf: Leaf) -> Skeleton:
         self.leaves.append(leaf)
@@ -194,23 +231,22 @@ class _TreeBuilder:
         return self._object(value, path, depth)
 
     def _sequence(self, values: Iterable[Value], type_name: str, path: TreePath, depth: int) -> Node:
-        children = [self.visit(child, (*path, number), depth + 1) for number, child in enumerate(values)]
-        return Node("object", tuple(range(len(children))), tuple(children), type_name)
+        children = self._children(enumerate(values), path, depth)
+        return Node("object", tuple(range(len(children))), children, type_name)
 
     def _mapping(
         self, kind: NodeKind, pairs: Iterable[tuple[Value, Value]], type_name: str | None, path: TreePath, depth: int
     ) -> Node:
         pairs = list(pairs)
-        KeyCheck(self._key).check(pairs, [key for key, _ in pairs], 0)  # those of calls were not hashed before
+        if not all(type(key) is str for key, _ in pairs):
+            KeyCheck(self._key).check(pairs, [key for key, _ in pairs], 0)  # those of calls were not hashed before
         latest: dict[Value, Value] = dict(pairs)
-        keys: list[Key] = [cast(PlainKey, key) for key in latest if _is_tree_key(key)]
+        keys: list[Key] = [cast(PlainKey, key) for key in latest if type(key) is str or _is_tree_key(key)]
         if len(keys) != len(latest):
             # Tree paths cannot contain such keys, so the pairs are stored as a sequence.
             return self._sequence(latest.items(), type_name or f"builtins.{kind}", path, depth)
-        children = [
-            self.visit(child, (*path, key), depth + 1) for key, child in zip(keys, latest.values(), strict=True)
-        ]
-        return Node(kind, tuple(keys), tuple(children), type_name)
+        children = self._children(zip(keys, latest.values(), strict=True), path, depth)
+        return Node(kind, tuple(keys), children, type_name)
 
     def _attributes_of(self, state: Value) -> dict[str, JSON] | None:
         """Return the attributes of an OrderedDict that JSON represents: module versions, in its ``_metadata``."""
@@ -262,8 +298,8 @@ class _TreeBuilder:
         keys = tuple([Attribute(label) for label, _ in parts])
         if len(set(keys)) != len(keys):
             raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)
-        children = [self.visit(part, (*path, key), depth + 1) for key, (_, part) in zip(keys, parts, strict=True)]
-        return Node("object", keys, tuple(children), type_name)
+        children = self._children(zip(keys, [part for _, part in parts], strict=True), path, depth)
+        return Node("object", keys, children, type_name)
 
 
 def _may_describe_tensor(value: Value) -> bool:
@@ -360,9 +396,9 @@ def _qualified_name(name: Global) -> str:
     return f"{name.module}.{name.name}"
 
 
-def _encode_leaf(leaf: Leaf) -> JSON:
-    if isinstance(leaf, StoredTensor | Unreadable):
-        raise UnsupportedLeafError("a tensor cannot be stored as a value")
+def _encode_leaf(leaf: None | bool | int | float | complex | str | bytes) -> JSON:
+    if isinstance(leaf, float):
+        return leaf if math.isfinite(leaf) else float_to_json(leaf)
     if isinstance(leaf, str):
         if leaf.isascii() or not any("\ud800" <= character <= "\udfff" for character in leaf):
             return leaf
@@ -371,8 +407,6 @@ def _encode_leaf(leaf: Leaf) -> JSON:
         return leaf
     if isinstance(leaf, int):
         return leaf if abs(leaf) < 1 << 53 else hex(leaf)
-    if isinstance(leaf, float):
-        return float_to_json(leaf)
     if isinstance(leaf, complex):
         return [_encode_leaf(leaf.real), _encode_leaf(leaf.imag)]
     return base64.b64encode(leaf).decode("ascii")

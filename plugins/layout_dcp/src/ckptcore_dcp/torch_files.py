@@ -20,7 +20,18 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     UnsupportedLeafError,
 )
-from ckptcore.model import JSON, LEAF, LeafRecord, Node, Receipt, Skeleton, TreeMetadata, format_path, unreadable_leaf
+from ckptcore.model import (
+    JSON,
+    LEAF,
+    ArrayRecord,
+    LeafRecord,
+    Node,
+    Receipt,
+    Skeleton,
+    TreeMetadata,
+    format_path,
+    unreadable_leaf,
+)
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files
@@ -161,14 +172,18 @@ def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
 
 def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _TorchFile]]) -> Inspection:
     """Return a tree with the leaves of these files, concatenated."""
-    leaves = [leaf for _, content in files for leaf in content.leaves]
-    sources = [(key, content) for key, content in files for _ in content.leaves]
     columns = LocationColumns()
-    paths = TreeMetadata(skeleton, tuple(map(leaf_record, leaves))).paths
-    records = [
-        columns.add(number, leaf, content.storages, key=key, path=format_path(path))
-        for number, (path, leaf, (key, content)) in enumerate(zip(paths, leaves, sources, strict=True))
-    ]
+    records = [leaf_record(leaf) for _, content in files for leaf in content.leaves]
+    paths = (
+        TreeMetadata(skeleton, tuple(records)).paths if any(type(record) is ArrayRecord for record in records) else ()
+    )
+    number = 0
+    for key, content in files:
+        for leaf in content.leaves:
+            if isinstance(leaf, StoredTensor):
+                path = format_path(paths[number])
+                records[number] = columns.add(number, leaf, content.storages, key=key, path=path)
+            number += 1
     tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
     return Inspection(tree, columns.to_json(), "torch.save")
 
