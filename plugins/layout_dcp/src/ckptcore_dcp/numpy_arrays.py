@@ -68,9 +68,10 @@ class NumpyReader:
                 raise self._corrupt(path, f"a NumPy array with {brief(state)}")
             shape, dtype, fortran, data = state[-4:]
             return self._array(shape, dtype, data, "F" if fortran is True else "C", None, path)
-        if function in _FROM_BUFFER and 4 <= len(arguments) <= 5 and isinstance(arguments[3], str):
-            data, dtype, shape, order = arguments[:4]
-            return self._array(shape, dtype, data, order, arguments[4] if len(arguments) > 4 else None, path)
+        if function in _FROM_BUFFER:
+            match arguments:
+                case (data, dtype, shape, str() as order, *axes):
+                    return self._array(shape, dtype, data, order, axes[0] if axes else None, path)
         return None
 
     def _array(
@@ -139,7 +140,8 @@ class NumpyReader:
 
     def _corrupt(self, path: str, reason: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{path} in {self.key!r} cannot be read: {reason}; restore the file from a copy, or load another checkpoint",
+            f"{path} in {self.key!r} cannot be read: {reason}; restore the file from a copy, or load another "
+            "checkpoint",
             key=self.key,
         )
 

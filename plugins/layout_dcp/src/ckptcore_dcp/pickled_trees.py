@@ -154,7 +154,7 @@ class _TreeBuilder:
                 return self._sequence(sorted(value, key=_sort_key), f"builtins.{type(value).__name__}", path, depth)
             if isinstance(value, Global):
                 return self._leaf(_qualified_name(value))
-            return self._result(value, path, depth)
+            return self._result(cast("Call | Persistent", value), path, depth)
         finally:
             self._containers.discard(id(value))
 
@@ -291,7 +291,7 @@ class _TreeBuilder:
             "__arguments__": arguments,
             "__keywords__": {name: value for name, value in call.keywords.items()},  # a dict of values
             "__items__": items,
-            "__pairs__": pairs,
+            "__pairs__": cast(Value, pairs),
         }
         parts: list[tuple[str, Value]] = [(label, part) for label, part in groups.items() if part]
         parts.extend([("__state__", call.state)] if attributes is None else attributes.items())
@@ -396,7 +396,7 @@ def _qualified_name(name: Global) -> str:
     return f"{name.module}.{name.name}"
 
 
-def _encode_leaf(leaf: None | bool | int | float | complex | str | bytes) -> JSON:
+def _encode_leaf(leaf: complex | str | bytes | None) -> JSON:
     if isinstance(leaf, float):
         return leaf if math.isfinite(leaf) else float_to_json(leaf)
     if isinstance(leaf, str):

@@ -379,8 +379,8 @@ def _decode_text(storage: StoredBytes, text: bytes) -> bytes:
         data = b""
     if len(data) != storage.size:
         raise CorruptCheckpointError(
-            f"{storage.key!r} is damaged: bytes {storage.start} to {storage.stop} are not the {storage.size} bytes of an "
-            "array as text; restore it from a copy, or load another checkpoint",
+            f"{storage.key!r} is damaged: bytes {storage.start} to {storage.stop} are not the {storage.size} bytes of "
+            "an array as text; restore it from a copy, or load another checkpoint",
             key=storage.key,
             start=storage.start,
             stop=storage.stop,
