@@ -53,7 +53,7 @@ Executed in one step.
 """
 _CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after TUPLE2, a call with that tuple: a ``torch.Size`` of two axes."""
-_CALLABLE: Final[frozenset[type]] = frozenset([Global, Call, Persistent])
+_CALLABLE: Final[frozenset[object]] = frozenset([Global, Call, Persistent])
 """A class may be a `Persistent`: before torch 1.6 a file had the source of each class of module."""
 _UINT2: Final = struct.Struct("<H")
 _UINT4: Final = struct.Struct("<I")
