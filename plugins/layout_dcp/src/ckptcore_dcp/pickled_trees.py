@@ -71,6 +71,8 @@ _ATTRIBUTE_DEPTH: Final = 3
 """Depth of ``{"_metadata": {module: {"version": number}}}``."""
 
 _PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
+_MIN_COLUMN: Final = 1000
+"""Fewest values of a column. Only flat ones: the pickle may have one list in many places of another."""
 _MAX_DEPTH: Final = 150
 """Maximum nesting depth, in containers. The core's limit is 200, and an object adds two or three levels."""
 _ORDERED: Final = Global("collections", "OrderedDict")
@@ -138,9 +140,12 @@ class _TreeBuilder:
         if type(value) in _PLAIN:
             self.leaves.append(cast(Leaf, value))
             return LEAF
-        if isinstance(value, list | tuple | dict) and is_column(value):
+        if isinstance(value, list | tuple | dict) and len(value) >= _MIN_COLUMN and _is_flat(value):
             self._remaining -= len(value)
-            return self._leaf(Column(value))
+            if self._remaining < 0:
+                raise self._too_large(path)
+            if is_column(value):
+                return self._leaf(Column(value))
         if id(value) in self._containers:
             return self._leaf(Unreadable("a container that contains itself: save a tree without cycles"))
         self._containers.add(id(value))
@@ -386,10 +391,18 @@ def _attributes(state: Value) -> dict[str, Value] | None:
     return found
 
 
+def _is_flat(value: list[Value] | tuple[Value, ...] | dict[Value, Value]) -> bool:
+    return _PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value))
+
+
 def _repeats(attributes: Mapping[str, Value], pairs: Sequence[tuple[Value, Value]]) -> bool:
     """Return True if each attribute is the value of the key with its name, or if there is none."""
     values = {key: value for key, value in pairs if isinstance(key, str)}
-    return all(label in values and values[label] is value for label, value in attributes.items())
+    return all(label in values and _is_same(values[label], value) for label, value in attributes.items())
+
+
+def _is_same(first: Value, second: Value) -> bool:
+    return first is second or (type(first) in _PLAIN and type(first) is type(second) and first == second)
 
 
 def _qualified_name(name: Global) -> str:
