@@ -20,6 +20,7 @@ from ckptcore.builtin.safetensors_writing import (
 )
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import ReadStore
@@ -143,17 +144,15 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
     Raises:
         CorruptCheckpointError: the file is not a safetensors file, or is damaged.
     """
-    if file_bytes < 8:
-        raise CorruptCheckpointError(
-            f"{name} is not a safetensors file, or is cut off: it has {file_bytes} bytes; restore it from a copy, or "
-            "load another one",
-            key=name,
-        )
-    header_bytes = int.from_bytes(read(0, 8), "little")
+    header_bytes = int.from_bytes(read(0, 8), "little") if file_bytes >= 8 else -1
     if not fits(header_bytes, file_bytes):
+        kind = file_kind(read(0, min(file_bytes, FILE_HEAD_BYTES)), "")
+        if kind is not None:
+            raise CorruptCheckpointError(f"{name} is {kind}", key=name)
+        stated = f" and states a header of {header_bytes}" if header_bytes >= 0 else ""
         raise CorruptCheckpointError(
-            f"{name} is not a safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
-            f"{header_bytes}; restore it from a copy, or load another one",
+            f"{name} is not a safetensors file, or is cut off: it has {file_bytes} bytes{stated}; restore it from a "
+            "copy, or load another one",
             key=name,
         )
     start = 8 + header_bytes

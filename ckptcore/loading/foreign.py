@@ -28,6 +28,7 @@ from ckptcore.errors import (
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key
 from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
@@ -130,13 +131,17 @@ def format_names(names: Collection[str]) -> str:
 
 
 def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
-    """Return what a file or directory of unknown software has, and what to do."""
+    """Return what a file or directory of other software is or has, and what to do."""
     if file is None:
+        kind = directory_kind(names)
         found = f"has {format_names(names)}"
-    elif not (nbytes := store.size(file)):
-        return "it is empty. Restore it from a copy, or load another location"
     else:
-        found = f"begins with {store.get(file, 0, min(nbytes, 8))!r}"
+        size = store.size(file)
+        head = store.get(file, 0, min(size, FILE_HEAD_BYTES)) if size else b""
+        kind = file_kind(head, file)
+        found = f"begins with {head[:8]!r}"
+    if kind is not None:
+        return f"it is {kind}"
     return (
         f"it {found}. Read it with the software that wrote it and pass the state to ckptcore.save, or load another "
         "location"

@@ -9,12 +9,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import ckptcore
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+import ckptcore
 from ckptcore.errors import CorruptCheckpointError
 
 ARRAYS: dict[str, Any] = {

@@ -21,6 +21,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import (
+    FILE_HEAD_BYTES,
     JSON,
     LEAF,
     ArrayRecord,
@@ -29,6 +30,7 @@ from ckptcore.model import (
     Receipt,
     Skeleton,
     TreeMetadata,
+    file_kind,
     format_path,
     unreadable_leaf,
 )
@@ -231,6 +233,8 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
         content, problem = None, "is not a file of torch.save"
         try:
             content = _read_file(store, file)
+            if content is None and (kind := file_kind(store.get(file, 0, FILE_HEAD_BYTES), file)) is not None:
+                problem = f"is {kind.noun}"
         except ObjectNotFoundError:
             problem = "does not exist"
         except (CorruptCheckpointError, UnsupportedLeafError) as error:

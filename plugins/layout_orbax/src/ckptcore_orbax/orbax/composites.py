@@ -16,6 +16,7 @@ from ckptcore_orbax.orbax.items import (
     kind_of_handler,
     names_in,
     random_key_form,
+    without_other_file,
 )
 from ckptcore_orbax.orbax.json_files import expect_object, expect_type, parse_json
 from ckptcore_orbax.orbax.markers import (
@@ -82,7 +83,7 @@ def find_composite(store: ReadStore) -> Composite | None:
     for name in sorted(name.removesuffix("/") for name in names if name.endswith("/")):
         if name == deleted or TEMPORARY in name or name.startswith("."):
             continue
-        inside = frozenset(store.list_names(name))
+        inside = without_other_file(store, name, frozenset(store.list_names(name)))
         if not marked and (METADATA_FILE in inside or name.isdigit()):
             return None  # a directory of steps
         kind, said = item_kind(inside), kind_of_handler(handlers.get(name, ""))

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
-from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, Node, TreeMetadata
+from ckptcore.model import (
+    FILE_HEAD_BYTES,
+    JSON,
+    LEAF,
+    PLAIN_ARRAY,
+    ArrayRecord,
+    ArraySpec,
+    Node,
+    TreeMetadata,
+    file_kind,
+)
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, OTHER_PROCESSES, is_aggregate, parse_aggregate
 from ckptcore_orbax.orbax.item_files import ARRAY_METADATA, STRINGS_FILE, Strings, parse_array_metadata
@@ -31,6 +41,7 @@ __all__ = [
     "kind_of_handler",
     "names_in",
     "random_key_form",
+    "without_other_file",
 ]
 
 ItemKind = Literal["tree", "array", "json", "proto", "random key"]
@@ -130,7 +141,20 @@ def names_in(store: ReadStore, directory: str) -> frozenset[str]:
             f"{url or directory} is a temporary directory of Orbax: the save that wrote it did not finish. Load "
             "another step; if you know that it is complete, rename it"
         )
-    return names
+    return without_other_file(store, directory, names)
+
+
+def without_other_file(store: ReadStore, directory: str, names: frozenset[str]) -> frozenset[str]:
+    """Return the names without a file called ``checkpoint`` that other software wrote, such as TensorFlow.
+
+    msgpack begins with a byte from 0x80 on for everything but small integers. A damaged file may begin with a zero.
+    """
+    if AGGREGATE_FILE not in names or not names.isdisjoint((TREE_FILE, METADATA_FILE, _MANIFEST)):
+        return names
+    key = key_in(directory, AGGREGATE_FILE)
+    size = store.size(key)
+    head = store.get(key, 0, min(size, FILE_HEAD_BYTES)) if size else b"\0"
+    return names - {AGGREGATE_FILE} if file_kind(head, "") is not None or 0 < head[0] < 0x80 else names
 
 
 def expect_commit(store: ReadStore, names: frozenset[str]) -> None:

@@ -1,0 +1,150 @@
+"""What a file is, by its first bytes and its name, if no layout reads it: for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, NamedTuple
+
+__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind"]
+
+FILE_HEAD_BYTES: Final = 512
+"""Bytes of a file by which it is recognized."""
+
+
+class FileKind(NamedTuple):
+    """A kind of file, or of directory.
+
+    Attributes:
+        noun: what it is, with an article.
+        remedy: what to do, as an imperative.
+    """
+
+    noun: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Return both, to follow the name of the file and `is`."""
+        return f"{self.noun}: {self.remedy}"
+
+
+_OWNER: Final = "read it with {} and pass the arrays to ckptcore.save"
+_UNPACK: Final = "unpack it, and load what it contains"
+_AGAIN: Final = "download the file again; it may need a login or another address"
+
+_LFS: Final = FileKind(
+    "a pointer of Git LFS in place of the file", "run `git lfs pull` in its clone, or download the file itself"
+)
+_HTML: Final = FileKind("a page of HTML, such as an error or a login page", _AGAIN)
+_PICKLE: Final = FileKind(
+    "a pickle of Python, which can run any code when it is read",
+    "if you trust it, read it with pickle.load, or joblib.load, and pass the arrays to ckptcore.save",
+)
+
+_MAGIC: Final[Mapping[bytes, FileKind]] = {
+    b"version https://git-lfs": _LFS,
+    b"<?xml": FileKind("an XML document, such as the error of an object store", _AGAIN),
+    b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file, as Keras writes it", _OWNER.format("h5py or Keras")),
+    b"\x93NUMPY": FileKind("an array of numpy.save", _OWNER.format("numpy.load")),
+    b"GGUF": FileKind("a GGUF file of llama.cpp", _OWNER.format("the package gguf")),
+    b"lmgg": FileKind("a GGML file of llama.cpp", "convert it to GGUF with the tools of llama.cpp"),
+    b"tjgg": FileKind("a GGML file of llama.cpp", "convert it to GGUF with the tools of llama.cpp"),
+    b"\x1f\x8b": FileKind("compressed by gzip", "decompress it with gunzip, or unpack it with tar -xzf"),
+    b"\x28\xb5\x2f\xfd": FileKind("compressed by Zstandard", "decompress it with zstd -d"),
+    b"\xfd7zXZ\x00": FileKind("compressed by xz", "decompress it with xz -d"),
+    b"BZh": FileKind("compressed by bzip2", "decompress it with bzip2 -d"),
+    b"\x04\x22\x4d\x18": FileKind("compressed by LZ4", "decompress it with lz4 -d"),
+    b"7z\xbc\xaf\x27\x1c": FileKind("a 7z archive", _UNPACK),
+    b"PAR1": FileKind("a Parquet file", _OWNER.format("pyarrow or pandas")),
+    b"ARROW1": FileKind("an Arrow file", _OWNER.format("pyarrow")),
+    b"SQLite format 3\x00": FileKind("a SQLite database", "load the checkpoint that it is about"),
+}
+
+_SUFFIXES: Final[Mapping[str, FileKind]] = {
+    ".onnx": FileKind("an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)")),
+    ".pb": FileKind("a TensorFlow or protobuf file", _OWNER.format("TensorFlow")),
+    ".h5": FileKind("no HDF5 file, in spite of its name", "download or copy it again"),
+    ".md": FileKind("a text", "load the directory or the file with the weights"),
+    ".txt": FileKind("a text", "load the directory or the file with the weights"),
+    ".yaml": FileKind("a configuration", "load the directory or the file with the weights"),
+    ".json": FileKind("a text of JSON", "load the directory or the file with the weights"),
+}
+
+
+def file_kind(head: bytes, name: str) -> FileKind | None:
+    """Return the kind of a file of other software, or None if it is not known.
+
+    Args:
+        head: the first `FILE_HEAD_BYTES` of the file, or all of a shorter one.
+        name: its name.
+    """
+    if not head:
+        return FileKind("empty", "restore it from a copy, or download it again")
+    for magic, kind in _MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    text = head.lstrip()[:16].lower()
+    if text.startswith((b"<!doctype html", b"<html")):
+        return _HTML
+    if head[4:8] == b"TFL3":
+        return FileKind("a TensorFlow Lite model", _OWNER.format("TensorFlow"))
+    if head[257:262] == b"ustar":
+        return FileKind("a tar archive", _UNPACK)
+    if head.startswith(b"PK\x03\x04"):
+        return _zip_kind(head)
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return _PICKLE
+    for suffix, kind in _SUFFIXES.items():
+        if name.endswith(suffix):
+            return kind
+    return None
+
+
+def _zip_kind(head: bytes) -> FileKind:
+    """Return the kind of a zip by the name of its first member (APPNOTE.TXT 4.3.7)."""
+    length = int.from_bytes(head[26:28], "little")
+    first = head[30 : 30 + length].decode("utf-8", "replace")
+    if first.endswith(".npy"):
+        return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"))
+    if first in ("metadata.json", "config.json", "model.weights.h5"):
+        return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"))
+    shown = first if first.isprintable() else repr(first)
+    return FileKind(f"a zip archive that begins with {shown[:80]}", _UNPACK)
+
+
+def directory_kind(names: Collection[str]) -> FileKind | None:
+    """Return the kind of a directory of other software by the names in it, or None if it is not known.
+
+    Args:
+        names: the names; those of directories end with ``/``.
+    """
+    for test, kind in _DIRECTORIES:
+        if test(names):
+            return kind
+    return None
+
+
+def _ends(suffix: str) -> Callable[[Collection[str]], bool]:
+    return lambda names: any(name.endswith(suffix) for name in names)
+
+
+def _starts(prefix: str) -> Callable[[Collection[str]], bool]:
+    return lambda names: any(name.startswith(prefix) for name in names)
+
+
+_DEEPSPEED: Final = FileKind(
+    "a checkpoint of DeepSpeed",
+    "write one file with its zero_to_fp32.py, load that, or load one file of a rank by its own path",
+)
+_DIRECTORIES: Final[tuple[tuple[Callable[[Collection[str]], bool], FileKind], ...]] = (
+    (_starts("zero_pp_rank_"), _DEEPSPEED),
+    (_starts("mp_rank_"), _DEEPSPEED),
+    (_starts("bf16_zero_pp_rank_"), _DEEPSPEED),
+    (lambda names: "saved_model.pb" in names, FileKind("a SavedModel of TensorFlow", _OWNER.format("TensorFlow"))),
+    (_ends(".data-00000-of-00001"), FileKind("a checkpoint of TensorFlow", _OWNER.format("tf.train.load_checkpoint"))),
+    (
+        lambda names: not {"zarr.json", ".zgroup", ".zarray"}.isdisjoint(names),
+        FileKind("a zarr hierarchy without the metadata of a checkpoint", _OWNER.format("zarr.open")),
+    ),
+    (_ends(".gguf"), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
+    (_ends(".onnx"), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),
+)
