@@ -78,7 +78,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         name: its name.
     """
     if not head:
-        return FileKind("empty", "restore it from a copy, or download it again")
+        return FileKind("empty", "restore it from a copy, or load another one")
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind

@@ -176,7 +176,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "weights")
     content = (tmp_path / "weights").read_bytes()
     (tmp_path / "weights").write_bytes(b"")
-    refused(lambda: ckptcore.load(tmp_path / "weights"), "it is empty: restore it from a copy, or download it again")
+    refused(lambda: ckptcore.load(tmp_path / "weights"), "it is empty: restore it from a copy, or load another one")
     (tmp_path / "weights").write_bytes(content)
     assert ckptcore.load(tmp_path / "weights")["w"].tolist() == [1, 1, 1]
 
