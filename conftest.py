@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import os
 import secrets
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -55,6 +56,46 @@ _SYSTEM: Final = frozenset(
     }
 )
 """Directories of tests that start processes or servers, relative to the repository."""
+
+_COMBINATIONS: Final = frozenset(
+    {
+        "plugins/jax_backend/tests/test_equal_values.py",
+        "plugins/jax_backend/tests/test_jax_settings.py",
+        "plugins/jax_backend/tests/test_nnx_modules.py",
+        "plugins/layout_dcp/tests/test_exploits.py",
+        "plugins/layout_orbax/tests/test_conversions.py",
+        "plugins/layout_orbax/tests/test_damage.py",
+        "plugins/layout_orbax/tests/test_hostile_checkpoints.py",
+        "plugins/layout_orbax/tests/test_orbax_loads_ours.py",
+        "plugins/layout_orbax/tests/test_ours_loads_orbax.py",
+        "plugins/layout_orbax/tests/test_weak_spots.py",
+        "plugins/torch_backend/tests/test_optimizer_matrix.py",
+        "plugins/torch_backend/tests/test_peft_models.py",
+        "tests/benchmarks/test_benchmarks.py",
+        "tests/copying/test_dying_copies.py",
+        "tests/corruption/test_budgets.py",
+        "tests/corruption/test_damage.py",
+        "tests/corruption/test_hostile_composites.py",
+        "tests/corruption/test_special_files.py",
+        "tests/crashes/test_faults.py",
+        "tests/crashes/test_power_loss.py",
+        "tests/crashes/test_sync_order.py",
+        "tests/matrix/test_matrix.py",
+        "tests/partial/test_crashes.py",
+        "tests/races/test_every_moment.py",
+        "tests/servers/test_matrix.py",
+        "tests/stateful/test_grain.py",
+        "tests/stateful/test_in_place.py",
+        "tests/storage/test_file_systems.py",
+        "tests/strangers/test_strangers.py",
+        "tests/tiers/test_orders.py",
+        "tests/updates/test_interleavings.py",
+    }
+)
+"""Files whose tests have many parameters, each of which starts a process, runs a crash or compiles. See `_sampled`."""
+
+_EVERY: Final = 3
+"""One of this many parameters of a test in `_COMBINATIONS` is tried without `--slow`."""
 
 _TRAINERS: Final = Path(__file__).parent / "plugins/integrations/tests/trainers"
 """Tests with libraries that only the environment of `make test-integrations` has."""
@@ -121,10 +162,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if directories[item.path.parent]:
             item.add_marker("system")
     if not config.getoption("slow"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        if slow:
-            config.hook.pytest_deselected(items=slow)
-            items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        if not config.option.collectonly and not any("::" in argument for argument in config.args):
+            left_out.extend(_not_sampled(items))
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            out = set(left_out)
+            items[:] = [item for item in items if item not in out]
+
+
+def _not_sampled(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield two of three parameters of the tests in `_COMBINATIONS`, in each run the same ones. The first one stays.
+
+    By a hash of the name: with every third one, a parameter of three values would always have the same value.
+    """
+    files = {Path(__file__).parent / file for file in _COMBINATIONS}
+    tried: set[str] = set()
+    for item in items:
+        if item.path not in files or item.get_closest_marker("slow"):
+            continue
+        name = item.nodeid.partition("[")[0]
+        if name in tried and zlib.crc32(item.nodeid.encode()) % _EVERY:
+            yield item
+        tried.add(name)
 
 
 def _in_system(directory: Path) -> bool:
