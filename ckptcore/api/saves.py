@@ -40,12 +40,13 @@ def save(
         location: a path or URL. The checkpoint is a new directory there.
         state: a tree of containers and leaves that the installed plugins handle.
         layout: the on-disk format: a name, or a layout object with options.
-        overwrite: True to replace an existing checkpoint, including every file in its directory, atomically.
-            ``"non-atomic"`` also replaces it on storages that cannot do so atomically; on an object store, a crash
-            may leave neither checkpoint. ``"best-effort"`` is the same on file systems, with a warning where a
-            replacement is not atomic, and like True on object stores. ``"keep-other-files"`` is like True, but
-            files that are not of the checkpoint stay, and other processes may write them at any time. Needs the
-            layout dcp or safetensors if a checkpoint of the same layout exists. Object storages refuse other files.
+        overwrite: True to replace an existing checkpoint atomically. Refuses a directory with files that no save
+            wrote, such as a tokenizer. ``"non-atomic"`` also replaces it on storages that cannot do so atomically; on
+            an object store, a crash may leave neither checkpoint. ``"best-effort"`` is the same on file systems, with
+            a warning where a replacement is not atomic, and like True on object stores. ``"keep-other-files"`` is like
+            True, but files that no save wrote stay, and other processes may write them at any time. Needs the layout
+            dcp or safetensors if a checkpoint of the same layout exists. Object storages refuse other files.
+            ``"with-other-files"`` is like ``"non-atomic"``, and deletes these files too.
         metadata: JSON, stored with the checkpoint.
         strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
         progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that

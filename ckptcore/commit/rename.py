@@ -26,14 +26,13 @@ from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import NewDirectory, subdirectory
 from ckptcore.commit.target import (
     INTERNAL_DIRECTORY,
-    IsForeign,
+    FindForeign,
     Overwrite,
-    expect_no_nested,
     is_save_of,
     name_of_partial,
     name_of_replaced,
     name_of_save,
-    none_is_foreign,
+    none_foreign,
     partial_exists,
     read_root,
     refuse_to_replace,
@@ -110,7 +109,7 @@ class RenameTransaction:
         lock: _HiddenLock | None,
         limits: PlaceLimits,
         overwrite: Overwrite = False,
-        is_foreign: IsForeign = none_is_foreign,
+        find_foreign: FindForeign = none_foreign,
         claim: Claim | None = None,
         *,
         is_new: bool = False,
@@ -124,7 +123,7 @@ class RenameTransaction:
             lock: its lock; None: another process has locked it.
             limits: the limits of the location.
             overwrite: whether the commit replaces a checkpoint.
-            is_foreign: recognises checkpoints of other software.
+            find_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
             is_new: True if the directory is empty, so that no object may replace another one.
 
@@ -137,7 +136,7 @@ class RenameTransaction:
         self._hidden = hidden
         self._limits = limits
         self._overwrite = overwrite
-        self._is_foreign = is_foreign
+        self._is_foreign = find_foreign
         self._claim = claim
         self._done = False
         if lock is None:
@@ -296,7 +295,7 @@ class RenameTransaction:
             self._directories.exchange(self._hidden, name)
             return self._hidden
         except AtomicityError as error:
-            if self._overwrite not in ("non-atomic", "best-effort"):
+            if self._overwrite not in ("non-atomic", "best-effort", "with-other-files"):
                 from ckptcore.commit.places import no_exchange  # only errors need it
 
                 raise no_exchange(self._location) from error
@@ -410,7 +409,7 @@ class RenameMethod(CommitMethod):
         location: Location,
         claim: Claim,
         overwrite: Overwrite,
-        is_foreign: IsForeign = none_is_foreign,
+        find_foreign: FindForeign = none_foreign,
         *,
         resume: bool = False,
     ) -> Transaction:
@@ -421,14 +420,14 @@ class RenameMethod(CommitMethod):
         limits = self.refuse_place(location)
         self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
-        replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
+        replaces = refuse_to_replace(location, overwrite, find_foreign) == "checkpoint"
         if replaces:
             refuse_other_spelling(location, "save to")
         self._sweep_except(location, hidden if resume else None)
         with naming_place(location):
             lock = self.lock_hidden(hidden, waits=resume)
         transaction = RenameTransaction(
-            location, self, hidden, lock, limits, overwrite, is_foreign, claim, is_new=not resume
+            location, self, hidden, lock, limits, overwrite, find_foreign, claim, is_new=not resume
         )
         try:
             if resume:
@@ -577,10 +576,12 @@ class RenameMethod(CommitMethod):
             return None
         return True
 
-    def remove(self, location: Location, save_id: str) -> None:
+    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
+        from ckptcore.commit.contents import expect_removable  # only deletions need it
+
         self.refuse_place(location)
-        expect_no_nested(location)
+        expect_removable(location, other_files=other_files)
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():
             self.aside(location.name).discard()
         try:

@@ -162,6 +162,8 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
     role: Role = "checkpoint"
     if isinstance(root, CompositeRoot):
         own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
+        if root.files is not None:
+            own["files"] = sorted(root.files)
     else:
         role = root.role
         own["layout"] = root.layout
@@ -269,7 +271,8 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             "progress": _decode_progress(document),
         }
         if "members" in document:
-            return CompositeRoot(members=_decode_members(document["members"]), **common)
+            members = _decode_members(document["members"])
+            return CompositeRoot(members=members, files=_decode_files(document), **common)
         tree = TreeMetadata.from_json(tables["tree"])
         return Root(
             layout=_text(document["layout"]),
@@ -278,7 +281,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             objects=_decode_objects(tables["objects"]),
             role=head.role,
             references=_decode_references(document, tables, tree),
-            index=check_key(_text(document["index"])) if "index" in document else "",
+            index=_decode_index(document),
             **common,
         )
 
@@ -308,6 +311,8 @@ def summarize_root(data: bytes) -> RootSummary:
             _decode_bases(document),
             document.get("timeline"),
             _decode_order(document.get("order")),
+            _decode_index(document),
+            _decode_files(document),
         )
 
 
@@ -515,6 +520,18 @@ def _decode_members(members: Any) -> dict[str, Member]:
             raise _damaged(f"invalid number of processes {str(processes)[:80]!r} of {name!r}")
         decoded[check_name(name)] = Member(kind, processes)
     return decoded
+
+
+def _decode_index(document: dict[str, Any]) -> str:
+    return check_key(_text(document["index"])) if "index" in document else ""
+
+
+def _decode_files(document: dict[str, Any]) -> tuple[str, ...] | None:
+    """Return the files next to the checkpointables of a composite; None if it does not record them."""
+    files = document.get("files")
+    if files is not None and not isinstance(files, list):
+        raise _damaged(f"invalid files {str(files)[:80]!r}")
+    return None if files is None else tuple([check_key(_text(key)) for key in files])
 
 
 def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:

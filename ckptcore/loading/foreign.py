@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.target import IsForeign, LocationVersion, has_members, read_version
+from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
 from ckptcore.distributions import install_hint
 from ckptcore.errors import (
@@ -33,6 +32,9 @@ from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
+if TYPE_CHECKING:
+    from ckptcore.commit.contents import OwnsKey
+
 __all__ = [
     "find_composite",
     "foreign_checkpoints",
@@ -42,6 +44,7 @@ __all__ = [
     "not_finalized",
     "open_foreign",
     "open_foreign_files",
+    "owner_of_files",
     "several_checkpointables",
 ]
 
@@ -180,12 +183,12 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     return None
 
 
-def foreign_checkpoints(context: Context) -> IsForeign:
+def foreign_checkpoints(context: Context) -> FindForeign:
     """Return a function that detects checkpoints of other software with the layouts of a Context.
 
-    It returns True only if a whole directory is one checkpoint. See `_has_single_files`.
+    It finds one only if a whole directory is one checkpoint. See `_has_single_files`.
     """
-    return functools.partial(_is_foreign, context)
+    return lambda location: owner_of_files(location.store, context)
 
 
 def several_checkpointables(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
@@ -301,12 +304,13 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
     )
 
 
-def _is_foreign(context: Context, location: Location) -> bool:
-    return is_one_checkpoint(location.store, context)
-
-
 def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
     """Return True if a whole storage is one checkpoint of other software. See `foreign_checkpoints`."""
+    return owner_of_files(storage, context) is not None
+
+
+def owner_of_files(storage: StorageBackend, context: Context) -> OwnsKey | None:
+    """Return which files of a storage belong to the one checkpoint of other software that it is; None if it is none."""
     store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
         try:
@@ -314,10 +318,10 @@ def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
         except CompositeCheckpointError:
             found = True  # a checkpoint of several items
         except CheckpointError:
-            return False  # unfinished or damaged: its extent is unknown
+            return None  # unfinished or damaged: its extent is unknown
         if found:
-            return not _has_single_files(layout, store)
-    return False
+            return None if _has_single_files(layout, store) else layout.owns
+    return None
 
 
 def _has_single_files(layout: Layout, store: ObjectReader) -> bool:

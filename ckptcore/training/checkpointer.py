@@ -63,6 +63,7 @@ class Checkpointer(CheckpointReader):
         if_in_use: IfInUse = "error",
         preemption_notice: PreemptionNotice | None = None,
         strategy: StepStrategy[SaveStrategy[SaveDraft, Save]] | None = None,
+        other_files: bool = False,
     ) -> None:
         """Own the directory of a run. Create it if it does not exist.
 
@@ -82,6 +83,8 @@ class Checkpointer(CheckpointReader):
                 notice, if the save policy contains `PreemptionCheckpointing`. Either all processes of a job pass a
                 notice, or none.
             strategy: writes and commits each step, such as `StepExports`; None: saves the step alone.
+            other_files: True to delete steps also if their directories have files that no save wrote, such as the
+                results of an evaluation. Otherwise these steps stay, with a warning.
 
         Raises:
             DirectoryInUseError: another job owns the directory.
@@ -126,7 +129,7 @@ class Checkpointer(CheckpointReader):
         agree = exchanges_of(f"{redacted_location(os.fspath(source.location))}/checkpointer", context, self._job)
         policy = preservation_policy or PreserveAll()
         saves = RunSaves(under_way=self._saves.under_way, last_steps=self._last_steps, wait=self.wait)
-        self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves))
+        self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves, other_files))
         # Not `super().__init__`: `CheckpointReader` opens a directory, and this one is open already.
         StepReader.__init__(self, self._run.steps, context, agree, loaded=self._set_back)
         self._saver = StepSaver(self._run, self._decider, self._saves, options, context, self._job, agree=agree)
@@ -308,6 +311,8 @@ class Checkpointer(CheckpointReader):
             OnlyStepError: it is the only valid step.
             StepPinnedError: a reader has pinned it, or it is being saved.
             CheckpointReferredError: other checkpoints refer to it.
+            CheckpointExistsError: its directory has files that no save wrote, and this object was created without
+                ``other_files=True``, or another checkpoint. Raised by `wait`.
         """
         self._expect_open()
         step = as_integer("step", step)

@@ -77,12 +77,12 @@ def is_replaced_later(path: _Path, context: Context) -> bool:
 def delete(path: _Path, context: Context) -> None:
     """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
     with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
-        ckptcore.delete(replacing_path(path), context=context)
+        ckptcore.delete(replacing_path(path), other_files=True, context=context)
     if is_of_lightning(path):
         _remove(path)
         return
     with contextlib.suppress(CheckpointNotFoundError):
-        ckptcore.delete(path, context=context)
+        ckptcore.delete(path, other_files=True, context=context)
 
 
 def _remove(path: _Path) -> None:
@@ -101,10 +101,10 @@ def finish_replacement(path: _Path, context: Context) -> None:
     if is_of_lightning(path):
         _remove(path)
     else:
-        ckptcore.delete(path, context=context)
+        ckptcore.delete(path, other_files=True, context=context)
     if "://" in os.fspath(path):  # object stores cannot rename
         ckptcore.copy(replacing, path, context=context)
-        ckptcore.delete(replacing, context=context)
+        ckptcore.delete(replacing, other_files=True, context=context)
     else:
         os.rename(replacing, path)
 
@@ -119,7 +119,7 @@ def recover(path: _Path, context: Context) -> None:
             _remove(path)
         if not _is_complete(path, context):
             ckptcore.copy(replacing, path, overwrite="non-atomic", context=context)  # of a damaged checkpoint
-        ckptcore.delete(replacing, context=context)
+        ckptcore.delete(replacing, other_files=True, context=context)
 
 
 def to_load(path: _Path, context: Context) -> _Path:

@@ -126,6 +126,11 @@ _CONTEXT_KEY: Final = "ckptcore.context"
 
 _SHELL_REMEDIES: Final = (
     (re.compile(r"if_in_use='take over'"), "--take-over"),
+    (re.compile(r"pass overwrite='keep-other-files' to keep them \([^)]*\), or "), ""),
+    (
+        re.compile(r"ckptcore\.delete\((['\"])(.*?)\1, other_files=True\)"),
+        r"ckptcore.delete(\1\2\1, other_files=True) in Python",
+    ),
     (re.compile(r"overwrite='non-atomic'"), "--overwrite-non-atomic"),
     (re.compile(r"overwrite=True"), "--overwrite"),
     (re.compile(r"(step_names=|(?<= or ))StepNames\.of\((['\"])(.*?)\2\)"), r"--named \3"),
