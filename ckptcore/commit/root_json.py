@@ -527,11 +527,12 @@ def _decode_index(document: dict[str, Any]) -> str:
 
 
 def _decode_files(document: dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the files next to the checkpointables of a composite; None if it does not record them."""
+    """Return the files next to the checkpointables of a composite; None if they are unknown. No load needs them."""
     files = document.get("files")
-    if files is not None and not isinstance(files, list):
-        raise _damaged(f"invalid files {str(files)[:80]!r}")
-    return None if files is None else tuple([check_key(_text(key)) for key in files])
+    try:
+        return tuple([check_key(_text(key)) for key in files]) if isinstance(files, list) else None
+    except (CorruptCheckpointError, InvalidLocationError):
+        return None
 
 
 def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:

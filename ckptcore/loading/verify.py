@@ -6,7 +6,7 @@ import errno
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.references import stored_leaves
@@ -90,8 +90,17 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if there are no problems."""
+        """True if there are no problems. See `state` for whether checksums were compared."""
         return not self.problems
+
+    @property
+    def state(self) -> Literal["sound", "complete", "damaged"]:
+        """"sound": every byte has its checksum. "complete": all that can be read here was read, but some of it has no
+        checksums, so that a changed byte may not be found. "damaged": there are problems."""
+        if self.problems:
+            return "damaged"
+        judged = self.objects and not (self.unverified or self.unsupported or self.unjudged)
+        return "sound" if judged else "complete"
 
 
 def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressCallback | None = None) -> VerifyReport:
