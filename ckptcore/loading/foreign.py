@@ -27,7 +27,7 @@ from ckptcore.errors import (
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
-from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key
+from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
 from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
@@ -98,7 +98,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     registry = runtime_of(context).registry
     for layout in registry.layouts():
         found = layout.inspect(store, entry)
-        if found is not None:
+        if found is not None and not (entry is None and _is_folder(found.tree, storage, version.names)):
             origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused)
             return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
     if entry is None and has_members(storage, storage.list_names()):
@@ -111,12 +111,27 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
             raise CheckpointNotFoundError(_steps_message(location, steps, context))
         if file := _single_file(store, version.names, registry.layouts()):
             raise CheckpointNotFoundError(_files_message(location, file))
+        from ckptcore.loading.folders import held_in  # only if no layout finds a tree
+
+        if held := held_in(location, version.names, context):
+            raise CheckpointNotFoundError(f"{location.display} is not a checkpoint. It holds {held}")
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
     remedy = f"install support for its format with {hint}" if hint else _way_on(store, entry, version.names)
     raise CheckpointNotFoundError(
         f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): {remedy}"
     )
+
+
+def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]) -> bool:
+    """Return True if a tree with unreadable leaves is a folder of checkpoints of ckptcore, whose files look like it."""
+    return any(unreadable_error(record) is not None for record in tree.leaves) and _has_own_checkpoint(store, names)
+
+
+def _has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
+    from ckptcore.loading.folders import has_own_checkpoint  # only checkpoints of other software need it
+
+    return has_own_checkpoint(store, names)
 
 
 def _nothing_at(location: Location) -> CheckpointNotFoundError:
@@ -174,7 +189,7 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     store = _reader(location.store, context)
     for layout in runtime_of(context).registry.layouts():
         found = layout.inspect_composite(store)
-        if found is not None:
+        if found is not None and not _has_own_checkpoint(location.store, [f"{name}/" for name in found.members]):
             for name in found.members:
                 _check_member(location, name)
             members = {name: Member(kind) for name, kind in found.members.items()}

@@ -95,7 +95,7 @@ class VerifyReport:
 
     @property
     def state(self) -> Literal["sound", "complete", "damaged"]:
-        """"sound": every byte has its checksum. "complete": all that can be read here was read, but some of it has no
+        """ "sound": every byte has its checksum. "complete": all that can be read here was read, but some of it has no
         checksums, so that a changed byte may not be found. "damaged": there are problems."""
         if self.problems:
             return "damaged"

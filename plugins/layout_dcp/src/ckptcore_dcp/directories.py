@@ -6,7 +6,9 @@ torch.distributed.checkpoint, two kinds of entries become members: subdirectorie
 or torch.save files, and torch.save files. Everything else (tokenizers, logs) is ignored. Only names
 and the first bytes of files are read.
 
-A directory of several steps has the same structure, but its subdirectories have names of steps.
+A directory of several steps has the same structure, but its subdirectories have names of steps. A folder of unrelated
+checkpoints has it, too: only a directory is one checkpoint in which one of the subdirectories has the name of a part of
+a training state, such as ``model``.
 """
 
 from __future__ import annotations
@@ -38,6 +40,11 @@ _OWN: Final = re.compile(
     r"\.metadata|__[0-9]+\.metadata|.+\.distcp|(shard|model|diffusion)[^/]*\.safetensors(\.index\.json)?", re.ASCII
 )
 """The names of files that torch.distributed.checkpoint writes, also with ``HuggingFaceStorageWriter``."""
+_PART: Final = re.compile(
+    r"(pytorch_)?(models?|modules?|weights|params|parameters|optim|opt|optimizers?|schedulers?|([a-z]+_)?states?|ema|actor"
+    r"|critic|policy|generator|discriminator|unet|transformer|text_encoder|vae)((_fsdp)?_[0-9]+)?"
+)
+"""Names of the parts of a training state."""
 _TORCH: Final = (".pt", ".pth", ".bin")
 _SAFETENSORS: Final = ".safetensors"
 _RANKED: Final = re.compile(r"(.*rank[_-]?)(0|[1-9][0-9]{0,8})(\D*\.(?:pt|pth|bin))", re.ASCII)
@@ -97,7 +104,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
             checkpoints.append(name)
         if found or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):
             members[name] = "tree"
-    if not checkpoints:
+    if not any(_PART.fullmatch(name) for name in checkpoints):
         return None
     for name in names:
         if name.endswith(_TORCH) and is_torch_file(store, name):

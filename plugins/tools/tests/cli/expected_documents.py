@@ -193,7 +193,9 @@ class ListedDocument(TypedDict):
     """An entry of a directory: a checkpoint, or a leftover of a save."""
 
     name: str
-    state: Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable"]
+    state: Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable", "run"]
+    steps: NotRequired[int]  #: of a run
+    newest: NotRequired[int]  #: of a run: its newest step
     layout: str | None
     created: str | None
     arrays: int | None  #: shared ones counted once

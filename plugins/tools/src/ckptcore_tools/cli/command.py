@@ -144,6 +144,10 @@ _SHELL_REMEDIES: Final = (
     (re.compile(r"\bset head_dim\b"), "set --head-dim"),
     (re.compile(r"[:;.,] *reload\(\)[^.;]*"), ""),
     (
+        re.compile(r"load the newest step of one with CheckpointReader\((['\"])(.*?)\1\)\.load\(\)"),
+        r"list the steps of one with `ckptcore steps \2`",
+    ),
+    (
         re.compile(r"the newest with CheckpointReader\((['\"])(.*?)\1\)\.load\(\)"),
         r"list them with `ckptcore steps \2`",
     ),

@@ -25,7 +25,7 @@ from ckptcore_tools.cli.steps import step_names
 from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
 from ckptcore_tools.policy_text import parse_preservation
 from ckptcore_tools.retention import DeletionPlan, StepDecision, plan_deletions
-from ckptcore_tools.run_steps import find_steps
+from ckptcore_tools.run_steps import expect_steps, find_steps
 
 __all__ = ["command"]
 
@@ -83,6 +83,7 @@ def command(
         )
     context = command_context()
     steps = find_steps(directory, step_names(named), context)
+    expect_steps(steps, directory, context)
     if_in_use: IfInUse = "take over" if take_over else "error"
     deleted: Sequence[int] = ()
     if dry_run:

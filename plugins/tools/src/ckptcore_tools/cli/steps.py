@@ -29,7 +29,7 @@ from ckptcore_tools.cli.output import (
 from ckptcore_tools.cli.verify import problem_documents
 from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
 from ckptcore_tools.locations import child_location
-from ckptcore_tools.run_steps import RunOwner, StepStatus, find_owner, find_pinned, find_steps, read_steps
+from ckptcore_tools.run_steps import RunOwner, StepStatus, expect_steps, find_owner, find_pinned, find_steps, read_steps
 
 __all__ = ["StepCheck", "command", "step_names"]
 
@@ -104,6 +104,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
     """
     context = command_context()
     steps = find_steps(directory, step_names(named), context)
+    expect_steps(steps, directory, context)
     candidates = steps.candidates()
     chosen = candidates if last is None else candidates[-last:]
     pinned = find_pinned(steps)

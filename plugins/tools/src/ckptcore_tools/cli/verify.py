@@ -92,21 +92,21 @@ def _print(report: VerifyReport) -> None:
         print_line(("not a part ", "yellow"), printable(name), ": a copy in another layout would lose it")
     for statement in report.unjudged:
         print_line(("cannot judge ", "yellow"), printable(statement))
-    size = format_size(report.nbytes)
-    checked = f"{format_count(report.objects, 'object')}, {size}"
+    nbytes = format_size(report.nbytes)
+    checked = f"{format_count(report.objects, 'object')}, {nbytes}"
     if report.state == "damaged":
         print_line((format_count(len(report.problems), "problem"), "bold red"), f": {checked} checked")
     elif report.state == "sound":
         print_line(("sound", "bold green"), f": {checked} checked")
     elif report.unverified:
-        more = f" and {len(report.unverified) - 8:,} more" if len(report.unverified) > 8 else ""
-        shown = ", ".join(map(printable, report.unverified[:8]))
+        others = f" and {len(report.unverified) - 8:,} more" if len(report.unverified) > 8 else ""
+        unverified = ", ".join(map(printable, report.unverified[:8]))
         print_line(
             ("complete", "bold yellow"),
-            f": {checked} read; no checksums for {shown}{more}, so that a changed byte may not be found",
+            f": {checked} read; no checksums for {unverified}{others}, so that a changed byte may not be found",
         )
     else:
-        what = checked if report.objects else f"{size} of arrays"
+        what = checked if report.objects else f"{nbytes} of arrays"
         print_line(
             ("complete", "bold yellow"),
             f": {what} read, as far as they can be judged here; damage that the format itself does not detect is not "
