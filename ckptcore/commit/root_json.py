@@ -36,6 +36,7 @@ from ckptcore.commit.root import (
     check_name,
 )
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.installed import version_of
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     CHECKSUM_ALGORITHM,
@@ -373,9 +374,11 @@ def _open(data: bytes) -> tuple[dict[str, Any], RootHead]:
     if type(version) is not int or version < 1:
         raise _damaged(f"invalid format version {version!r}")
     if version > FORMAT_VERSION:
+        writer = _decode_writer(document).get("ckptcore", "")[:40]
+        by = f" (written by ckptcore {writer})" if writer.isprintable() and writer else ""
         raise UnsupportedVersionError(
-            f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
-            "upgrade ckptcore to load it"
+            f"the checkpoint has format version {version}{by}, and ckptcore {version_of('ckptcore')} reads up to "
+            f"{FORMAT_VERSION}; upgrade ckptcore to load it"
         )
     head = read_head(data)
     if head is None:

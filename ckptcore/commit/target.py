@@ -301,6 +301,8 @@ def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot
 
     try:
         return decode_root(data, read_part)
+    except UnsupportedVersionError as error:
+        raise UnsupportedVersionError(f"{display}: {error}" if display else str(error)) from error
     except CorruptCheckpointError as error:
         if not display:
             raise

@@ -19,6 +19,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
     UnsupportedLeafError,
+    UnsupportedVersionError,
 )
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
@@ -181,9 +182,9 @@ _DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP, errno.EBADMSG, errno.ENODATA
 
 
 def _raise_unjudged(error: Exception) -> None:
-    """Raise an error of the storage that says nothing about the bytes, such as a missing permission: no damage."""
+    """Raise an error that says nothing about the bytes, such as a missing permission or a newer version: no damage."""
     is_damage = isinstance(error, ObjectNotFoundError) or (isinstance(error, OSError) and error.errno in _DAMAGE)
-    if isinstance(error, StorageError) and not is_damage:
+    if isinstance(error, UnsupportedVersionError) or (isinstance(error, StorageError) and not is_damage):
         raise error
 
 
