@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
+    from ckptcore.commit.single_file import FileTransaction
 
 __all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "new_claim"]
 
@@ -398,6 +399,13 @@ class ConditionalPutMethod(CommitMethod):
         other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), found)
         other.clear()
         return ConditionalPutTransaction(location, claim, other.root)
+
+    def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
+        """See `CommitMethod`."""
+        from ckptcore.commit.single_file import ObjectTransaction  # only files need it
+
+        wait_for_saves_to(location.identity)
+        return ObjectTransaction(location, replaces=replaces)
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""

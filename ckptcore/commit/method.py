@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
+    from ckptcore.commit.single_file import FileTransaction
 
 __all__ = [
     "CommitMethod",
@@ -104,6 +105,19 @@ class CommitMethod(ABC):
             CheckpointExistsError: the location has files that must not be replaced.
             AtomicityError: the storage cannot replace a checkpoint atomically, or has no conditional puts.
             SaveLostError: another process claimed the location.
+        """
+
+    @abstractmethod
+    def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
+        """Begin to write one file, which is no checkpoint of ckptcore. The caller has checked the location.
+
+        Args:
+            location: the location of the file.
+            claim: the claim of the save.
+            replaces: True if the commit may replace a file.
+
+        Raises:
+            SaveLostError: another process uses the same save id.
         """
 
     @abstractmethod

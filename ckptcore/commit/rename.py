@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.locks import Lock, Locks
     from ckptcore.commit.placing import PlacedObjects
     from ckptcore.commit.setting_aside import AsideCheckpoint
+    from ckptcore.commit.single_file import FileTransaction
     from ckptcore.commit.support import StorageSupport
 
 __all__ = ["RenameMethod", "RenameTransaction"]
@@ -193,6 +194,15 @@ class RenameTransaction:
             self._directories.delete_directory(f"{self._hidden}/{_PROBE}")
         return True
 
+    def expect_lock(self) -> None:
+        """Check that no other process has taken the hidden directory.
+
+        Raises:
+            SaveLostError
+        """
+        if self._check is not None:
+            self._check()
+
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
         assert self._claim is not None, "sessions of a partial save read the session table instead"
@@ -248,8 +258,7 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            if self._check is not None:
-                self._check()  # another process may have removed files of the hidden directory after a lost lease
+            self.expect_lock()  # another process may have removed files of the hidden directory after a lost lease
             try:
                 # Files that move into the directory get their attributes then. Until then, others must not read them.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
@@ -443,6 +452,21 @@ class RenameMethod(CommitMethod):
                 transaction.abort()
             raise
         return transaction
+
+    def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
+        """See `CommitMethod`."""
+        from ckptcore.commit.places import naming_place  # loads do not need it
+        from ckptcore.commit.single_file import PlacedFile  # only files need it
+
+        wait_for_saves_to(location.identity)
+        limits = self.refuse_place(location)
+        hidden = name_of_save(location.name, claim.save_id)
+        self._sweep_except(location)
+        with naming_place(location):
+            lock = self.lock_hidden(hidden)
+        return PlacedFile(
+            location, self, hidden, RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
+        )
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""

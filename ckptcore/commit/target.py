@@ -42,6 +42,7 @@ __all__ = [
     "FindForeign",
     "LocationVersion",
     "Overwrite",
+    "check_overwrite",
     "deletion_mark",
     "find_existing",
     "fixed_names",
@@ -136,11 +137,7 @@ def find_existing(
             f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
             "them. Save to a name that does not begin with a dot"
         )
-    if overwrite not in _OVERWRITES:
-        raise ValueError(
-            f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
-            "'with-other-files'"
-        )
+    check_overwrite(overwrite)
     owns: OwnsKey | None = None
     if root is not None:
         if is_partial(root):
@@ -170,6 +167,19 @@ def find_existing(
     remedy = _KEEP_FILES + _DELETE_FIRST if location.commits.replaces_atomically else _DELETE_FIRST
     expect_removable(location, other_files=keeps, remedy=remedy, owns=owns)
     return existing
+
+
+def check_overwrite(overwrite: Overwrite) -> None:
+    """Refuse an unknown value of an argument ``overwrite``.
+
+    Raises:
+        ValueError
+    """
+    if overwrite not in _OVERWRITES:
+        raise ValueError(
+            f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
+            "'with-other-files'"
+        )
 
 
 def own_files(store: StorageBackend) -> set[str]:

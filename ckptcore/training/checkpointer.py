@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias
 
+from ckptcore.commit.file_names import expect_directory_name
 from ckptcore.commit.location import LocationLike
 from ckptcore.commit.locks import IfInUse
 from ckptcore.commit.target import Overwrite
@@ -88,8 +89,8 @@ class Checkpointer(CheckpointReader):
 
         Raises:
             DirectoryInUseError: another job owns the directory.
-            InvalidLocationError: the directory is a checkpoint, or has no step and checkpoints that `step_names` does
-                not describe. The error says what they are, and how to read them.
+            InvalidLocationError: the directory is a checkpoint, has the name of a file (``x.pt``), or has no step and
+                checkpoints that `step_names` does not describe. The error says what they are, and how to read them.
             NotSharedError: this process of a job does not see the directory of the leader.
             RankFailedError: another process of the job failed, for example because it does not see the directory.
             StorageError: the directory cannot be written.
@@ -107,6 +108,7 @@ class Checkpointer(CheckpointReader):
         self._process = os.getpid()
         context = context or default_context()
         source = as_run_directory(directory)
+        expect_directory_name(source.location)
         if strategy is not None:
             if not hasattr(strategy, "for_step"):
                 raise TypeError(

@@ -108,8 +108,8 @@ def test_the_command_line_lists_runs(runs: Path, run: Run, run_json: RunJson) ->
         result = run(*arguments)
         assert result.exit_code == 3
         assert f"has no steps. It holds runs (mine, theirs): give one of them, such as {runs}/mine" in result.stderr
-    for arguments in (("inspect", runs), ("diff", runs, runs / "final"), ("verify", runs)):
-        result = run(*arguments)
+    for names in (("inspect", runs), ("diff", runs, runs / "final"), ("verify", runs)):
+        result = run(*names)
         assert result.exit_code == 3 and f"list the steps of one with `ckptcore steps {runs}/mine`" in result.stderr
     assert run("steps", runs / "mine").exit_code == 0
 
