@@ -179,8 +179,8 @@ _REMEDIES: Final = (
         r"call ckptcore.load_into with the transforms \1 of ckptcore",
     ),
     ("overwrite", r"pass overwrite=True to replace it\.", "delete it with ckptcore.delete to save it again."),
-    ("overwrite", r", pass overwrite=True to replace the whole directory,", ""),
     ("overwrite", r"pass overwrite=True", "delete it with ckptcore.delete"),
+    ("keep-other-files", r"pass overwrite='keep-other-files' to keep them \([^)]*\), or ", ""),
     ("non-atomic", r"pass overwrite='non-atomic'", "delete it with ckptcore.delete first"),
     (
         "if_in_use",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptcore.commit.location import LocationLike
+from ckptcore.commit.location import LocationLike, has_suffix
 from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
@@ -37,15 +37,17 @@ def save(
     Do not change arrays during the save, because the checkpoint would mix old and new elements.
 
     Args:
-        location: a path or URL. The checkpoint is a new directory there.
+        location: a path or URL. The checkpoint is a new directory there. A path that ends in ``.safetensors`` is one
+            file, for a flat dict of arrays in one process, as safetensors itself writes it.
         state: a tree of containers and leaves that the installed plugins handle.
         layout: the on-disk format: a name, or a layout object with options.
-        overwrite: True to replace an existing checkpoint, including every file in its directory, atomically.
-            ``"non-atomic"`` also replaces it on storages that cannot do so atomically; on an object store, a crash
-            may leave neither checkpoint. ``"best-effort"`` is the same on file systems, with a warning where a
-            replacement is not atomic, and like True on object stores. ``"keep-other-files"`` is like True, but
-            files that are not of the checkpoint stay, and other processes may write them at any time. Needs the
-            layout dcp or safetensors if a checkpoint of the same layout exists. Object storages refuse other files.
+        overwrite: True to replace an existing checkpoint atomically. Refuses a directory with files that no save
+            wrote, such as a tokenizer. ``"non-atomic"`` also replaces it on storages that cannot do so atomically; on
+            an object store, a crash may leave neither checkpoint. ``"best-effort"`` is the same on file systems, with
+            a warning where a replacement is not atomic, and like True on object stores. ``"keep-other-files"`` is like
+            True, but files that no save wrote stay, and other processes may write them at any time. Needs the layout
+            dcp or safetensors if a checkpoint of the same layout exists. Object storages refuse other files.
+            ``"with-other-files"`` is like ``"non-atomic"``, and deletes these files too.
         metadata: JSON, stored with the checkpoint.
         strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
         progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that
@@ -55,6 +57,8 @@ def save(
 
     Raises:
         CheckpointExistsError: the location has something that must not be replaced.
+        InvalidLocationError: the location is a file name of other software, such as ``model.pt``, or a file of
+            safetensors that cannot have this state.
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: the state cannot be saved. Nothing was written.
         BackgroundSaveError: an earlier asynchronous save failed, and its error was not retrieved. Call again to save.
         StorageError: the storage failed. An earlier checkpoint is unchanged.
@@ -148,10 +152,20 @@ def _request(
 ) -> SaveRequest:
     if strategy is not None and not hasattr(strategy, "prepare"):
         raise TypeError(f"strategy={strategy!r}: expected a SaveStrategy, such as ckptcore.Update(base=...)")
-    return SaveRequest(
+    request = SaveRequest(
         destination=SaveDestination(location, overwrite),
         values=values,
         layout=layout,
         strategy=strategy or PlainSave(),
         notes=SaveNotes(custom=metadata),
     )
+    if not has_suffix(location):
+        return request  # fast path
+    from ckptcore.commit.file_names import expect_directory_name, is_safetensors_file  # few locations need it
+
+    if not is_safetensors_file(location):
+        expect_directory_name(location)
+        return request
+    from ckptcore.saving.single_file import file_request  # few saves need it
+
+    return file_request(request)

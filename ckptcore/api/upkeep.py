@@ -35,19 +35,24 @@ def verify(
 
 
 @explains_arguments
-def delete(location: LocationLike, *, context: Context | None = None) -> None:
+def delete(location: LocationLike, *, other_files: bool = False, context: Context | None = None) -> None:
     """Delete a checkpoint of ckptcore, also an unfinished or damaged one.
 
-    No process can load a partly deleted checkpoint. Deletes all files in its directory, but never another checkpoint.
+    No process can load a partly deleted checkpoint. Never deletes another checkpoint.
+
+    Args:
+        location: a path or URL.
+        other_files: True to delete also files in its directory that no save wrote, such as a tokenizer.
+        context: options.
 
     Raises:
         CheckpointNotFoundError: the location is empty.
-        CheckpointExistsError: the location has no checkpoint of ckptcore, or its directory contains another checkpoint.
-            Nothing is deleted.
+        CheckpointExistsError: the location has no checkpoint of ckptcore, or its directory contains another checkpoint,
+            or files that no save wrote. Nothing is deleted.
         CheckpointReferredError: other checkpoints in the same parent directory refer to its arrays; names them.
             References from elsewhere are not detected.
     """
     chosen = context or default_context()
     runtime = runtime_of(chosen)
     resolved = resolve_location(location, runtime.storages, to_write=True)
-    delete_checkpoint(resolved, runtime.io_threads)
+    delete_checkpoint(resolved, runtime.io_threads, other_files=other_files)

@@ -40,12 +40,11 @@ from ckptcore.commit.root_json import (
 )
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import (
-    IsForeign,
+    FindForeign,
     Overwrite,
-    expect_no_nested,
     find_existing,
     is_claimed_by,
-    none_is_foreign,
+    none_foreign,
     parse_root,
     remove_unneeded,
     unneeded_keys,
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
+    from ckptcore.commit.single_file import FileTransaction
 
 __all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "new_claim"]
 
@@ -370,7 +370,7 @@ class ConditionalPutMethod(CommitMethod):
         location: Location,
         claim: Claim,
         overwrite: Overwrite,
-        is_foreign: IsForeign = none_is_foreign,
+        find_foreign: FindForeign = none_foreign,
         *,
         resume: bool = False,
     ) -> Transaction:
@@ -380,8 +380,8 @@ class ConditionalPutMethod(CommitMethod):
         found = find_object(location.store, ROOT_KEY)
         if overwrite == "keep-other-files":
             overwrite = True  # other files are refused, because a failed save removes all objects of its directory
-        replaces = find_existing(location, None if found is None else found[0], overwrite, is_foreign)
-        if replaces == "checkpoint" and overwrite != "non-atomic":
+        replaces = find_existing(location, None if found is None else found[0], overwrite, find_foreign)
+        if replaces == "checkpoint" and overwrite not in ("non-atomic", "with-other-files"):
             raise AtomicityError(
                 f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "
                 "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
@@ -399,6 +399,13 @@ class ConditionalPutMethod(CommitMethod):
         other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), found)
         other.clear()
         return ConditionalPutTransaction(location, claim, other.root)
+
+    def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
+        """See `CommitMethod`."""
+        from ckptcore.commit.single_file import ObjectTransaction  # only files need it
+
+        wait_for_saves_to(location.identity)
+        return ObjectTransaction(location, replaces=replaces)
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
@@ -460,9 +467,11 @@ class ConditionalPutMethod(CommitMethod):
             return None
         return head is None or head.state == "committed"
 
-    def remove(self, location: Location, save_id: str) -> None:
+    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
-        expect_no_nested(location)
+        from ckptcore.commit.contents import expect_removable  # only deletions need it
+
+        expect_removable(location, other_files=other_files)
         # The root is replaced by a claim first: objects without a root may look like a checkpoint of other software.
         claim = new_claim(save_id)
         try:
@@ -474,6 +483,8 @@ class ConditionalPutMethod(CommitMethod):
 
     def remove_unfinished(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
+        from ckptcore.commit.contents import expect_no_nested  # only deletions need it
+
         expect_no_nested(location)
         found = find_object(location.store, ROOT_KEY)
         if found is not None and is_claim(found[0]):

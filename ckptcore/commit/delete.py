@@ -83,7 +83,7 @@ def concerns_one_entry(error: StorageError) -> bool:
     return isinstance(error, PermissionError | ObjectUnavailableError) or error.errno in _OF_ONE_ENTRY
 
 
-def delete_checkpoint(location: Location, threads: IOThreads) -> None:
+def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bool = False) -> None:
     """See `ckptcore.delete`."""
     _refuse_place(location)
     location.commits.restore(location.name)
@@ -95,9 +95,9 @@ def delete_checkpoint(location: Location, threads: IOThreads) -> None:
         is_ours = True  # an object in an archive can be deleted, although it cannot be read
     if not is_ours:
         if not _delete_sessions(location):
-            return delete_checkpoint(location, threads)
+            return delete_checkpoint(location, threads, other_files=other_files)
     elif isinstance(root, Claim | PartialSave):
-        location.commits.remove(location, new_save_id())
+        location.commits.remove(location, new_save_id(), other_files=other_files)
     else:
         with _announced_deletion(location) as announced:
             _refuse_referred(location, None if root is None else root.save_id, threads)
@@ -106,7 +106,7 @@ def delete_checkpoint(location: Location, threads: IOThreads) -> None:
             mark = _mark_in_composite(location) if may_be_member else None
             marked = mark is not None and _put_mark(location, mark)  # before, so that no reader takes it for lost
             try:
-                location.commits.remove(location, new_save_id())
+                location.commits.remove(location, new_save_id(), other_files=other_files)
             except BaseException:
                 if mark is not None and root_bytes(location.store) is not None:
                     location.parent.delete([mark])  # it stays, and must not count as deleted if it is lost later

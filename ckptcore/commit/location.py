@@ -35,6 +35,7 @@ __all__ = [
     "absolute_location",
     "commit_method",
     "expanded_location",
+    "has_suffix",
     "open_address",
     "open_directory",
     "resolve_location",
@@ -295,11 +296,17 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
     return storages.open(*_address(directory), to_write)
 
 
+def has_suffix(location: AnyLocation) -> bool:
+    """Return True if the last name of a location has a dot, so that it may be the name of a file."""
+    return "." in str(location).rpartition("/")[2]
+
+
 def shown_location(location: AnyLocation) -> str:
-    """Return a location as users see it: without secrets, and with the home directory in place of ``~``."""
+    """Return a location as users see it: without secrets or a slash at the end, with the home directory for ``~``."""
     if isinstance(location, SubPath | IndirectLocation):
         return str(location)
-    return redacted_location(os.path.expanduser(str(location)))
+    text = redacted_location(os.path.expanduser(str(location)))
+    return text if text.endswith(":///") or len(text) < 2 else text.removesuffix("/")
 
 
 def expanded_location(location: LocationLike) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from ckptcore.commit.root import PARTIAL_KEY, Claim, PartialSave
-from ckptcore.commit.target import IsForeign, Overwrite, none_is_foreign, parse_root, refuse_to_replace
+from ckptcore.commit.target import FindForeign, Overwrite, none_foreign, parse_root, refuse_to_replace
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, SaveLostError
 from ckptcore.protocols import PlaceLimits, StorageBackend, Transaction
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
+    from ckptcore.commit.single_file import FileTransaction
 
 __all__ = [
     "CommitMethod",
@@ -86,7 +87,7 @@ class CommitMethod(ABC):
         location: Location,
         claim: Claim,
         overwrite: Overwrite,
-        is_foreign: IsForeign = none_is_foreign,
+        find_foreign: FindForeign = none_foreign,
         *,
         resume: bool = False,
     ) -> Transaction:
@@ -96,7 +97,7 @@ class CommitMethod(ABC):
             location: the location of the checkpoint.
             claim: the claim of the save.
             overwrite: whether a checkpoint is replaced.
-            is_foreign: recognises checkpoints of other software, which are replaced like ours.
+            find_foreign: recognises checkpoints of other software, which are replaced like ours.
             resume: keep the objects that another process wrote with this save id. On storage without locks that process
                 may still be running, so all processes must write the same bytes for one save id.
 
@@ -104,6 +105,19 @@ class CommitMethod(ABC):
             CheckpointExistsError: the location has files that must not be replaced.
             AtomicityError: the storage cannot replace a checkpoint atomically, or has no conditional puts.
             SaveLostError: another process claimed the location.
+        """
+
+    @abstractmethod
+    def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
+        """Begin to write one file, which is no checkpoint of ckptcore. The caller has checked the location.
+
+        Args:
+            location: the location of the file.
+            claim: the claim of the save.
+            replaces: True if the commit may replace a file.
+
+        Raises:
+            SaveLostError: another process uses the same save id.
         """
 
     @abstractmethod
@@ -162,15 +176,16 @@ class CommitMethod(ABC):
         """
 
     @abstractmethod
-    def remove(self, location: Location, save_id: str) -> None:
+    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
         """Remove a checkpoint of ckptcore. No process sees a partly removed checkpoint.
 
         Args:
             location: the location of the checkpoint.
             save_id: a new save id, for a hidden name or a claim.
+            other_files: True to remove also files that no checkpoint wrote.
 
         Raises:
-            CheckpointExistsError: its directory contains another checkpoint. Nothing was removed.
+            CheckpointExistsError: its directory contains another checkpoint, or such files. Nothing was removed.
             CheckpointNotFoundError: another process removed it.
             SaveLostError: if `claims_by_root`: it was replaced meanwhile. The new checkpoint stays.
         """

@@ -26,14 +26,13 @@ from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import NewDirectory, subdirectory
 from ckptcore.commit.target import (
     INTERNAL_DIRECTORY,
-    IsForeign,
+    FindForeign,
     Overwrite,
-    expect_no_nested,
     is_save_of,
     name_of_partial,
     name_of_replaced,
     name_of_save,
-    none_is_foreign,
+    none_foreign,
     partial_exists,
     read_root,
     refuse_to_replace,
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.locks import Lock, Locks
     from ckptcore.commit.placing import PlacedObjects
     from ckptcore.commit.setting_aside import AsideCheckpoint
+    from ckptcore.commit.single_file import FileTransaction
     from ckptcore.commit.support import StorageSupport
 
 __all__ = ["RenameMethod", "RenameTransaction"]
@@ -110,7 +110,7 @@ class RenameTransaction:
         lock: _HiddenLock | None,
         limits: PlaceLimits,
         overwrite: Overwrite = False,
-        is_foreign: IsForeign = none_is_foreign,
+        find_foreign: FindForeign = none_foreign,
         claim: Claim | None = None,
         *,
         is_new: bool = False,
@@ -124,7 +124,7 @@ class RenameTransaction:
             lock: its lock; None: another process has locked it.
             limits: the limits of the location.
             overwrite: whether the commit replaces a checkpoint.
-            is_foreign: recognises checkpoints of other software.
+            find_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
             is_new: True if the directory is empty, so that no object may replace another one.
 
@@ -137,7 +137,7 @@ class RenameTransaction:
         self._hidden = hidden
         self._limits = limits
         self._overwrite = overwrite
-        self._is_foreign = is_foreign
+        self._is_foreign = find_foreign
         self._claim = claim
         self._done = False
         if lock is None:
@@ -194,6 +194,15 @@ class RenameTransaction:
             self._directories.delete_directory(f"{self._hidden}/{_PROBE}")
         return True
 
+    def expect_lock(self) -> None:
+        """Check that no other process has taken the hidden directory.
+
+        Raises:
+            SaveLostError
+        """
+        if self._check is not None:
+            self._check()
+
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
         assert self._claim is not None, "sessions of a partial save read the session table instead"
@@ -249,8 +258,7 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            if self._check is not None:
-                self._check()  # another process may have removed files of the hidden directory after a lost lease
+            self.expect_lock()  # another process may have removed files of the hidden directory after a lost lease
             try:
                 # Files that move into the directory get their attributes then. Until then, others must not read them.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
@@ -296,7 +304,7 @@ class RenameTransaction:
             self._directories.exchange(self._hidden, name)
             return self._hidden
         except AtomicityError as error:
-            if self._overwrite not in ("non-atomic", "best-effort"):
+            if self._overwrite not in ("non-atomic", "best-effort", "with-other-files"):
                 from ckptcore.commit.places import no_exchange  # only errors need it
 
                 raise no_exchange(self._location) from error
@@ -410,7 +418,7 @@ class RenameMethod(CommitMethod):
         location: Location,
         claim: Claim,
         overwrite: Overwrite,
-        is_foreign: IsForeign = none_is_foreign,
+        find_foreign: FindForeign = none_foreign,
         *,
         resume: bool = False,
     ) -> Transaction:
@@ -421,14 +429,14 @@ class RenameMethod(CommitMethod):
         limits = self.refuse_place(location)
         self.restore(location.name)
         hidden = name_of_save(location.name, claim.save_id)
-        replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
+        replaces = refuse_to_replace(location, overwrite, find_foreign) == "checkpoint"
         if replaces:
             refuse_other_spelling(location, "save to")
         self._sweep_except(location, hidden if resume else None)
         with naming_place(location):
             lock = self.lock_hidden(hidden, waits=resume)
         transaction = RenameTransaction(
-            location, self, hidden, lock, limits, overwrite, is_foreign, claim, is_new=not resume
+            location, self, hidden, lock, limits, overwrite, find_foreign, claim, is_new=not resume
         )
         try:
             if resume:
@@ -444,6 +452,21 @@ class RenameMethod(CommitMethod):
                 transaction.abort()
             raise
         return transaction
+
+    def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
+        """See `CommitMethod`."""
+        from ckptcore.commit.places import naming_place  # loads do not need it
+        from ckptcore.commit.single_file import PlacedFile  # only files need it
+
+        wait_for_saves_to(location.identity)
+        limits = self.refuse_place(location)
+        hidden = name_of_save(location.name, claim.save_id)
+        self._sweep_except(location)
+        with naming_place(location):
+            lock = self.lock_hidden(hidden)
+        return PlacedFile(
+            location, self, hidden, RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
+        )
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
@@ -577,10 +600,12 @@ class RenameMethod(CommitMethod):
             return None
         return True
 
-    def remove(self, location: Location, save_id: str) -> None:
+    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
+        from ckptcore.commit.contents import expect_removable  # only deletions need it
+
         self.refuse_place(location)
-        expect_no_nested(location)
+        expect_removable(location, other_files=other_files)
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():
             self.aside(location.name).discard()
         try:

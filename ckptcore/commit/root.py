@@ -318,9 +318,12 @@ class CompositeRoot(CommittedRoot):
 
     Attributes:
         members: the checkpointables by name, including those that were deleted after the commit.
+        files: the keys of files that the save wrote next to the checkpointables, such as metadata for other software.
+            None if they are unknown.
     """
 
     members: Mapping[str, Member]
+    files: tuple[str, ...] | None = ()
 
     def has_directory(self, entry: str) -> bool:
         """Return True if an entry of a listing is a directory, and one process saved a checkpointable there."""
@@ -350,6 +353,8 @@ class RootSummary(NamedTuple):
         parts: the size of each part of the root in bytes, by key.
         bases: the checkpoints that it refers to.
         order: see `SaveOrder`.
+        index_key: the index of `Root`.
+        files: see `CompositeRoot`; None for one tree.
     """
 
     committed: bool
@@ -363,6 +368,8 @@ class RootSummary(NamedTuple):
     bases: tuple[Base, ...] = ()
     timeline: JSON = None
     order: SaveOrder = SaveOrder()
+    index_key: str = ""
+    files: tuple[str, ...] | None = None
 
 
 def new_save_id() -> str:

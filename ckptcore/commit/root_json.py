@@ -36,6 +36,7 @@ from ckptcore.commit.root import (
     check_name,
 )
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.installed import version_of
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     CHECKSUM_ALGORITHM,
@@ -162,6 +163,8 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
     role: Role = "checkpoint"
     if isinstance(root, CompositeRoot):
         own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
+        if root.files is not None:
+            own["files"] = sorted(root.files)
     else:
         role = root.role
         own["layout"] = root.layout
@@ -269,7 +272,8 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             "progress": _decode_progress(document),
         }
         if "members" in document:
-            return CompositeRoot(members=_decode_members(document["members"]), **common)
+            members = _decode_members(document["members"])
+            return CompositeRoot(members=members, files=_decode_files(document), **common)
         tree = TreeMetadata.from_json(tables["tree"])
         return Root(
             layout=_text(document["layout"]),
@@ -278,7 +282,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             objects=_decode_objects(tables["objects"]),
             role=head.role,
             references=_decode_references(document, tables, tree),
-            index=check_key(_text(document["index"])) if "index" in document else "",
+            index=_decode_index(document),
             **common,
         )
 
@@ -308,6 +312,8 @@ def summarize_root(data: bytes) -> RootSummary:
             _decode_bases(document),
             document.get("timeline"),
             _decode_order(document.get("order")),
+            _decode_index(document),
+            _decode_files(document),
         )
 
 
@@ -368,9 +374,11 @@ def _open(data: bytes) -> tuple[dict[str, Any], RootHead]:
     if type(version) is not int or version < 1:
         raise _damaged(f"invalid format version {version!r}")
     if version > FORMAT_VERSION:
+        writer = _decode_writer(document).get("ckptcore", "")[:40]
+        by = f" (written by ckptcore {writer})" if writer.isprintable() and writer else ""
         raise UnsupportedVersionError(
-            f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
-            "upgrade ckptcore to load it"
+            f"the checkpoint has format version {version}{by}, and ckptcore {version_of('ckptcore')} reads up to "
+            f"{FORMAT_VERSION}; upgrade ckptcore to load it"
         )
     head = read_head(data)
     if head is None:
@@ -515,6 +523,19 @@ def _decode_members(members: Any) -> dict[str, Member]:
             raise _damaged(f"invalid number of processes {str(processes)[:80]!r} of {name!r}")
         decoded[check_name(name)] = Member(kind, processes)
     return decoded
+
+
+def _decode_index(document: dict[str, Any]) -> str:
+    return check_key(_text(document["index"])) if "index" in document else ""
+
+
+def _decode_files(document: dict[str, Any]) -> tuple[str, ...] | None:
+    """Return the files next to the checkpointables of a composite; None if they are unknown. No load needs them."""
+    files = document.get("files")
+    try:
+        return tuple([check_key(_text(key)) for key in files]) if isinstance(files, list) else None
+    except (CorruptCheckpointError, InvalidLocationError):
+        return None
 
 
 def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:

@@ -33,16 +33,17 @@ from ckptcore.errors import (
 from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
+    from ckptcore.commit.contents import OwnsKey
     from ckptcore.commit.location import Location
 
 __all__ = [
     "INTERNAL_DIRECTORY",
     "ExistingTarget",
-    "IsForeign",
+    "FindForeign",
     "LocationVersion",
     "Overwrite",
+    "check_overwrite",
     "deletion_mark",
-    "expect_no_nested",
     "find_existing",
     "fixed_names",
     "has_members",
@@ -54,7 +55,7 @@ __all__ = [
     "name_of_replaced",
     "name_of_save",
     "next_order",
-    "none_is_foreign",
+    "none_foreign",
     "own_files",
     "parse_root",
     "partial_exists",
@@ -71,11 +72,13 @@ __all__ = [
     "unneeded_keys",
 ]
 
-Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files"]
+Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
 """True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
 
-IsForeign: TypeAlias = "Callable[[Location], bool]"
-"""Returns whether the directory at a location is a checkpoint that other software wrote."""
+_OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
+
+FindForeign: TypeAlias = "Callable[[Location], OwnsKey | None]"
+"""Returns which files belong to the checkpoint at a location that other software wrote; None if there is none."""
 
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
 """The content of a location: nothing, the claim of a save, or a checkpoint or other files that are replaced."""
@@ -85,21 +88,24 @@ _MAX_MEMBERS: Final = 1000
 
 _SHOWN: Final = 5
 
+_KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
+_DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or save elsewhere"
 
-def none_is_foreign(location: Location) -> bool:
-    """Return False: see `IsForeign`."""
-    return False
+
+def none_foreign(location: Location) -> OwnsKey | None:
+    """Return None: see `FindForeign`."""
+    return None
 
 
 def refuse_to_replace(
-    location: Location, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign
+    location: Location, overwrite: Overwrite, find_foreign: FindForeign = none_foreign
 ) -> ExistingTarget:
     """Check that a save may write to a location. Return what it replaces.
 
     Args:
         location: the location of the save.
         overwrite: whether a checkpoint is replaced.
-        is_foreign: recognises checkpoints of other software; called if the location has files but no root.
+        find_foreign: finds checkpoints of other software; called if the location has files but no root.
 
     Raises:
         CheckpointExistsError: the save must not replace what exists.
@@ -110,18 +116,18 @@ def refuse_to_replace(
         raise CheckpointExistsError(
             f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
         )
-    return find_existing(location, root_bytes(location.store), overwrite, is_foreign)
+    return find_existing(location, root_bytes(location.store), overwrite, find_foreign)
 
 
 def find_existing(
-    location: Location, root: bytes | None, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign
+    location: Location, root: bytes | None, overwrite: Overwrite, find_foreign: FindForeign = none_foreign
 ) -> ExistingTarget:
     """Return what a save to a location replaces.
 
     Args:
         location: the location of the save.
         root: the bytes of the root; None if there is none.
-        overwrite, is_foreign: as for `refuse_to_replace`.
+        overwrite, find_foreign: as for `refuse_to_replace`.
 
     Raises:
         CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
@@ -131,10 +137,8 @@ def find_existing(
             f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
             "them. Save to a name that does not begin with a dot"
         )
-    if overwrite not in (True, False, "best-effort", "non-atomic", "keep-other-files"):
-        raise ValueError(
-            f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic' or 'keep-other-files'"
-        )
+    check_overwrite(overwrite)
+    owns: OwnsKey | None = None
     if root is not None:
         if is_partial(root):
             raise partial_exists(location)
@@ -142,7 +146,11 @@ def find_existing(
         existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"
     elif not (names := location.store.list_names()):
         return "nothing"
-    elif overwrite == "keep-other-files" or has_members(location.store, names) or is_foreign(location):
+    elif (
+        overwrite == "keep-other-files"
+        or has_members(location.store, names)
+        or (owns := find_foreign(location)) is not None
+    ):
         existing = "checkpoint"  # or a composite that lost its root, or files of other software
     else:
         raise CheckpointExistsError(
@@ -153,8 +161,25 @@ def find_existing(
         raise CheckpointExistsError(
             f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
         )
-    expect_no_nested(location)
+    from ckptcore.commit.contents import expect_removable  # a save to an empty location does not need it
+
+    keeps = existing != "checkpoint" or overwrite in ("keep-other-files", "with-other-files")
+    remedy = _KEEP_FILES + _DELETE_FIRST if location.commits.replaces_atomically else _DELETE_FIRST
+    expect_removable(location, other_files=keeps, remedy=remedy, owns=owns)
     return existing
+
+
+def check_overwrite(overwrite: Overwrite) -> None:
+    """Refuse an unknown value of an argument ``overwrite``.
+
+    Raises:
+        ValueError
+    """
+    if overwrite not in _OVERWRITES:
+        raise ValueError(
+            f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
+            "'with-other-files'"
+        )
 
 
 def own_files(store: StorageBackend) -> set[str]:
@@ -166,6 +191,8 @@ def own_files(store: StorageBackend) -> set[str]:
     files = {ROOT_KEY}
     if isinstance(root, Root | CompositeRoot):
         files.update(root.parts)
+    if isinstance(root, CompositeRoot):
+        files.update(root.files or ())
     if isinstance(root, Root):
         files.update(root.objects, filter(None, [root.index]))
     elif isinstance(root, CompositeRoot):
@@ -187,8 +214,8 @@ def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
         "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
-        "replaces all of them. Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the "
-        "whole directory, or save elsewhere. Nothing was changed"
+        "replaces all of them. Save one tree with the layout dcp or safetensors, save elsewhere, or delete the whole "
+        f"directory first with ckptcore.delete({display!r}, other_files=True). Nothing was changed"
     )
 
 
@@ -213,6 +240,14 @@ def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
         if head is not None and head.role == "member":
             return True
     return False
+
+
+def _head(store: StorageBackend, name: str) -> RootHead | None:
+    """Return the head of the root in a directory; None without a readable one."""
+    try:
+        return read_head(store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
+    except ObjectNotFoundError:
+        return None
 
 
 def read_root(store: StorageBackend) -> AnyRoot | None:
@@ -276,6 +311,8 @@ def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot
 
     try:
         return decode_root(data, read_part)
+    except UnsupportedVersionError as error:
+        raise UnsupportedVersionError(f"{display}: {error}" if display else str(error)) from error
     except CorruptCheckpointError as error:
         if not display:
             raise
@@ -297,61 +334,6 @@ def refuse_inside(location: Location) -> None:
         f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
         "checkpoint owns its directory: save outside it. Nothing was written"
     )
-
-
-def expect_no_nested(location: Location) -> None:
-    """Refuse to remove a checkpoint whose directory contains another checkpoint. Lists the directory.
-
-    Raises:
-        CheckpointExistsError
-        StorageError
-    """
-    names = _nested(location.store)
-    if names:
-        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
-        raise CheckpointExistsError(
-            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
-            "move or delete that one first. Nothing was changed"
-        )
-
-
-def _nested(store: StorageBackend) -> Sequence[str]:
-    """Return the directories of nested checkpoints that are not members, stored files or exports of this checkpoint.
-
-    Reads only the head of each root, unless a member may store the nested checkpoint among its files.
-    """
-    names = [key.removesuffix(f"/{ROOT_KEY}") for key in store.list() if key.endswith(f"/{ROOT_KEY}")]
-    heads = {name: _head(store, name) for name in names}
-    members = [name for name, head in heads.items() if head is not None and head.role == "member"]
-    others = [
-        name
-        for name, head in heads.items()
-        if head is not None and head.state == "committed" and head.role == "checkpoint"
-    ]
-    return [name for name in others if not any(_stores(store, member, name) for member in members)]
-
-
-def _head(store: StorageBackend, name: str) -> RootHead | None:
-    """Return the head of the root in a directory; None without a readable one."""
-    try:
-        return read_head(store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
-    except ObjectNotFoundError:
-        return None
-
-
-def _stores(store: StorageBackend, member: str, name: str) -> bool:
-    """Return True if the root in a directory is a file of a member: an object may store a checkpoint in its files."""
-    if not name.startswith(f"{member}/"):
-        return False
-
-    def read_part(key: str, size: int) -> bytes:
-        return store.get(f"{member}/{key}", 0, size)
-
-    try:
-        root = decode_root(store.get(f"{member}/{ROOT_KEY}"), read_part)
-    except (CorruptCheckpointError, ObjectNotFoundError, UnsupportedVersionError):
-        return True  # unknown: the member is removed as a whole
-    return isinstance(root, Root) and f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in root.objects
 
 
 def unneeded_keys(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:

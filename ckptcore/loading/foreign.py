@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.target import IsForeign, LocationVersion, has_members, read_version
+from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
 from ckptcore.distributions import install_hint
 from ckptcore.errors import (
@@ -29,10 +28,13 @@ from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind
-from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key
+from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
 from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from ckptcore.commit.contents import OwnsKey
 
 __all__ = [
     "find_composite",
@@ -43,6 +45,7 @@ __all__ = [
     "not_finalized",
     "open_foreign",
     "open_foreign_files",
+    "owner_of_files",
     "several_checkpointables",
 ]
 
@@ -96,7 +99,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     registry = runtime_of(context).registry
     for layout in registry.layouts():
         found = layout.inspect(store, entry)
-        if found is not None:
+        if found is not None and not (entry is None and _is_folder(found.tree, storage, version.names)):
             origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused)
             return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
     if entry is None and has_members(storage, storage.list_names()):
@@ -109,12 +112,27 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
             raise CheckpointNotFoundError(_steps_message(location, steps, context))
         if file := _single_file(store, version.names, registry.layouts()):
             raise CheckpointNotFoundError(_files_message(location, file))
+        from ckptcore.loading.folders import held_in  # only if no layout finds a tree
+
+        if held := held_in(location, version.names, context):
+            raise CheckpointNotFoundError(f"{location.display} is not a checkpoint. It holds {held}")
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
     remedy = f"install support for its format with {hint}" if hint else _way_on(store, entry, version.names)
     raise CheckpointNotFoundError(
         f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): {remedy}"
     )
+
+
+def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]) -> bool:
+    """Return True if a tree with unreadable leaves is a folder of checkpoints of ckptcore, whose files look like it."""
+    return any(unreadable_error(record) is not None for record in tree.leaves) and _has_own_checkpoint(store, names)
+
+
+def _has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
+    from ckptcore.loading.folders import has_own_checkpoint  # only checkpoints of other software need it
+
+    return has_own_checkpoint(store, names)
 
 
 def _nothing_at(location: Location) -> CheckpointNotFoundError:
@@ -176,7 +194,7 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     store = _reader(location.store, context)
     for layout in runtime_of(context).registry.layouts():
         found = layout.inspect_composite(store)
-        if found is not None:
+        if found is not None and not _has_own_checkpoint(location.store, [f"{name}/" for name in found.members]):
             for name in found.members:
                 _check_member(location, name)
             members = {name: Member(kind) for name, kind in found.members.items()}
@@ -185,12 +203,12 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     return None
 
 
-def foreign_checkpoints(context: Context) -> IsForeign:
+def foreign_checkpoints(context: Context) -> FindForeign:
     """Return a function that detects checkpoints of other software with the layouts of a Context.
 
-    It returns True only if a whole directory is one checkpoint. See `_has_single_files`.
+    It finds one only if a whole directory is one checkpoint. See `_has_single_files`.
     """
-    return functools.partial(_is_foreign, context)
+    return lambda location: owner_of_files(location.store, context)
 
 
 def several_checkpointables(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
@@ -306,12 +324,13 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
     )
 
 
-def _is_foreign(context: Context, location: Location) -> bool:
-    return is_one_checkpoint(location.store, context)
-
-
 def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
     """Return True if a whole storage is one checkpoint of other software. See `foreign_checkpoints`."""
+    return owner_of_files(storage, context) is not None
+
+
+def owner_of_files(storage: StorageBackend, context: Context) -> OwnsKey | None:
+    """Return which files of a storage belong to the one checkpoint of other software that it is; None if it is none."""
     store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
         try:
@@ -319,10 +338,10 @@ def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
         except CompositeCheckpointError:
             found = True  # a checkpoint of several items
         except CheckpointError:
-            return False  # unfinished or damaged: its extent is unknown
+            return None  # unfinished or damaged: its extent is unknown
         if found:
-            return not _has_single_files(layout, store)
-    return False
+            return None if _has_single_files(layout, store) else layout.owns
+    return None
 
 
 def _has_single_files(layout: Layout, store: ObjectReader) -> bool:

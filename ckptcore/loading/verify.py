@@ -6,7 +6,7 @@ import errno
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.references import stored_leaves
@@ -19,6 +19,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
     UnsupportedLeafError,
+    UnsupportedVersionError,
 )
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
@@ -90,8 +91,17 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if there are no problems."""
+        """True if there are no problems. See `state` for whether checksums were compared."""
         return not self.problems
+
+    @property
+    def state(self) -> Literal["sound", "complete", "damaged"]:
+        """ "sound": every byte has its checksum. "complete": all that can be read here was read, but some of it has no
+        checksums, so that a changed byte may not be found. "damaged": there are problems."""
+        if self.problems:
+            return "damaged"
+        judged = self.objects and not (self.unverified or self.unsupported or self.unjudged)
+        return "sound" if judged else "complete"
 
 
 def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressCallback | None = None) -> VerifyReport:
@@ -172,9 +182,9 @@ _DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP, errno.EBADMSG, errno.ENODATA
 
 
 def _raise_unjudged(error: Exception) -> None:
-    """Raise an error of the storage that says nothing about the bytes, such as a missing permission: no damage."""
+    """Raise an error that says nothing about the bytes, such as a missing permission or a newer version: no damage."""
     is_damage = isinstance(error, ObjectNotFoundError) or (isinstance(error, OSError) and error.errno in _DAMAGE)
-    if isinstance(error, StorageError) and not is_damage:
+    if isinstance(error, UnsupportedVersionError) or (isinstance(error, StorageError) and not is_damage):
         raise error
 
 

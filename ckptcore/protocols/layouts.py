@@ -459,6 +459,17 @@ class Layout(Protocol):
         """
         return None
 
+    def owns(self, key: str) -> bool:
+        """Return True if a file in the directory of a checkpoint of this layout belongs to the checkpoint.
+
+        Asked only where other software wrote the checkpoint, before a save replaces it. Other files, such as a
+        configuration or a tokenizer, are the user's, and stop the save. By default all files belong to it.
+
+        Args:
+            key: the key of the file.
+        """
+        return True
+
     # --- arrays in pieces
 
     def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]] | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role, SaveOrder
-from ckptcore.commit.target import IsForeign, Overwrite
+from ckptcore.commit.target import FindForeign, Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
@@ -18,6 +18,9 @@ from ckptcore.model.tree import JSON
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy
 from ckptcore.saving.parts import PartDescription, SavePart
+
+if TYPE_CHECKING:
+    from ckptcore.commit.contents import OwnsKey
 
 __all__ = [
     "NOTHING_COMMITTED",
@@ -278,15 +281,15 @@ def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
     raise error  # not reached: the stage raises it
 
 
-def foreign_checkpoints(context: Context) -> IsForeign:
+def foreign_checkpoints(context: Context) -> FindForeign:
     """Return a function that detects checkpoints of other software. See `ckptcore.loading.foreign`."""
 
-    def is_foreign(location: Location) -> bool:
+    def find_foreign(location: Location) -> OwnsKey | None:
         from ckptcore.loading import foreign  # not needed for a save to an empty location
 
         return foreign.foreign_checkpoints(context)(location)
 
-    return is_foreign
+    return find_foreign
 
 
 def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:

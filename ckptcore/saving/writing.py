@@ -171,6 +171,8 @@ class PlainSave:
     takes_placeholders: ClassVar[bool] = False
     merges_keys: ClassVar[bool] = False
     checks_target: ClassVar[bool] = False
+    adds_files: ClassVar[bool] = False
+    """True if the strategy writes files next to checkpointables. Then the leader lists them for the root."""
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Plan the parts."""
@@ -206,10 +208,10 @@ class PlainCommit:
 
     def _begin_transaction(self) -> None:
         save, target = self._save, self._save.target
-        is_foreign = foreign_checkpoints(save.context)
+        find_foreign = foreign_checkpoints(save.context)
         with save.recording.phase("claim"):
             commits = target.location.commits
-            self._claim = commits.begin(target.location, save.info.claimed, target.overwrite, is_foreign)
+            self._claim = commits.begin(target.location, save.info.claimed, target.overwrite, find_foreign)
             self._claim.expect_distinct(functools.partial(_known_keys, save))
             if save.agreement.size > 1 or save.uses_workers:
                 self._claim.show_claim()
@@ -233,6 +235,8 @@ class PlainCommit:
             save.take_receipts(payloads)
         with save.recording.phase("commit"):
             root = build_root(save.info, save.parts, self._claim.store, save.context, save.recording)
+            if isinstance(root, CompositeRoot) and isinstance(save.strategy, PlainSave) and save.strategy.adds_files:
+                root = replace(root, files=_files_beside(root, self._claim.store))
             if save.target.before_commit is not None:
                 save.target.before_commit()
             self._claim.commit(*encode_root(self._completed(root)))
@@ -341,11 +345,8 @@ class _MetadataStore:
 
 def _write_composite_files(
     layouts: Iterable[Layout], info: CheckpointInfo, store: StorageBackend, context: Context
-) -> None:
-    """Write the metadata files of each layout of a composite into the directory of the composite.
-
-    The root does not list them, because ckptcore does not need them.
-    """
+) -> tuple[str, ...]:
+    """Write the metadata files of each layout of a composite into its directory. Return their keys."""
     of_trees = [layout.requested if isinstance(layout, FilesLayout) else layout for layout in layouts]
     by_name = {layout.name: layout for layout in of_trees if layout is not None}
     taken: dict[str, object] = dict(info.members)
@@ -353,6 +354,16 @@ def _write_composite_files(
         recorder = recorder_of(store, context)
         layout.write_metadata_files(info, _MetadataStore(name, recorder, taken))
         taken.update({record.key: record for record in recorder.objects})
+    return tuple(taken.keys() - info.members.keys())
+
+
+def _files_beside(root: CompositeRoot, store: StorageBackend) -> tuple[str, ...]:
+    """Return the keys of the files that the processes of a save wrote next to its checkpointables."""
+    files: list[str] = []
+    for name in store.list_names():
+        if not root.has_directory(name) and name != ROOT_KEY:
+            files += store.list(name.removesuffix("/")) if name.endswith("/") else [name]
+    return tuple(files)
 
 
 class Recorder(WriteStore, Protocol):
@@ -446,13 +457,14 @@ def build_root(
         put_root(inside, root)
     described = info.checkpoint_info
     layouts = [part.layout for part in parts if part.directory in described.members]
-    _write_composite_files(layouts, described, store, context)
+    files = _write_composite_files(layouts, described, store, context)
     return CompositeRoot(
         save_id=info.save_id,
         created=info.created,
         writer=this_writer(),
         order=info.order,
         members=info.members or {},
+        files=files,
         custom=info.custom,
         metrics=info.metrics,
         timeline=timeline_to_json(recording.events),

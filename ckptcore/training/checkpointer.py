@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias
 
+from ckptcore.commit.file_names import expect_directory_name
 from ckptcore.commit.location import LocationLike
 from ckptcore.commit.locks import IfInUse
 from ckptcore.commit.target import Overwrite
@@ -63,6 +64,7 @@ class Checkpointer(CheckpointReader):
         if_in_use: IfInUse = "error",
         preemption_notice: PreemptionNotice | None = None,
         strategy: StepStrategy[SaveStrategy[SaveDraft, Save]] | None = None,
+        other_files: bool = False,
     ) -> None:
         """Own the directory of a run. Create it if it does not exist.
 
@@ -82,11 +84,13 @@ class Checkpointer(CheckpointReader):
                 notice, if the save policy contains `PreemptionCheckpointing`. Either all processes of a job pass a
                 notice, or none.
             strategy: writes and commits each step, such as `StepExports`; None: saves the step alone.
+            other_files: True to delete steps also if their directories have files that no save wrote, such as the
+                results of an evaluation. Otherwise these steps stay, with a warning.
 
         Raises:
             DirectoryInUseError: another job owns the directory.
-            InvalidLocationError: the directory is a checkpoint, or has no step and checkpoints that `step_names` does
-                not describe. The error says what they are, and how to read them.
+            InvalidLocationError: the directory is a checkpoint, has the name of a file (``x.pt``), or has no step and
+                checkpoints that `step_names` does not describe. The error says what they are, and how to read them.
             NotSharedError: this process of a job does not see the directory of the leader.
             RankFailedError: another process of the job failed, for example because it does not see the directory.
             StorageError: the directory cannot be written.
@@ -104,6 +108,7 @@ class Checkpointer(CheckpointReader):
         self._process = os.getpid()
         context = context or default_context()
         source = as_run_directory(directory)
+        expect_directory_name(source.location)
         if strategy is not None:
             if not hasattr(strategy, "for_step"):
                 raise TypeError(
@@ -126,7 +131,7 @@ class Checkpointer(CheckpointReader):
         agree = exchanges_of(f"{redacted_location(os.fspath(source.location))}/checkpointer", context, self._job)
         policy = preservation_policy or PreserveAll()
         saves = RunSaves(under_way=self._saves.under_way, last_steps=self._last_steps, wait=self.wait)
-        self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves))
+        self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves, other_files))
         # Not `super().__init__`: `CheckpointReader` opens a directory, and this one is open already.
         StepReader.__init__(self, self._run.steps, context, agree, loaded=self._set_back)
         self._saver = StepSaver(self._run, self._decider, self._saves, options, context, self._job, agree=agree)
@@ -308,6 +313,8 @@ class Checkpointer(CheckpointReader):
             OnlyStepError: it is the only valid step.
             StepPinnedError: a reader has pinned it, or it is being saved.
             CheckpointReferredError: other checkpoints refer to it.
+            CheckpointExistsError: its directory has files that no save wrote, and this object was created without
+                ``other_files=True``, or another checkpoint. Raised by `wait`.
         """
         self._expect_open()
         step = as_integer("step", step)

@@ -216,6 +216,7 @@ class StepDeleter:
         context: Context,
         *,
         looks_complete: Callable[[AnyLocation, Context], bool] = has_expected_sizes,
+        other_files: bool = False,
     ) -> None:
         """Create the deleter of a directory.
 
@@ -225,8 +226,10 @@ class StepDeleter:
             owned: the lock of the owner; checked before each deletion.
             context: options.
             looks_complete: returns True if the files of a step seem complete.
+            other_files: True to delete steps with files that no save wrote.
         """
         self._steps = steps
+        self._other_files = other_files
         self._looks_complete = looks_complete
         self._store = store
         self._commits = steps.commits(store)
@@ -316,7 +319,7 @@ class StepDeleter:
             def is_deleted(step: int) -> bool:
                 try:
                     return self._delete(step, _Decision(since, keep))
-                except CheckpointExistsError as error:  # its directory contains another checkpoint
+                except CheckpointExistsError as error:  # its directory has another checkpoint, or other files
                     self._steps.warn_once("step %d in %s stays: %s", step, self._steps.display, error)
                     return False
                 except StorageError as error:
@@ -502,7 +505,7 @@ class StepDeleter:
                 intent.check()
                 location = self._location(step)
                 try:
-                    location.commits.remove(location, new_save_id())
+                    location.commits.remove(location, new_save_id(), other_files=self._other_files)
                 except CheckpointNotFoundError:
                     self._steps.expect_present()
                     if location.commits.is_committed(location.name):

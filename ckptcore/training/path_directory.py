@@ -82,6 +82,7 @@ class OwnedDirectory:
         if_in_use: IfInUse,
         at_least: int = 0,
         looks_complete: Callable[[AnyLocation, Context], bool] = has_expected_sizes,
+        other_files: bool = False,
     ) -> None:
         """Own the directory.
 
@@ -92,6 +93,7 @@ class OwnedDirectory:
             if_in_use: as for `Checkpointer`.
             at_least: the least number of the owner: see `Locks.own`.
             looks_complete: returns True if the files of a step seem complete.
+            other_files: True to delete steps with files that no save wrote.
 
         Raises:
             DirectoryInUseError: another job owns it.
@@ -103,7 +105,9 @@ class OwnedDirectory:
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
         self.lock: Lock = steps.commits(self.store).locks(steps.display).own(if_in_use, at_least=at_least)
-        self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_complete=looks_complete)
+        self.deleter = StepDeleter(
+            steps, self.store, self.lock, context, looks_complete=looks_complete, other_files=other_files
+        )
         steps.expect_present = self.expect_present
 
     def expect_present(self) -> None:
@@ -171,7 +175,13 @@ class _PathRun:
         try:
             with agreement.stage("own"):
                 if agreement.rank == 0:
-                    self.directory = OwnedDirectory(steps, ownership.policy, context, if_in_use=ownership.if_in_use)
+                    self.directory = OwnedDirectory(
+                        steps,
+                        ownership.policy,
+                        context,
+                        if_in_use=ownership.if_in_use,
+                        other_files=ownership.other_files,
+                    )
                     if ownership.metadata is not None:
                         write_directory_metadata(steps.open_to_write(), ownership.metadata)
             expect_one_directory(agreement.part("directory"), steps.store, steps.directory)

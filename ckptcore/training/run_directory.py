@@ -117,6 +117,7 @@ class Ownership:
         metadata: JSON to store with the directory; None leaves the stored metadata unchanged.
         if_in_use: what to do if another job seems to own the directory.
         saves: the saves of this process.
+        other_files: True to delete steps with files that no save wrote.
     """
 
     agreement: Agreement
@@ -124,6 +125,7 @@ class Ownership:
     metadata: Mapping[str, JSON] | None
     if_in_use: IfInUse
     saves: RunSaves
+    other_files: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ class StepSaver:
         return SaveRequest(
             destination=SaveDestination(
                 target.location,
-                "non-atomic" if target.is_unusable else request.overwrite,
+                "with-other-files" if target.is_unusable else request.overwrite,
                 name=f"{self._directory}/{name}",  # hosts may have different paths of one directory
             ),
             values=request.values,

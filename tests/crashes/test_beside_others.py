@@ -295,9 +295,9 @@ def test_another_process_at_any_operation_leaves_a_whole_checkpoint(task: str, t
 
         def meanwhile(place: _Place = place) -> None:
             if task == "delete":
-                ckptcore.delete(place.location)
+                ckptcore.delete(place.location, other_files=True)
             else:
-                overwrite: Any = True if task == "overwrite" else "keep-other-files"
+                overwrite: Any = "with-other-files" if task == "overwrite" else "keep-other-files"
                 ckptcore.save(place.location, _state(_NEXT), layout="dcp", overwrite=overwrite, context=_FAST)
 
         try:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.commit.target import fixed_names
 from ckptcore.errors import CheckpointError, TreeMismatchError
 
 STATE = {"model": {"w": np.ones(2)}, "step": np.ones(1)}
@@ -46,7 +45,9 @@ def existing(directory: Path) -> None:
 
 
 def other_files(directory: Path) -> None:
-    raise fixed_names(str(directory), ["model.safetensors"])
+    ckptcore.save(directory / "c", STATE)
+    (directory / "c/notes.txt").write_text("mine")
+    ckptcore.save(directory / "c", STATE, overwrite=True)
 
 
 CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
@@ -62,7 +63,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "exists": (existing, "overwrite=", "or delete it with ckptcore.delete"),
     "step": (same_step, "overwrite=", "delete it with ckptcore.delete to save it again"),
-    "other files": (other_files, "pass overwrite=True", "dcp or safetensors or save elsewhere"),
+    "other files": (other_files, "pass overwrite='keep-other-files'", "wrote (notes.txt), which would be deleted with"),
     "in use": (in_use, "pass if_in_use=", "open the directory with ckptcore.Checkpointer(directory, if_in_use="),
     "names": (other_names, "step_names=", "open the directory with ckptcore.Checkpointer and the step names StepNames"),
 }
@@ -77,7 +78,7 @@ def test_an_error_names_only_options_that_the_caller_has(tmp_path: Path, case: s
     with pytest.raises(type(as_raised.value)) as raised, CheckpointError.offering():
         cause(tmp_path / "adapter")
     assert option not in str(raised.value) and remedy in str(raised.value)
-    name = option.removeprefix("pass ").partition("=")[0]
+    name = "keep-other-files" if cause is other_files else option.removeprefix("pass ").partition("=")[0]
     with pytest.raises(type(as_raised.value)) as offered, CheckpointError.offering(name):
         cause(tmp_path / "offered")
     assert option in str(offered.value)

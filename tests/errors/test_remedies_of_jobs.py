@@ -145,7 +145,7 @@ def test_options_of_safetensors_that_differ(tmp_path: Path) -> None:
     assert same(ckptcore.load(tmp_path / "c"), {"w0": ONE, "w1": ONE + 1})
 
 
-@pytest.mark.parametrize("follow", ["layout", "location", "overwrite"])
+@pytest.mark.parametrize("follow", ["layout", "location", "delete"])
 def test_slices_among_other_files(follow: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     (tmp_path / "c" / "notes.txt").write_text("mine")
@@ -155,18 +155,20 @@ def test_slices_among_other_files(follow: str, tmp_path: Path) -> None:
 
     _refused_in_job(
         lambda context, rank: save(context, rank, overwrite="keep-other-files"),
-        "save with the layout dcp, to another location, or with overwrite=True",
+        "save with the layout dcp, to another location, or after ckptcore.delete(location, other_files=True)",
     )
     assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
     ways: dict[str, dict[str, Any]] = {
         "layout": {"layout": "dcp", "overwrite": "keep-other-files"},
         "location": {"name": "d"},
-        "overwrite": {"overwrite": True},
+        "delete": {},
     }
     options = ways[follow]
+    if follow == "delete":
+        ckptcore.delete(tmp_path / "c", other_files=True)
     _in_job(lambda context, rank: save(context, rank, **options))
     assert same(ckptcore.load(tmp_path / options.get("name", "c")), {"w": np.arange(6.0)})
-    assert (tmp_path / "c" / "notes.txt").exists() == (follow != "overwrite")
+    assert (tmp_path / "c" / "notes.txt").exists() == (follow != "delete")
 
 
 def test_loads_with_different_options(tmp_path: Path) -> None:

@@ -216,14 +216,14 @@ def test_a_checkpoint_within_another(tmp_path: Path) -> None:
     assert same(ckptcore.load(tmp_path / "moved"), {"w": ONE})
 
 
-@pytest.mark.parametrize("follow", ["one tree", "overwrite", "elsewhere"])
+@pytest.mark.parametrize("follow", ["one tree", "delete", "elsewhere"])
 def test_names_that_are_fixed(follow: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE}, layout="ocdbt")
     (tmp_path / "c" / "notes.txt").write_text("mine")
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"w": TWO}, layout="ocdbt", overwrite="keep-other-files"),
-        "Save one tree with the layout dcp or safetensors, pass overwrite=True to replace the whole directory, or save "
-        "elsewhere. Nothing was changed",
+        "Save one tree with the layout dcp or safetensors, save elsewhere, or delete the whole directory first with "
+        f"ckptcore.delete({str(tmp_path / 'c')!r}, other_files=True). Nothing was changed",
         error=CheckpointExistsError,
     )
     assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
@@ -233,9 +233,11 @@ def test_names_that_are_fixed(follow: str, tmp_path: Path) -> None:
             ckptcore.save(location, {"w": TWO}, layout=layout, overwrite="keep-other-files")
             assert same(ckptcore.load(location), {"w": TWO})
     else:
-        ckptcore.save(location, {"w": TWO}, layout="ocdbt", overwrite=follow == "overwrite")
+        if follow == "delete":
+            ckptcore.delete(location, other_files=True)
+        ckptcore.save(location, {"w": TWO}, layout="ocdbt")
     assert same(ckptcore.load(location), {"w": TWO})
-    assert (tmp_path / "c" / "notes.txt").exists() == (follow != "overwrite")
+    assert (tmp_path / "c" / "notes.txt").exists() == (follow != "delete")
 
 
 def test_a_storage_that_replaces_nothing_atomically() -> None:

@@ -120,11 +120,12 @@ def test_what_an_object_stored_is_no_checkpoint_of_its_own(top: str) -> None:
     assert not list(store_at(f"{top}/x").list())
 
 
-def test_a_step_with_another_checkpoint_inside_stays_and_stops_nothing(
-    top: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("other_files", [False, True])
+def test_a_step_with_another_checkpoint_or_files_inside_stays_and_stops_nothing(
+    other_files: bool, top: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Plain files that somebody added to a step go with it."""
-    with ckptcore.Checkpointer(top, preservation_policy=LatestN(2)) as run:
+    """Plain files that somebody added to a step go with it only where the owner of the run says so."""
+    with ckptcore.Checkpointer(top, preservation_policy=LatestN(2), other_files=other_files) as run:
         for step in (1, 2):
             run.save(step, {"n": step})
         run.wait()
@@ -136,9 +137,11 @@ def test_a_step_with_another_checkpoint_inside_stays_and_stops_nothing(
         with pytest.raises(CheckpointExistsError, match="/1 has another checkpoint"):
             run.delete(1)
             run.wait()
-    assert ckptcore.CheckpointReader(top).steps == (1, 4, 5)
+    assert ckptcore.CheckpointReader(top).steps == ((1, 4, 5) if other_files else (1, 2, 4, 5))
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("step 2" in text and "(notes.txt)" in text for text in warned) is not other_files
     assert ckptcore.load(f"{top}/1/a/b") == {"n": 5}
-    assert any("step 1" in record.getMessage() and record.levelno == logging.WARNING for record in caplog.records)
+    assert any("step 1" in text for text in warned)
 
 
 def _write_dcp(location: Path) -> None:
@@ -287,7 +290,9 @@ def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
     ckptcore.save(location, {"n": 5}, overwrite="keep-other-files")
     own = set(ckptcore.metadata(location).objects)
     assert {path.name for path in location.iterdir()} == names | _INDEXES["safetensors"] | own
-    ckptcore.save(location, {"n": 6}, overwrite=True)
+    with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(logs/1.txt\)"):
+        ckptcore.save(location, {"n": 6}, overwrite=True)
+    ckptcore.save(location, {"n": 6}, overwrite="with-other-files")
     assert {path.name for path in location.iterdir()} == {"checkpoint.json", "model.safetensors"}
 
 

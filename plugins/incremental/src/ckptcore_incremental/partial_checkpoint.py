@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
+from ckptcore.commit.file_names import expect_directory_name
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
@@ -57,6 +58,7 @@ class PartialCheckpoint:
 
     def __init__(self, location: LocationLike, layout: str | Layout | None, context: Context) -> None:
         """See `partial`."""
+        expect_directory_name(location)
         self._location = location
         self._layout = layout
         self._context = context

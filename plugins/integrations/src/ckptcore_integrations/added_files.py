@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
@@ -116,6 +116,8 @@ class SaveWithFiles(ckptcore.PlainSave):
     Attributes:
         files: the contents, by name. Each process adds its own, under different names.
     """
+
+    adds_files: ClassVar[bool] = True
 
     files: Mapping[str, bytes] = field(default_factory=dict)
 

@@ -213,6 +213,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             preservation_policy=self._policy,
             layout=self._layout,
             if_in_use="take over",  # a job that renews a lease keeps the directory
+            other_files=True,
             context=self._context,
         )
 

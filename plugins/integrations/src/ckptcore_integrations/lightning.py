@@ -43,6 +43,7 @@ from ckptcore.training import expanded_location
 from ckptcore_integrations.hyperparameters import Notes
 from ckptcore_integrations.lightning_disk import CommitsLater, install, replacing_path, saver_of
 from ckptcore_integrations.lightning_paths import (
+    as_directory,
     create_parent,
     delete,
     finish_replacement,
@@ -149,7 +150,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         state: dict[str, Any],
         overwrite: Literal["best-effort", "non-atomic"] = "best-effort",
     ) -> SaveHandle | None:
-        return save(path, state, layout=self._layout, overwrite=overwrite, context=self._context)
+        return save(as_directory(path), state, layout=self._layout, overwrite=overwrite, context=self._context)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -300,7 +301,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
         path, replaces = _by_leader(self, prepare)
         ckptcore.save(
-            replacing_path(path) if replaces else path,
+            as_directory(replacing_path(path) if replaces else path),
             own,
             layout=self._checkpoint_layout,
             overwrite="non-atomic" if replaces else "best-effort",

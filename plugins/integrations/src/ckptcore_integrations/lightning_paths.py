@@ -21,6 +21,7 @@ from ckptcore_integrations.added_files import is_checkpoint
 from ckptcore_integrations.lightning_disk import create_link, is_dangling, newest_neighbor, replacing_path
 
 __all__ = [
+    "as_directory",
     "create_parent",
     "delete",
     "finish_replacement",
@@ -74,15 +75,20 @@ def is_replaced_later(path: _Path, context: Context) -> bool:
     return True
 
 
+def as_directory(path: _Path) -> str:
+    """Return a path for a save. Names that end in ``.ckpt`` are those of files, unless they end in a slash."""
+    return f"{os.fspath(path).rstrip('/')}/"
+
+
 def delete(path: _Path, context: Context) -> None:
     """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
     with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
-        ckptcore.delete(replacing_path(path), context=context)
+        ckptcore.delete(replacing_path(path), other_files=True, context=context)
     if is_of_lightning(path):
         _remove(path)
         return
     with contextlib.suppress(CheckpointNotFoundError):
-        ckptcore.delete(path, context=context)
+        ckptcore.delete(path, other_files=True, context=context)
 
 
 def _remove(path: _Path) -> None:
@@ -101,10 +107,10 @@ def finish_replacement(path: _Path, context: Context) -> None:
     if is_of_lightning(path):
         _remove(path)
     else:
-        ckptcore.delete(path, context=context)
+        ckptcore.delete(path, other_files=True, context=context)
     if "://" in os.fspath(path):  # object stores cannot rename
-        ckptcore.copy(replacing, path, context=context)
-        ckptcore.delete(replacing, context=context)
+        ckptcore.copy(replacing, as_directory(path), context=context)
+        ckptcore.delete(replacing, other_files=True, context=context)
     else:
         os.rename(replacing, path)
 
@@ -118,8 +124,10 @@ def recover(path: _Path, context: Context) -> None:
         if is_of_lightning(path):
             _remove(path)
         if not _is_complete(path, context):
-            ckptcore.copy(replacing, path, overwrite="non-atomic", context=context)  # of a damaged checkpoint
-        ckptcore.delete(replacing, context=context)
+            ckptcore.copy(
+                replacing, as_directory(path), overwrite="non-atomic", context=context
+            )  # of a damaged checkpoint
+        ckptcore.delete(replacing, other_files=True, context=context)
 
 
 def to_load(path: _Path, context: Context) -> _Path:

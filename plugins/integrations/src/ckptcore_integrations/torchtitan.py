@@ -145,6 +145,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 step_names=_NAMES,
                 layout=config.layout,
                 if_in_use="take over",  # a job that renews a lease keeps the directory
+                other_files=True,  # as TorchTitan does
                 context=self.context,
             )
         logger.info(f"Checkpoints are loaded from and saved to {redacted_location(self.folder)}.")
@@ -188,7 +189,7 @@ class CkptcoreManager(BaseCheckpointManager):
         exported = filesystem.join(self.folder, f"step-{step}")
         ckptcore.copy(shards, exported, subtree=(), overwrite="non-atomic", context=self.context)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            ckptcore.delete(shards, context=self.context)
+            ckptcore.delete(shards, other_files=True, context=self.context)
 
     def _state(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Return the states of objects under TorchTitan's names: those of the weights, without ``model``, and others.

@@ -162,7 +162,7 @@ class CheckpointMixin(_Trainer):
                     location,
                     checkpointables,
                     layout=_ONE_FILE,
-                    overwrite="best-effort",
+                    overwrite="with-other-files",  # callbacks write files into steps, and write them again
                     metadata={"files": digests_of(files)},
                     strategy=SaveWithFiles(files=files),
                     context=self._context(kind),

@@ -6,7 +6,9 @@ torch.distributed.checkpoint, two kinds of entries become members: subdirectorie
 or torch.save files, and torch.save files. Everything else (tokenizers, logs) is ignored. Only names
 and the first bytes of files are read.
 
-A directory of several steps has the same structure, but its subdirectories have names of steps.
+A directory of several steps has the same structure, but its subdirectories have names of steps. A folder of unrelated
+checkpoints has it, too: only a directory is one checkpoint in which one of the subdirectories has the name of a part of
+a training state, such as ``model``.
 """
 
 from __future__ import annotations
@@ -19,13 +21,30 @@ import ckptcore
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
 from ckptcore.protocols import InspectedComposite, MemberKind, ReadStore
 
-__all__ = ["WRITER", "find_dcp_files", "find_rank_files", "inspect_step_directory", "is_torch_file", "unfinished"]
+__all__ = [
+    "WRITER",
+    "find_dcp_files",
+    "find_rank_files",
+    "inspect_step_directory",
+    "is_dcp_file",
+    "is_torch_file",
+    "unfinished",
+]
 
 WRITER: Final = "torch.distributed.checkpoint"
 
 _METADATA: Final = ".metadata"
 _OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
+_OWN: Final = re.compile(
+    r"\.metadata|__[0-9]+\.metadata|.+\.distcp|(shard|model|diffusion)[^/]*\.safetensors(\.index\.json)?", re.ASCII
+)
+"""The names of files that torch.distributed.checkpoint writes, also with ``HuggingFaceStorageWriter``."""
+_PART: Final = re.compile(
+    r"(pytorch_)?(models?|modules?|weights|params|parameters|optim|opt|optimizers?|schedulers?|([a-z]+_)?states?|ema|actor"
+    r"|critic|policy|generator|discriminator|unet|transformer|text_encoder|vae)((_fsdp)?_[0-9]+)?"
+)
+"""Names of the parts of a training state."""
 _TORCH: Final = (".pt", ".pth", ".bin")
 _SAFETENSORS: Final = ".safetensors"
 _RANKED: Final = re.compile(r"(.*rank[_-]?)(0|[1-9][0-9]{0,8})(\D*\.(?:pt|pth|bin))", re.ASCII)
@@ -42,6 +61,12 @@ def find_dcp_files(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         return [_METADATA], files
     ranks = [(int(match[1]), name) for name in names if (match := _OF_RANK.fullmatch(name))]
     return [name for _, name in sorted(ranks)], files
+
+
+def is_dcp_file(key: str) -> bool:
+    """Return True for the key of a file of torch.distributed.checkpoint, or of a member of a step directory."""
+    directory, _, name = key.rpartition("/")
+    return _OWN.fullmatch(name) is not None or (bool(directory) and name.endswith((*_TORCH, _SAFETENSORS)))
 
 
 def unfinished(store: ReadStore, directory: str, file: str) -> UncommittedCheckpointError:
@@ -79,7 +104,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
             checkpoints.append(name)
         if found or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):
             members[name] = "tree"
-    if not checkpoints:
+    if not any(_PART.fullmatch(name) for name in checkpoints):
         return None
     for name in names:
         if name.endswith(_TORCH) and is_torch_file(store, name):

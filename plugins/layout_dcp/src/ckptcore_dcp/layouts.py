@@ -20,7 +20,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore_dcp.chunk_index import dcp_index
-from ckptcore_dcp.directories import inspect_step_directory
+from ckptcore_dcp.directories import inspect_step_directory, is_dcp_file
 from ckptcore_dcp.dtypes import physical_spec, torch_dtype
 from ckptcore_dcp.inspecting import inspect_dcp, inspect_entries
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
@@ -147,6 +147,10 @@ class DcpLayout(Layout):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Recognise a directory of a training program that contains torch.distributed.checkpoint directories."""
         return inspect_step_directory(store)
+
+    def owns(self, key: str) -> bool:
+        """Return True for files that torch.distributed.checkpoint writes. Not for a tokenizer or a configuration."""
+        return is_dcp_file(key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import INTERNAL_DIRECTORY, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     InvalidLocationError,
@@ -195,8 +195,12 @@ class HostSteps:
                 logger.info("removing step %d from %s: other hosts lack it", step, self._steps.display)
                 path = SubPath(self._steps.directory, name)
                 location = resolve_location(path, runtime_of(self._context).storages, to_write=True)
-                with suppress(CheckpointNotFoundError):  # another process deleted it
+                try:
                     location.commits.remove(location, new_save_id())
+                except CheckpointNotFoundError:
+                    pass  # another process deleted it
+                except CheckpointExistsError as error:
+                    self._steps.warn_once("step %d in %s stays: %s", step, self._steps.display, error)
 
 
 def has_expected_sizes_on_host(step: AnyLocation, context: Context) -> bool:

@@ -58,7 +58,7 @@ class TieredRun:
         self._until: Deadline | None = None  # set when the run begins to close
         if steps.host_steps is not None:
             self.hosts = find_hosts(agreement.part("hosts"), near.open_to_write())
-        own = partial(OwnedDirectory, context=context, if_in_use=ownership.if_in_use)
+        own = partial(OwnedDirectory, context=context, if_in_use=ownership.if_in_use, other_files=ownership.other_files)
         try:
             with agreement.stage("own"):
                 if agreement.rank in (self.hosts.firsts if self.hosts is not None else [0]):

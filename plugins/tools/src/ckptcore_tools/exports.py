@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from ckptcore.commit.file_names import expect_directory_name
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, SubPath, absolute_location, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Claim, Member, Role, new_save_id
 from ckptcore.commit.target import refuse_to_replace
@@ -355,6 +356,7 @@ def _plan_export(
     subtree = find_subtree(description.tree, keys)
     layout = runtime_of(context).registry.layout(export.layout)
     layout.check(subtree.tree, size + len(description.holders.by_worker))
+    expect_directory_name(export.location)
     location = resolve_location(export.location, runtime_of(context).storages, to_write=True)
     return _PlannedExport(location, layout, part, subtree)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptcore.commit.contents import find_other_files
 from ckptcore.commit.delete import find_bases, referring_to
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
+from ckptcore.loading.foreign import format_names
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.runtime import runtime_of
 from ckptcore.training.garbage import policy_infos
@@ -64,7 +67,9 @@ class DeletionPlan:
         return frozenset([decision.status.step for decision in self.decisions if decision.delete])
 
 
-def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float, context: Context) -> DeletionPlan:
+def plan_deletions(
+    steps: StepDirectory, policy: PreservationPolicy, now: float, context: Context, *, other_files: bool = False
+) -> DeletionPlan:
     """Decide about every step, by the roots and the sizes of files. Changes nothing.
 
     Args:
@@ -72,6 +77,7 @@ def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float,
         policy: the policy that decides which steps to keep.
         now: seconds since the epoch, UTC.
         context: options.
+        other_files: True to delete steps with files that no save wrote, too.
 
     Raises:
         StorageError: if the storage fails.
@@ -98,7 +104,9 @@ def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float,
         elif step in users:
             decisions.append(StepDecision(status, delete=False, reasons=(f"base of {', '.join(users[step])}",)))
         elif step in expired:
-            decisions.append(StepDecision(status, delete=True, reasons=()))
+            others = [] if other_files else find_other_files(subdirectory(steps.store, status.name))
+            kept = (f"has files that no save wrote: {format_names(others)}",) if others else ()
+            decisions.append(StepDecision(status, delete=not others, reasons=kept))
         else:
             decisions.append(StepDecision(status, delete=False, reasons=reasons[step]))
     return DeletionPlan(decisions, leftovers, broken)

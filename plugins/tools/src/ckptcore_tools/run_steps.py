@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.commit.delete import concerns_one_entry
+from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -22,15 +23,30 @@ from ckptcore.errors import (
 )
 from ckptcore.events import readable_events
 from ckptcore.loading.completeness import FileCheck
+from ckptcore.loading.folders import FoundRun, find_run
+from ckptcore.loading.foreign import format_names
 from ckptcore.loading.opening import ATTEMPTS
 from ckptcore.model import JSON
 from ckptcore.results import Problem
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.formatting import format_problems
-from ckptcore_tools.locations import describe_and_check, names_in
+from ckptcore_tools.locations import child_location, describe_and_check, names_in
 
-__all__ = ["RunOwner", "StepState", "StepStatus", "find_owner", "find_pinned", "find_steps", "read_steps"]
+__all__ = [
+    "FoundRun",
+    "RunOwner",
+    "StepState",
+    "StepStatus",
+    "expect_steps",
+    "find_owner",
+    "find_pinned",
+    "find_run_at",
+    "find_runs",
+    "find_steps",
+    "read_steps",
+]
 
 StepState: TypeAlias = Literal["committed", "foreign", "incomplete", "uncommitted", "corrupt", "unreadable", "other"]
 
@@ -109,6 +125,53 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
     since = steps.changes()
     steps.replace(steps.list_steps(), since)
     return steps
+
+
+def find_run_at(directory: str, context: Context) -> FoundRun | None:
+    """Return the steps of a directory; None if it is not the directory of a run.
+
+    Raises:
+        StorageError
+    """
+    return find_run(open_directory(directory, runtime_of(context).storages), context)
+
+
+def find_runs(directory: str, context: Context) -> Mapping[str, FoundRun]:
+    """Return the runs in a folder, by the names of their directories. Entries that cannot be read are left out.
+
+    Raises:
+        CheckpointNotFoundError: if the folder does not exist.
+        StorageError
+    """
+
+    def find(name: str) -> FoundRun | None:
+        try:
+            return find_run_at(child_location(directory, name), context)
+        except StorageError as error:
+            if not concerns_one_entry(error):
+                raise
+            return None
+
+    names = [name[:-1] for name in names_in(directory, context) if name[-1] == "/" and name[0] != "."]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = dict(zip(names, threads.map(find, names), strict=True))
+    return {name: run for name, run in found.items() if run is not None}
+
+
+def expect_steps(steps: StepDirectory, directory: str, context: Context) -> None:
+    """Refuse a folder that has no steps, but runs.
+
+    Raises:
+        CheckpointNotFoundError: it names some of the runs.
+    """
+    if steps.candidates() or steps.leftovers:
+        return
+    if runs := find_runs(directory, context):
+        first = child_location(directory, next(iter(runs)))
+        raise CheckpointNotFoundError(
+            f"{directory} has no steps. It holds runs ({format_names(runs)}): give one of them, such as {first}, or "
+            f"list them with `ckptcore ls {directory}`"
+        )
 
 
 def find_pinned(steps: StepDirectory) -> frozenset[str] | None:

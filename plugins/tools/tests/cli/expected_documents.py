@@ -193,7 +193,9 @@ class ListedDocument(TypedDict):
     """An entry of a directory: a checkpoint, or a leftover of a save."""
 
     name: str
-    state: Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable"]
+    state: Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable", "run"]
+    steps: NotRequired[int]  #: of a run
+    newest: NotRequired[int]  #: of a run: its newest step
     layout: str | None
     created: str | None
     arrays: int | None  #: shared ones counted once
@@ -228,6 +230,7 @@ class VerifyDocument(TypedDict):
     schema: Literal["ckptcore.verify/1"]
     location: str
     ok: bool
+    state: Literal["sound", "complete", "damaged"]  #: complete: all was read, but some bytes have no checksums
     objects: int  #: how many were checked
     nbytes: int  #: bytes checked
     unverified: list[str]  #: objects of which no checksums are kept
@@ -367,7 +370,7 @@ class StepDocument(TypedDict):
     save_id: str | None
     seconds: float | None  #: from the start of the save to its commit
     blocked_seconds: float | None  #: ... during which the caller could not train
-    sound: NotRequired[bool | None]  #: with --verify; None where it is unknown
+    sound: NotRequired[bool | None]  #: with --verify; None where it is unknown, as without checksums
     unverified: NotRequired[list[str]]  #: with --verify: objects of which no checksums are kept
     problems: NotRequired[list[ProblemDocument]]  #: of an incomplete step, and with --verify
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
-from plugins.tools.tests.cli.expected_documents import ErrorDocument, VerifyDocument
+from plugins.tools.tests.cli.expected_documents import ErrorDocument, StepsDocument, VerifyDocument
 
 
 def test_a_sound_checkpoint(run: Run, run_json: RunJson, checkpoint: Path) -> None:
     code, document = run_json(VerifyDocument, "verify", checkpoint)
     assert (code, document["ok"], document["problems"], document["unverified"]) == (0, True, [], [])
-    assert document["objects"] == 2
+    assert document["objects"] == 2 and document["state"] == "sound"
     assert document["nbytes"] >= (checkpoint / "model.safetensors").stat().st_size
     result = run("verify", checkpoint)
     assert result.exit_code == 0
@@ -29,7 +30,7 @@ def test_names_object_array_and_range(run: Run, run_json: RunJson, tmp_path: Pat
     place = path.stat().st_size - (5 << 19)  # in the middle of the second array
     flip(path, place)
     code, document = run_json(VerifyDocument, "verify", tmp_path / "c")
-    assert (code, document["ok"]) == (1, False)
+    assert (code, document["ok"], document["state"]) == (1, False, "damaged")
     (problem,) = document["problems"]
     assert problem["object"] == "model.safetensors"
     assert problem["start"] <= place < problem["stop"] <= problem["start"] + (1 << 20)
@@ -65,12 +66,28 @@ def test_a_damaged_root(run_json: RunJson, checkpoint: Path) -> None:
     assert document["problems"][0]["object"] == "checkpoint.json"
 
 
-def test_what_has_no_checksums_is_said_so(run: Run, run_json: RunJson, tmp_path: Path) -> None:
-    save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
-    code, document = run_json(VerifyDocument, "verify", tmp_path / "model.safetensors")
-    assert (code, document["ok"]) == (0, True)
-    assert document["unverified"] == ["model.safetensors"]
-    assert "no checksums for model.safetensors" in run("verify", tmp_path / "model.safetensors").stdout
+@pytest.mark.parametrize("writer", ["safetensors", "without checksums", "no arrays"])
+def test_what_has_no_checksums_is_complete_and_not_sound(
+    writer: str, run: Run, run_json: RunJson, tmp_path: Path
+) -> None:
+    location = tmp_path / "1"
+    if writer == "without checksums":
+        context = ckptcore.Context(io=ckptcore.context.IOOptions(checksums=False))
+        ckptcore.save(location, {"w": np.ones(3)}, context=context)
+    else:
+        location.mkdir()
+        save_file({} if writer == "no arrays" else {"w": np.ones(3)}, location / "model.safetensors")
+    code, document = run_json(VerifyDocument, "verify", location)
+    assert (code, document["ok"], document["state"]) == (0, True, "complete")
+    assert document["unverified"] == ([] if writer == "no arrays" else ["model.safetensors"])
+    assert ckptcore.verify(location).state == "complete"
+    text = run("verify", location).stdout
+    assert text.startswith("complete: ") and "sound" not in text
+    assert ("no checksums for model.safetensors" in text) is (writer != "no arrays")
+    code, steps = run_json(StepsDocument, "steps", tmp_path, "--verify")
+    assert (code, [step["sound"] for step in steps["steps"]]) == (0, [None])
+    text = run("steps", tmp_path, "--verify").stdout
+    assert "complete" in text and "sound" not in text
 
 
 def test_nothing_there(run_json: RunJson, tmp_path: Path) -> None:

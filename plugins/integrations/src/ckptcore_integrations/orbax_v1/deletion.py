@@ -31,7 +31,7 @@ def delete_async(
     if checkpointable_name is not None or moves or not is_from_ckptcore(context.file.path_class(path)):
         return v1.delete_async(path, checkpointable_name=checkpointable_name, missing_ok=missing_ok)
     # No process can load a checkpoint that ckptcore has begun to delete.
-    remove = functools.partial(ckptcore.delete, path)
+    remove = functools.partial(ckptcore.delete, path, other_files=True)  # as Orbax does
     return start_deletion(path, checkpointable_name=None, missing_ok=missing_ok, whole_delete=remove)
 
 

@@ -203,7 +203,7 @@ class _Deleter:
         if not is_from_ckptcore(path):
             self._of_orbax.delete(step)
         elif v1.multihost.is_primary_host(0):
-            ckptcore.delete(str(path))
+            ckptcore.delete(str(path), other_files=True)  # as Orbax does
 
     def delete_steps(self, steps: Any) -> None:
         for step in steps:

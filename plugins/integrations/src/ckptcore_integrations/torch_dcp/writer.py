@@ -150,7 +150,7 @@ class Writer(StorageWriter):
         layout = DcpLayout(checkpoint_id=location, save_id=self.save_id, items=frozenset(items))
         try:
             ckptcore.save(
-                self.path,
+                f"{location.rstrip('/')}/",  # a directory, whatever its name
                 tree_of(leaves, {name: part.steps for name, part in merged.items()}),
                 layout=layout,
                 overwrite="keep-other-files" if self.overwrite else False,

@@ -11,7 +11,7 @@ from ckptcore.errors import NameCollisionError
 from ckptcore.model import TreePath, format_path
 from ckptcore.planning import leaf_names
 
-__all__ = ["directory_names", "key_names"]
+__all__ = ["directory_names", "is_orbax_file", "key_names"]
 
 _RESERVED_NAMES: Final = frozenset(
     {
@@ -21,11 +21,18 @@ _RESERVED_NAMES: Final = frozenset(
 )  # fmt: skip
 """Names of other files in the directory of arrays."""
 
+_OTHER_METADATA: Final = frozenset({"_CHECKPOINT_DELETION", ".zarray", ".zgroup", ".zattrs", "zarr.json"})
+
 _MAX_BYTES: Final = 200
 """Maximum length of a path component in bytes. File systems allow 255; this leaves room for suffixes."""
 
 _MAX_NAME_BYTES: Final = 1024
 """Maximum length of a name in bytes. Systems allow paths of 4096; this leaves room for the location and chunk keys."""
+
+
+def is_orbax_file(key: str) -> bool:
+    """Return True for the key of a file that Orbax may write: metadata, and whatever is in the directories of items."""
+    return "/" in key or key in _RESERVED_NAMES or key in _OTHER_METADATA
 
 
 def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:

@@ -126,6 +126,11 @@ _CONTEXT_KEY: Final = "ckptcore.context"
 
 _SHELL_REMEDIES: Final = (
     (re.compile(r"if_in_use='take over'"), "--take-over"),
+    (re.compile(r"pass overwrite='keep-other-files' to keep them \([^)]*\), or "), ""),
+    (
+        re.compile(r"ckptcore\.delete\((['\"])(.*?)\1, other_files=True\)"),
+        r"ckptcore.delete(\1\2\1, other_files=True) in Python",
+    ),
     (re.compile(r"overwrite='non-atomic'"), "--overwrite-non-atomic"),
     (re.compile(r"overwrite=True"), "--overwrite"),
     (re.compile(r"(step_names=|(?<= or ))StepNames\.of\((['\"])(.*?)\2\)"), r"--named \3"),
@@ -138,6 +143,10 @@ _SHELL_REMEDIES: Final = (
     ),
     (re.compile(r"\bset head_dim\b"), "set --head-dim"),
     (re.compile(r"[:;.,] *reload\(\)[^.;]*"), ""),
+    (
+        re.compile(r"load the newest step of one with CheckpointReader\((['\"])(.*?)\1\)\.load\(\)"),
+        r"list the steps of one with `ckptcore steps \2`",
+    ),
     (
         re.compile(r"the newest with CheckpointReader\((['\"])(.*?)\1\)\.load\(\)"),
         r"list them with `ckptcore steps \2`",

@@ -25,7 +25,7 @@ from ckptcore_tools.cli.steps import step_names
 from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
 from ckptcore_tools.policy_text import parse_preservation
 from ckptcore_tools.retention import DeletionPlan, StepDecision, plan_deletions
-from ckptcore_tools.run_steps import find_steps
+from ckptcore_tools.run_steps import expect_steps, find_steps
 
 __all__ = ["command"]
 
@@ -57,16 +57,24 @@ Policies (separate several with commas; a step is kept if any of them keeps it):
 @click.option("--policy", "policy_text", required=True, metavar="POLICY", help="The steps to keep; see below.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and why the rest is kept. Delete nothing.")
 @click.option("--yes", is_flag=True, help="Delete without asking.")
+@click.option("--other-files", is_flag=True, help="Delete also steps with files that no save wrote.")
 @click.option("--take-over", is_flag=True, help=TAKE_OVER_HELP)
 @click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
 def command(
-    as_json: bool, directory: str, policy_text: str, dry_run: bool, yes: bool, take_over: bool, named: str | None
+    as_json: bool,
+    directory: str,
+    policy_text: str,
+    dry_run: bool,
+    yes: bool,
+    other_files: bool,
+    take_over: bool,
+    named: str | None,
 ) -> ExitCode:
     """Delete the steps in DIRECTORY that a policy does not keep, and leftovers of failed saves.
 
     The newest step is always kept, and so are steps that a reader has pinned, that other software wrote, that cannot be
-    read, or that have a file that is missing or has another size. Policies count only the steps that can be loaded.
-    While a job saves to the directory, only --dry-run works.
+    read, or that have a file that is missing or has another size, or one that no save wrote. Policies count only the
+    steps that can be loaded. While a job saves to the directory, only --dry-run works.
     """
     policy = _parse_policy(policy_text)
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
@@ -75,14 +83,15 @@ def command(
         )
     context = command_context()
     steps = find_steps(directory, step_names(named), context)
+    expect_steps(steps, directory, context)
     if_in_use: IfInUse = "take over" if take_over else "error"
     deleted: Sequence[int] = ()
     if dry_run:
-        plan = plan_deletions(steps, policy, time.time(), context)
+        plan = plan_deletions(steps, policy, time.time(), context, other_files=other_files)
     elif yes:
-        plan, deleted = _delete_steps(steps, policy, None, if_in_use, context)
+        plan, deleted = _delete_steps(steps, policy, None, if_in_use, context, other_files=other_files)
     else:
-        plan = plan_deletions(steps, policy, time.time(), context)
+        plan = plan_deletions(steps, policy, time.time(), context, other_files=other_files)
         _print_plan(plan)
         if not plan.steps_to_delete and not plan.leftovers:
             print_line(_summary(plan, "nothing to delete"))
@@ -94,7 +103,7 @@ def command(
         if not _is_confirmed():
             print_line("nothing was deleted")
             return ExitCode.INTERRUPTED
-        _, deleted = _delete_steps(steps, policy, plan.steps_to_delete, if_in_use, context)
+        _, deleted = _delete_steps(steps, policy, plan.steps_to_delete, if_in_use, context, other_files=other_files)
     if as_json:
         print_document(
             "gc",
@@ -125,6 +134,8 @@ def _delete_steps(
     confirmed: Collection[int] | None,
     if_in_use: IfInUse,
     context: Context,
+    *,
+    other_files: bool,
 ) -> tuple[DeletionPlan, Sequence[int]]:
     """Lock the directory, plan again, and delete. Return the new plan and the steps that were deleted.
 
@@ -134,6 +145,7 @@ def _delete_steps(
         confirmed: delete only these steps. None: all that the policy does not keep.
         if_in_use: whether to take over the lock.
         context: options.
+        other_files: True to delete steps with files that no save wrote, too.
 
     Raises:
         DirectoryInUseError: if another job owns the directory.
@@ -143,10 +155,10 @@ def _delete_steps(
     with steps.commits(store).locks(steps.display).own(if_in_use) as owned:
         since = steps.changes()
         steps.replace(steps.list_names(), since)
-        plan = plan_deletions(steps, policy, time.time(), context)
+        plan = plan_deletions(steps, policy, time.time(), context, other_files=other_files)
         chosen = plan.steps_to_delete if confirmed is None else plan.steps_to_delete & frozenset(confirmed)
         keep = frozenset(steps.candidates()) - chosen
-        deleter = StepDeleter(steps, store, owned, context)
+        deleter = StepDeleter(steps, store, owned, context, other_files=other_files)
         deleter.clean()
         return plan, deleter.collect(policy, keep=lambda: keep, broken=plan.broken)
 

@@ -1,4 +1,4 @@
-"""``ckptcore ls``: lists the checkpoints in a directory, and leftovers of failed saves."""
+"""``ckptcore ls``: lists the checkpoints and runs in a directory, and leftovers of failed saves."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from ckptcore_tools.outline import count_arrays
 
 __all__ = ["Entry", "command"]
 
-State: TypeAlias = Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable"]
+State: TypeAlias = Literal[
+    "committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable", "run"
+]
 
 _THREADS: Final = 8
-_STYLES = {"committed": "green", "foreign": "cyan", "uncommitted": "yellow", "leftover": "yellow"}
+_STYLES = {"committed": "green", "run": "green", "foreign": "cyan", "uncommitted": "yellow", "leftover": "yellow"}
 _STATES = """\
 \b
 States:
@@ -33,13 +35,14 @@ States:
   uncommitted  a save that is running, or failed
   leftover     a hidden directory of a save that is running, or failed; the next save removes it if it failed
   corrupt      a damaged checkpoint
+  run          a directory with the steps of a run; `ckptcore steps` lists them
   unreadable   an entry that cannot be read here, such as a checkpoint of a newer version, or in an archive
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of a directory: a checkpoint, or a leftover of a save.
+    """An entry of a directory: a checkpoint, a run, or a leftover of a save.
 
     Attributes:
         name, state: the name in the directory, and the state.
@@ -50,6 +53,7 @@ class Entry:
         writer: the software that wrote it, if it can be read.
         checkpointables: names of the checkpointables, if there are several.
         problems: the files that are missing or have another size, as JSON.
+        steps, newest: of a run, the number of steps, and the newest one.
     """
 
     name: str
@@ -62,15 +66,17 @@ class Entry:
     writer: str | Unset = UNSET
     checkpointables: Sequence[str] | Unset = UNSET
     problems: Sequence[JSON] | Unset = UNSET
+    steps: int | Unset = UNSET
+    newest: int | Unset = UNSET
 
 
-@checkpoint_command("ls", "List the checkpoints in a directory.", epilog=_STATES)
+@checkpoint_command("ls", "List the checkpoints and runs in a directory.", epilog=_STATES)
 @click.argument("directory", default=".")
 def command(as_json: bool, directory: str) -> ExitCode:
-    """List the checkpoints in DIRECTORY, with state, layout, size and time.
+    """List the checkpoints in DIRECTORY, with state, layout, size and time, and the runs, with their steps.
 
-    DIRECTORY is a path or URL. Subdirectories are not searched, and other files are left out. For the steps of a run,
-    `ckptcore steps` shows more.
+    DIRECTORY is a path or URL. Subdirectories are not searched further, and other files are left out. For the steps of
+    a run, `ckptcore steps` shows more.
     """
     entries = _read_entries(directory)
     if as_json:
@@ -127,7 +133,10 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
     except UncommittedCheckpointError:
         return Entry(name, "uncommitted")
     except CheckpointNotFoundError:
-        return None
+        from ckptcore_tools.run_steps import find_run_at
+
+        run = find_run_at(location, context)
+        return None if run is None else Entry(name, "run", steps=run.steps, newest=run.newest)
     except CorruptCheckpointError as error:
         return Entry(name, "corrupt", error=str(error))
     except ckptcore.CheckpointError as error:
@@ -177,6 +186,8 @@ def _print(directory: str, checkpoints: Sequence[Entry]) -> None:
                 details = f"{details.rstrip()}  by {printable(str(checkpoint.writer))}"
             if checkpoint.error is not None:
                 details = f"{details.rstrip()}  {printable(checkpoint.error)}"
+        elif checkpoint.steps is not UNSET:
+            details = f"{format_count(checkpoint.steps, 'step')}, the newest is {checkpoint.newest}"
         elif checkpoint.error is not None:
             details = printable(" ".join(checkpoint.error.split()))
         state = checkpoint.state

@@ -29,7 +29,7 @@ from ckptcore_tools.cli.output import (
 from ckptcore_tools.cli.verify import problem_documents
 from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
 from ckptcore_tools.locations import child_location
-from ckptcore_tools.run_steps import RunOwner, StepStatus, find_owner, find_pinned, find_steps, read_steps
+from ckptcore_tools.run_steps import RunOwner, StepStatus, expect_steps, find_owner, find_pinned, find_steps, read_steps
 
 __all__ = ["StepCheck", "command", "step_names"]
 
@@ -38,7 +38,8 @@ class StepCheck(NamedTuple):
     """The result of verifying a step.
 
     Attributes:
-        sound: True if there is no problem; None if it is unknown, because the step cannot be read here.
+        sound: True if every byte has its checksum, False if the step is damaged. None if it is unknown, because some
+            bytes have no checksums, or because the step cannot be read here; then there is an `error`.
         unverified: the objects without checksums; UNSET if the step could not be read.
         problems: the problems as JSON; UNSET if the step could not be read.
         error: the first problem; None if there is none.
@@ -103,6 +104,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
     """
     context = command_context()
     steps = find_steps(directory, step_names(named), context)
+    expect_steps(steps, directory, context)
     candidates = steps.candidates()
     chosen = candidates if last is None else candidates[-last:]
     pinned = find_pinned(steps)
@@ -135,7 +137,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
         _print(statuses, checks, owner, older, steps.leftovers, directory)
     if statuses and all(status.state == "unreadable" for status in statuses):
         return ExitCode.FAILED
-    return ExitCode.OK if all(check.sound for check in checks.values()) else ExitCode.FOUND
+    return ExitCode.OK if all(check.error is None for check in checks.values()) else ExitCode.FOUND
 
 
 def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
@@ -150,7 +152,8 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
     except ckptcore.CheckpointError as error:
         return StepCheck(None, error=str(error))
     problems: Any = problem_documents(report.problems)
-    return StepCheck(report.ok, report.unverified, problems, problems[0]["message"] if problems else None)
+    sound = {"sound": True, "damaged": False}.get(report.state)
+    return StepCheck(sound, report.unverified, problems, problems[0]["message"] if problems else None)
 
 
 def _document(status: StepStatus, check: StepCheck | None) -> Mapping[str, object]:
@@ -181,10 +184,10 @@ def _row(step: StepStatus, check: StepCheck | None, now: float) -> Sequence[Cell
     if step.error is not None:
         notes.append(printable(" ".join(step.error.split())))
     checked: Cell = ""
-    if check is not None and check.sound:
-        checked = ("read", "yellow") if check.unverified else ("sound", "green")
+    if check is not None and check.sound is not None:
+        checked = ("sound", "green") if check.sound else ("damaged", "bold red")
     elif check is not None:
-        checked = ("unknown", "yellow") if check.sound is None else ("damaged", "bold red")
+        checked = ("complete" if check.error is None else "unknown", "yellow")
     return (
         str(step.step),
         printable(step.name),

@@ -25,8 +25,9 @@ def command(as_json: bool, location: str) -> ExitCode:
     """Read every byte of a checkpoint and verify its checksums.
 
     Each problem names the object (file), its arrays and the range of bytes. If there is a problem, the exit code is 1.
-    Checkpoints of other software have no checksums; for these the command only checks that everything can be read. In
-    a checkpoint of several checkpointables each one is verified, and missing ones are listed.
+    Checkpoints of other software have no checksums. For these the command only checks that everything can be read, and
+    says "complete" instead of "sound". In a checkpoint of several checkpointables each one is verified, and missing
+    ones are listed.
     """
     import ckptcore
 
@@ -37,6 +38,7 @@ def command(as_json: bool, location: str) -> ExitCode:
             "verify",
             location=location,
             ok=report.ok,
+            state=report.state,
             **{
                 **to_json(report),
                 "problems": problem_documents(report.problems),
@@ -90,18 +92,23 @@ def _print(report: VerifyReport) -> None:
         print_line(("not a part ", "yellow"), printable(name), ": a copy in another layout would lose it")
     for statement in report.unjudged:
         print_line(("cannot judge ", "yellow"), printable(statement))
-    checked = f"{format_count(report.objects, 'object')}, {format_size(report.nbytes)} checked"
-    if not report.ok:
-        print_line((format_count(len(report.problems), "problem"), "bold red"), f": {checked}")
-        return
-    if not report.objects:
-        print_line(
-            ("readable", "bold green"),
-            f": {format_size(report.nbytes)} of arrays. This checkpoint was written by other software, without "
-            "checksums of ckptcore: damage that its own format does not detect is not found",
-        )
-        return
-    print_line(("sound", "bold green"), f": {checked}")
-    if report.unverified:
+    nbytes = format_size(report.nbytes)
+    checked = f"{format_count(report.objects, 'object')}, {nbytes}"
+    if report.state == "damaged":
+        print_line((format_count(len(report.problems), "problem"), "bold red"), f": {checked} checked")
+    elif report.state == "sound":
+        print_line(("sound", "bold green"), f": {checked} checked")
+    elif report.unverified:
+        others = f" and {len(report.unverified) - 8:,} more" if len(report.unverified) > 8 else ""
         unverified = ", ".join(map(printable, report.unverified[:8]))
-        print_line(("no checksums for ", "yellow"), unverified, ": read, but not verified")
+        print_line(
+            ("complete", "bold yellow"),
+            f": {checked} read; no checksums for {unverified}{others}, so that a changed byte may not be found",
+        )
+    else:
+        what = checked if report.objects else f"{nbytes} of arrays"
+        print_line(
+            ("complete", "bold yellow"),
+            f": {what} read, as far as they can be judged here; damage that the format itself does not detect is not "
+            "found",
+        )

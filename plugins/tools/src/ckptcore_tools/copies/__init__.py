@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import overload
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.commit.file_names import expect_directory_name
 from ckptcore.commit.location import LocationLike
 from ckptcore.commit.locks import IfInUse
 from ckptcore.commit.target import Overwrite
@@ -155,6 +156,7 @@ def copy(
         raise ValueError("copy(leave_out=...) needs a layout or a subtree: without, every file is copied")
     if isinstance(leave_out, str):
         raise TypeError(f"copy(leave_out={leave_out!r}): expected a list of names, such as [{leave_out!r}]")
+    expect_directory_name(destination)
     if subtree is not None:
         if transforms:
             raise ValueError("copy accepts transforms or a subtree, not both: copy twice, first with transforms")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
@@ -295,18 +296,21 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
         data, tables = encode_root(replace(whole, custom=info.custom))
     else:
         layouts = {part.layout.name: part.layout for part in save.parts if part.layout.name != FilesLayout.name}
-        for layout in layouts.values():
-            _write_metadata_files(layout, info.checkpoint_info, claim, context)
+        written = [_write_metadata_files(one, info.checkpoint_info, claim, context) for one in layouts.values()]
         composite = CompositeRoot(
             save_id=info.save_id,
             created=info.created,
             writer=this_writer(),
             members=info.members or {},
+            files=tuple(itertools.chain(*written)),
             custom=info.custom,
         )
         data, tables = encode_root(composite)
     claim.commit(data, tables)
 
 
-def _write_metadata_files(layout: Layout, info: CheckpointInfo, claim: Transaction, context: Context) -> None:
-    layout.write_metadata_files(info, SizeRecorder(claim.store, checksums=context.io.checksums))
+def _write_metadata_files(layout: Layout, info: CheckpointInfo, claim: Transaction, context: Context) -> Sequence[str]:
+    """Write the metadata files of a layout. Return their keys."""
+    recorder = SizeRecorder(claim.store, checksums=context.io.checksums)
+    layout.write_metadata_files(info, recorder)
+    return [record.key for record in recorder.objects]

@@ -1,0 +1,219 @@
+"""The contents of the directory of a checkpoint: other checkpoints inside it, and files that no checkpoint wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Root, RootSummary, split_rank
+from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, read_head, summarize_root
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    ObjectUnavailableError,
+    UnsupportedVersionError,
+)
+from ckptcore.protocols import StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
+
+__all__ = ["OwnsKey", "expect_no_nested", "expect_removable", "find_other_files"]
+
+OwnsKey: TypeAlias = Callable[[str], bool]
+"""Returns True for the keys of files that belong to a checkpoint of other software."""
+
+_SHOWN: Final = 5
+
+_DELETE_FILES: Final = "move them elsewhere, or delete them too with ckptcore.delete({!r}, other_files=True)"
+"""How to delete a checkpoint with files that no checkpoint wrote."""
+
+_RESERVED: Final = re.compile(
+    rf"{re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{{16}}\..*)",
+    re.DOTALL,
+)
+"""The names of files and directories that ckptcore alone writes next to a root. Not ``checkpoint.pt``."""
+
+_TEMPORARY: Final = re.compile(
+    r"\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|Thumbs\.db", re.DOTALL
+)
+"""The names of temporary files of ckptcore, and of files that file systems and file managers create."""
+
+_UNREADABLE: Final = (CorruptCheckpointError, UnsupportedVersionError, ObjectNotFoundError)
+
+
+def expect_removable(
+    location: Location, *, other_files: bool, remedy: str = _DELETE_FILES, owns: OwnsKey | None = None
+) -> None:
+    """Refuse to remove a checkpoint if more than the checkpoint would be removed with its directory. Lists it.
+
+    Args:
+        location: the location of the checkpoint.
+        other_files: True to remove files that no checkpoint wrote, too.
+        remedy: how to keep or remove such files, for the error; ``{!r}`` stands for the location.
+        owns: recognises the files of a checkpoint of other software; None if ckptcore wrote it.
+
+    Raises:
+        CheckpointExistsError
+        StorageError
+    """
+    contents = _Contents(location.store)
+    _refuse_nested(location, contents)
+    if other_files:
+        return
+    others = contents.others() if owns is None else [key for key in contents.keys if not (owns(key) or _is_known(key))]
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise CheckpointExistsError(
+            f"{location.display} has files that no checkpoint wrote ({', '.join(others[:_SHOWN])}{more}), which would "
+            f"be deleted with it: {remedy.format(location.display)}. Nothing was changed"
+        )
+
+
+def expect_no_nested(location: Location) -> None:
+    """Refuse to remove a checkpoint whose directory contains another checkpoint. Lists the directory.
+
+    Raises:
+        CheckpointExistsError
+        StorageError
+    """
+    _refuse_nested(location, _Contents(location.store))
+
+
+def find_other_files(store: StorageBackend) -> Sequence[str]:
+    """Return the files in the directory of a checkpoint of ckptcore that no checkpoint wrote, sorted."""
+    return _Contents(store).others()
+
+
+def _refuse_nested(location: Location, contents: _Contents) -> None:
+    names = list(contents.nested())
+    if names:
+        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
+        raise CheckpointExistsError(
+            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
+            "move or delete that one first. Nothing was changed"
+        )
+
+
+def _is_known(key: str) -> bool:
+    """Return True for the key of a temporary file, or in a hidden directory of a save."""
+    return any(map(_TEMPORARY.fullmatch, key.split("/")))
+
+
+class _Contents:
+    """The keys in a directory, and the roots in its subdirectories. Each root is read once.
+
+    Attributes:
+        keys: the keys of all objects, sorted.
+    """
+
+    def __init__(self, store: StorageBackend) -> None:
+        """List the directory."""
+        self.keys = list(store.list())
+        self._store = store
+        self._roots: dict[str, bytes | None] = {}
+
+    def nested(self) -> Iterator[str]:
+        """Yield the directories of nested checkpoints that are not members, stored files or exports of this one.
+
+        Reads only the root of each, unless a member may store the nested checkpoint among its files.
+        """
+        names = [key.removesuffix(f"/{ROOT_KEY}") for key in self.keys if key.endswith(f"/{ROOT_KEY}")]
+        heads = {name: self._head(name) for name in names}
+        members = [name for name, head in heads.items() if head is not None and head.role == "member"]
+        for name, head in heads.items():
+            is_other = head is not None and head.state == "committed" and head.role == "checkpoint"
+            if is_other and not any(self._stores(member, name) for member in members):
+                yield name
+
+    def others(self) -> list[str]:
+        """Return the keys that no checkpoint wrote, sorted. Files whose owner is unknown are left out.
+
+        Unknown are all files next to a root that cannot be read, or without a root.
+        """
+        return sorted(self._others("", [key for key in self.keys if not _is_known(key)]))
+
+    def _others(self, directory: str, keys: Sequence[str]) -> Iterator[str]:
+        """Yield the keys below a directory that its root does not name."""
+        prefix = f"{directory}/" if directory else ""
+        summary = self._summary(directory)
+        if summary is None or not summary.committed or summary.objects is None:
+            return
+        named = {prefix + key for key in (*summary.objects, *summary.parts, *(summary.files or ()), summary.index_key)}
+        inner = _outermost([
+            key.removesuffix(f"/{ROOT_KEY}") for key in keys if key.endswith(f"/{ROOT_KEY}") and key not in named
+            and key != prefix + ROOT_KEY
+        ])  # fmt: skip
+        below: dict[str, list[str]] = {name: [] for name in inner}
+        for key in keys:
+            within = key.removeprefix(prefix)
+            top, _, rest = within.partition("/")
+            owner = next((name for name in inner if key.startswith(f"{name}/")), None)
+            if owner is not None:
+                below[owner].append(key)
+            elif key in named or _RESERVED.fullmatch(top):
+                continue
+            elif rest and _is_member(summary, top):
+                continue  # of a checkpointable without a root, so that nothing says what it had
+            elif not rest and summary.members is not None and summary.files is None:
+                continue  # an older version did not record these files
+            else:
+                yield key
+        for name, inside in below.items():
+            yield from self._others(name, inside)
+
+    def _summary(self, directory: str) -> RootSummary | None:
+        """Return the summary of the root in a directory, with all objects; None if there is no readable one."""
+        data = self._read(directory)
+        try:
+            summary = None if data is None else summarize_root(data)
+            if summary is None or summary.objects is not None:
+                return summary
+            root = decode_root(data or b"", self._reader(directory))
+        except _UNREADABLE:
+            return None
+        return summary._replace(objects=dict.fromkeys(root.objects, 0)) if isinstance(root, Root) else None
+
+    def _head(self, name: str) -> RootHead | None:
+        """Return the head of the root in a directory; None without a readable one."""
+        data = self._read(name)
+        return None if data is None else read_head(data[:HEAD_BYTES])
+
+    def _stores(self, member: str, name: str) -> bool:
+        """Return True if the root in a directory is a file of a member: an object may store a checkpoint."""
+        if not name.startswith(f"{member}/"):
+            return False
+        summary = self._summary(member)  # None: unknown, so the member is removed as a whole
+        return summary is None or f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in (summary.objects or ())
+
+    def _read(self, directory: str) -> bytes | None:
+        if directory not in self._roots:
+            try:
+                self._roots[directory] = self._at(directory).get(ROOT_KEY)
+            except (ObjectNotFoundError, ObjectUnavailableError):  # the second: in an archive
+                self._roots[directory] = None
+        return self._roots[directory]
+
+    def _at(self, directory: str) -> StorageBackend:
+        return subdirectory(self._store, directory) if directory else self._store
+
+    def _reader(self, directory: str) -> Callable[[str, int], bytes]:
+        return lambda key, size: self._at(directory).get(key, 0, size)
+
+
+def _is_member(summary: RootSummary, directory: str) -> bool:
+    members = summary.members or {}
+    name, rank = split_rank(directory) or (directory, 0)
+    return directory in members or (name in members and rank < (members[name].processes or 1))
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return the directories that are in no other one of them."""
+    found: list[str] = []
+    for name in sorted(names, key=lambda name: (name.count("/"), name)):
+        if not any(name.startswith(f"{outer}/") for outer in found):
+            found.append(name)
+    return found

@@ -1,0 +1,179 @@
+"""Files in the directory of a checkpoint that no checkpoint wrote: nothing deletes them unless it is asked to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from ckptcore_integrations.added_files import SaveWithFiles
+from ckptcore_testing import ThreadJob
+from ckptcore_testing.faults import FaultPlan
+
+import ckptcore
+from ckptcore.commit.contents import find_other_files
+from ckptcore.commit.location import resolve_location
+from ckptcore.context import default_context
+from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
+from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
+from tests.copying.places import new_place, store_at
+from tests.crashes.places import faulty_context, through
+
+_STATE: Final = {"w": np.ones((2, 3)), "n": 1}
+
+
+def _others(place: str | Path) -> list[str]:
+    return list(find_other_files(resolve_location(place, runtime_of(default_context()).storages).store))
+
+
+class _WritesFiles:
+    def save(self, directory: Path) -> None:
+        (directory / "a").mkdir()
+        (directory / "a/b.txt").write_text("own")
+        ckptcore.save(directory / "inner", {"n": 1})
+
+    def load(self, directory: Path) -> None:
+        raise NotImplementedError
+
+
+_OBJECTS: Final[dict[str, object]] = {"model": _STATE, "own": ckptcore.PerProcess({"n": 1}), "files": _WritesFiles()}
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"])
+def test_every_file_that_a_save_writes_is_its_own(layout: str, tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    ckptcore.save(place, _STATE, layout=layout)
+    assert _others(place) == []
+    ckptcore.save(place, _STATE, layout=layout, overwrite=True)
+    ckptcore.save_checkpointables(place, _OBJECTS, layout=layout, overwrite=True)
+    ckptcore.delete(place / "own")  # leaves a mark
+    assert _others(place) == []
+    ckptcore.save_checkpointables(
+        place, _OBJECTS, layout=layout, overwrite=True, strategy=SaveWithFiles(files={"a/config.json": b"{}"}),
+    )  # fmt: skip
+    (place / ".nfs00000000000000012").write_text("an open file that was deleted")
+    assert _others(place) == []
+    for added in ("config.json", "checkpoint.pt", "model/vocab.txt", "files/a/c.txt"):
+        (place / added).write_text("mine")
+    assert _others(place) == ["checkpoint.pt", "config.json", "files/a/c.txt", "model/vocab.txt"]
+
+
+def test_exports_inside_a_checkpoint_are_its_own(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    export = ckptcore.WithExports([ckptcore.Export(location=place / "weights")])
+    ckptcore.save(place, _STATE, strategy=export)
+    assert _others(place) == []
+    (place / "weights/tokenizer.json").write_text("{}")
+    assert _others(place) == ["weights/tokenizer.json"]
+
+
+_REMOVALS: Final[dict[str, Callable[[str, str], object]]] = {
+    "save": lambda place, _: ckptcore.save(place, {"n": 2}, overwrite=True),
+    "save_async": lambda place, _: ckptcore.save_async(place, {"n": 2}, overwrite=True).result(),
+    "best-effort": lambda place, _: ckptcore.save(place, {"n": 2}, overwrite="best-effort"),
+    "non-atomic": lambda place, _: ckptcore.save(place, {"n": 2}, overwrite="non-atomic"),
+    "composite": lambda place, _: ckptcore.save_checkpointables(place, {"a": {"n": 2}}, overwrite="non-atomic"),
+    "copy": lambda place, source: ckptcore.copy(source, place, overwrite="non-atomic"),
+    "convert": lambda place, source: ckptcore.copy(source, place, layout="dcp", overwrite="non-atomic"),
+    "consolidate": lambda place, source: ckptcore.copy(source, place, subtree=(), overwrite="non-atomic"),
+    "delete": lambda place, _: ckptcore.delete(place),
+}
+
+
+@pytest.mark.parametrize("how", _REMOVALS)
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_nothing_deletes_the_files_of_the_user(how: str, scheme: str, tmp_path: Path) -> None:
+    top = new_place(scheme, tmp_path)
+    place, source = f"{top}/x", f"{top}/source"
+    ckptcore.save(source, {"n": 3})
+    ckptcore.save(place, {"n": 1})
+    for number in range(7):
+        store_at(place).put(f"{number}.json", b"{}")
+    before = sorted(store_at(place).list())
+    if scheme == "memory" and how in ("save", "save_async", "best-effort"):
+        how = "non-atomic"  # these replace no checkpoint there
+    with pytest.raises(CheckpointExistsError) as raised:
+        _REMOVALS[how](place, source)
+    message = str(raised.value)
+    assert "no checkpoint wrote (0.json, 1.json, 2.json, 3.json, 4.json and 2 more)" in message
+    assert "Nothing was changed" in message and sorted(store_at(place).list()) == before
+    assert ("overwrite='keep-other-files'" in message) is (how != "delete" and scheme == "file")
+    # The remedies work.
+    if "keep-other-files" in message and how != "composite":
+        ckptcore.save(place, {"n": 2}, overwrite="keep-other-files")
+        assert ckptcore.load(place) == {"n": 2} and len(_others(place)) == 7
+    text = message.partition("ckptcore.delete(")[2].partition(", other_files=True)")[0]
+    ckptcore.delete(text.strip("'"), other_files=True)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(place)
+    assert not list(store_at(place).list())
+
+
+def test_all_ranks_refuse_before_anything_is_written(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "x", _STATE)
+    (tmp_path / "x/tokenizer.json").write_text("{}")
+    plan = FaultPlan()
+    place = f"file://{tmp_path}/x"
+
+    def work(coordinator: Coordinator) -> str:
+        job = ckptcore.context.JobOptions(coordinator=coordinator)
+        context = dataclasses.replace(faulty_context(place, plan), job=job)
+        with pytest.raises(ckptcore.CheckpointError) as raised:
+            ckptcore.save(through(place), _STATE, layout="dcp", overwrite=True, context=context)
+        return str(raised.value)
+
+    assert all("(tokenizer.json)" in text for text in ThreadJob(2, timeout_seconds=60).run(work))
+    assert not [operation for operation in plan.operations if operation.changes]
+
+
+def test_a_damaged_root_is_replaced_because_its_files_are_unknown(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "x", _STATE)
+    (tmp_path / "x/checkpoint.json").write_text("{")
+    ckptcore.save(tmp_path / "x", {"n": 2}, overwrite=True)
+    assert ckptcore.load(tmp_path / "x") == {"n": 2}
+
+
+def _write_dcp(place: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"a": torch.ones(5)}, checkpoint_id=str(place), no_dist=True)  # type: ignore[attr-defined]  # it is public
+
+
+def _write_orbax(place: Path) -> None:
+    import orbax.checkpoint  # type: ignore[import-untyped]  # it has no types
+
+    items: Any = orbax.checkpoint.args.Composite(model=orbax.checkpoint.args.StandardSave({"a": np.ones(5)}))
+    with orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(place, items)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [_write_dcp, _write_orbax])
+def test_files_next_to_a_checkpoint_of_other_software_stay(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    (tmp_path / "x/config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(config.json\)"):
+        ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "x/config.json").unlink()
+    ckptcore.save(tmp_path / "x", {"n": 2}, overwrite=True)
+    assert ckptcore.load(tmp_path / "x") == {"n": 2}
+
+
+def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path) -> None:
+    """Otherwise the run would end at every attempt to save the step again."""
+    with ckptcore.Checkpointer(tmp_path) as run:
+        for step in (1, 2):
+            run.save_blocking(step, {"w": np.full(3, step)})
+    (tmp_path / "2/model.safetensors").write_bytes(b"damaged")
+    (tmp_path / "2/scores.json").write_text("{}")
+    with ckptcore.Checkpointer(tmp_path) as run:
+        assert run.load()["w"][0] == 1
+        run.save_blocking(2, {"w": np.full(3, 5)})
+        assert run.load()["w"][0] == 5
