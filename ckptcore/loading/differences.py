@@ -223,11 +223,11 @@ def key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
 def moved_parts(moves: Sequence[Move]) -> Iterator[Difference]:
     """Yield the differences for parts that are stored under another path."""
     for move in moves:
-        requested, stored = (format_path(path) or "the whole tree" for path in (move.requested, move.stored))
-        line = f"moved: {requested} is requested, {stored} is stored, with {len(move.pairs)} leaves of the same names"
-        # A template has text in place of indices.
-        has_index = any(type(key) is not str and not isinstance(key, Attribute) for key in move.requested)
-        yield Difference("moved", line, Remedy("keys", "text") if has_index else None, move.names)
+        requested, stored = move.shown
+        count = len(move.pairs)
+        leaves = "" if move.is_leaf else f", with {count} {'leaf' if count == 1 else 'leaves'} of the same names"
+        line = f"moved: {requested} is requested, {stored} is stored{leaves}"
+        yield Difference("moved", line, Remedy("keys", "text") if move.has_index else None, move.names)
 
 
 def structure_differences(

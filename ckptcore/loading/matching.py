@@ -350,6 +350,8 @@ class _Comparison:
         requested = {position: path for position, path in requested.items() if _plain(path) not in of_structure}
         stored = {number: path for number, path in stored.items() if _plain(path) not in of_structure}
         others = [path for number, path in enumerate(self.tree.paths) if number not in stored]
+        if self.by_name and all(len(path) == 1 for path in self.tree.paths):  # names that join the keys by dots
+            requested = {position: _dotted(path) for position, path in requested.items()}
         moves = find_moves(requested, stored, others, self._fits)
         moved = [{pair[side] for move in moves for pair in move.pairs} for side in (0, 1)]
         absent[:] = [position for position in requested if position not in moved[0]]

@@ -64,7 +64,7 @@ class ModuleHandler(CheckpointableHandler):
         if stored.keys() != state.keys():
             state = _with_plain_names(value, state)
             loaders = loaders.with_plain_names(value)
-        _refuse_other_wrappers(value, state, stored)
+        _refuse_other_wrappers(value, state, stored, loaders)
         _refuse_overlaps(value, state, stored)
         return _to_load(state, stored, loaders)
 
@@ -230,12 +230,20 @@ def _rename(state: Any, names: Mapping[str, str], parts: Mapping[str, str]) -> A
     return renamed
 
 
-def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any]) -> None:
-    """Raise an error if the stored names differ from those of a module only by wrappers."""
+def _refuse_other_wrappers(
+    module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any], loaders: Loaders
+) -> None:
+    """Raise an error if the stored names differ from those of a module only by wrappers inside the names.
+
+    The core reports a difference that is a prefix, with the transform that removes or adds it.
+    """
     if stored.keys() == state.keys() or not all(isinstance(name, str) for name in stored):
         return
     stored_names, own_names = ({wrapper_parts(name)[1]: name for name in names} for names in (stored, state))
     if stored_names.keys() != own_names.keys():
+        return
+    names = [*stored_names.items(), *own_names.items()]
+    if all(name == plain or name.endswith(f".{plain}") for plain, name in names) and not any(map(loaders.decide, state)):
         return
     plain = next(name for name in stored_names if stored_names[name] != own_names[name])
     found, expected = stored_names[plain], own_names[plain]
