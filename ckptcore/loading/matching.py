@@ -33,6 +33,7 @@ from ckptcore.model.metadata import (
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path, is_name
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
+from ckptcore.tree.shapes import outer_objects
 
 if TYPE_CHECKING:
     from ckptcore.loading.differences import Difference
@@ -62,6 +63,7 @@ class Matched:
             value.
         first: positions of the leaves of objects that are restored before anything else is changed; None if there are
             no such objects.
+        sparse: a message for each object of which less than half of the leaves are stored.
     """
 
     numbers: Sequence[int | None]
@@ -74,6 +76,7 @@ class Matched:
     leaves: Sequence[object] = ()
     filled: list[bool] | None = None
     first: frozenset[int] | None = None
+    sparse: Sequence[str] = ()
 
 
 def match_leaves(
@@ -116,7 +119,8 @@ def match_leaves(
             requested, they become placeholders.
 
     Raises:
-        TreeMismatchError: lists every difference that is not allowed.
+        TreeMismatchError: lists every difference that is not allowed. Also if no requested leaf is stored, whatever is
+            allowed, or no leaf of an object that is stored with other names.
         CorruptCheckpointError: the data of a requested leaf are missing or damaged.
         UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
@@ -140,18 +144,25 @@ def match_leaves(
         unexpected = [number for number in unexpected if number in chosen]
     changes: dict[int, LeafChange] = {}
     differences = compared.of_leaves(matching, changes)
-    if differences or changes or absent or unexpected or not (is_same or by_name):
+    selects_leaves = chosen is not None and any(number < len(tree.leaves) for number in chosen)
+    lost = compared.unmatched(flat, absent, unexpected) if absent or selects_leaves else []
+    if differences or changes or absent or unexpected or lost or not (is_same or by_name):
         from ckptcore.loading import differences as of_trees  # only if the trees differ
 
         before: list[Difference] = []
-        if absent and unexpected and (matching.missing, matching.unexpected) != ("keep", "ignore"):
-            before.extend(compared.take_related(absent, unexpected))
-        if matching.missing == "error":
+        if absent and unexpected and (lost or (matching.missing, matching.unexpected) != ("keep", "ignore")):
+            related = compared.take_related(absent, unexpected)
+            before.extend(related)
+            if () in lost and any(found.sort in ("moved", "key") for found in related):
+                lost = []
+            elif lost:
+                lost = [path for path in compared.unmatched(flat, absent, unexpected) if path in lost]
+        if matching.missing == "error" or lost:
             names = [format_path(tree.paths[number]) for number in unexpected]
             before.extend(of_trees.missing_leaves([format_path(paths[position]) for position in absent], names))
         elif matching.missing == "keep":
             before.extend(compared.of_valueless(absent, rank_and_size))
-        if matching.unexpected == "error":
+        if matching.unexpected == "error" or lost:
             before.extend(of_trees.unexpected_leaves([format_path(tree.paths[number]) for number in unexpected]))
         if not is_same and not by_name:
             allowed = "sequence" if matching.sequences == "either" else None
@@ -160,8 +171,11 @@ def match_leaves(
         differences = [*before, *differences]
         if changes:
             differences.extend(of_trees.lost_scales(tree, changes, set(found)))
+        if lost and not differences:
+            differences = [of_trees.Difference("missing", "missing: no selected leaf is requested")]
         if differences:
-            raise of_trees.mismatch(display, differences, tree, compared.kept_parts(absent))
+            parts = compared.kept_parts(absent)
+            raise of_trees.mismatch(display, differences, tree, parts, list(map(format_path, lost)))
     if matching.missing == "placeholder":
         for position in absent:
             handlers[position] = None
@@ -169,7 +183,10 @@ def match_leaves(
     loaded = {number for number in found if number is not None}
     unrequested = [number for number in tree.held_by if number not in loaded]
     ignored = sorted({*unexpected, *unrequested, *unchosen})
-    return Matched(numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves)
+    sparse = compared.sparse(flat, absent) if absent and chosen is None else ()
+    return Matched(
+        numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves, sparse=sparse
+    )
 
 
 def _find(paths: Sequence[TreePath], tree: TreeMetadata, forms: Sequence[_Forms]) -> list[int | None]:
@@ -379,6 +396,38 @@ class _Comparison:
         ]
         chosen = [place for place, position in enumerate(counted) if position in missing]
         return list(map(format_path, whole_parts([self.paths[position] for position in counted], chosen)))
+
+    def unmatched(self, flat: Flat, absent: Sequence[int], unexpected: Sequence[int]) -> list[TreePath]:
+        """Return the paths of objects of which no leaf is stored, but others are in their place.
+
+        If no requested leaf is loaded at all, return the root.
+        """
+        missing = set(absent)
+        pairs = list(zip(self.found, self.handlers, strict=True))
+        if not any(number is not None and handler is not None for number, handler in pairs):
+            skipped = zip(self.found, flat.handlers, strict=True)
+            return [()] if missing or any(number is not None and handler for number, handler in skipped) else []
+        found: list[TreePath] = []
+        for path, _, leaves in outer_objects(flat.shape):
+            counted = [position for position in leaves if self.handlers[position] is not None]
+            if counted and missing.issuperset(counted):
+                top = _text(path)
+                if any(_text(self.tree.paths[number])[: len(top)] == top for number in unexpected):
+                    found.append(path)
+        return found
+
+    def sparse(self, flat: Flat, absent: Sequence[int]) -> Sequence[str]:
+        """Return a message for each object of which less than half of the leaves are stored."""
+        missing, found = set(absent), list[str]()
+        for path, value, leaves in outer_objects(flat.shape):
+            counted = [position for position in leaves if self.handlers[position] is not None]
+            stored = len(counted) - len(missing.intersection(counted))
+            if 2 * stored < len(counted):
+                found.append(
+                    f"only {stored} of the {len(counted)} leaves of {format_path(path)}, a {type(value).__qualname__}, "
+                    "are stored: the others keep their present values"
+                )
+        return found
 
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""

@@ -16,7 +16,7 @@ from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.copies import ModuleCopy
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.module_loaders import Loaders
+from ckptcore_torch.module_loaders import NO_LOADERS, Loaders
 from ckptcore_torch.names import has_wrappers, plain_module_names, plain_names, wrapper_parts
 from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import identity_of, is_sharded, is_uninitialized, overlaps_itself, same_memory
@@ -66,6 +66,8 @@ class ModuleHandler(CheckpointableHandler):
             loaders = loaders.with_plain_names(value)
         _refuse_other_wrappers(value, state, stored, loaders)
         _refuse_overlaps(value, state, stored)
+        if not loaders.parts and stored.keys().isdisjoint(state.keys()):
+            loaders = NO_LOADERS  # they decide about entries of these names only, so the core reports all differences
         return _to_load(state, stored, loaders)
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
@@ -242,8 +244,7 @@ def _refuse_other_wrappers(
     stored_names, own_names = ({wrapper_parts(name)[1]: name for name in names} for names in (stored, state))
     if stored_names.keys() != own_names.keys():
         return
-    names = [*stored_names.items(), *own_names.items()]
-    if all(name == plain or name.endswith(f".{plain}") for plain, name in names) and not any(map(loaders.decide, state)):
+    if not loaders.parts and len({_prefixes(stored_names[plain], own_names[plain]) for plain in own_names}) == 1:
         return
     plain = next(name for name in stored_names if stored_names[name] != own_names[name])
     found, expected = stored_names[plain], own_names[plain]
@@ -261,6 +262,15 @@ def _refuse_other_wrappers(
         "load_into(location, {stored name: tensor of module.state_dict()})",
         [difference],
     )
+
+
+def _prefixes(one: str, other: str) -> tuple[str, ...]:
+    """Return the parts of two names before the parts that are equal at the end."""
+    parts, others = one.split("."), other.split(".")
+    while parts and others and parts[-1] == others[-1]:
+        parts.pop()
+        others.pop()
+    return ".".join(parts), ".".join(others)
 
 
 def _is_meta(held: object) -> bool:
