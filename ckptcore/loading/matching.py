@@ -64,6 +64,8 @@ class Matched:
         first: positions of the leaves of objects that are restored before anything else is changed; None if there are
             no such objects.
         sparse: a message for each object of which less than half of the leaves are stored.
+        kept: by position of a leaf that a selection leaves out of an object, the object's own value.
+        untouched: paths of the objects of which a selection loads nothing.
     """
 
     numbers: Sequence[int | None]
@@ -77,6 +79,8 @@ class Matched:
     filled: list[bool] | None = None
     first: frozenset[int] | None = None
     sparse: Sequence[str] = ()
+    kept: Mapping[int, object] = field(default_factory=dict)
+    untouched: frozenset[TreePath] = frozenset()
 
 
 def match_leaves(

@@ -247,19 +247,21 @@ class _FilledValue(LoadTarget[None]):
         self.undo = undo
         self._target = target
         self._flat: Flat | None = None
+        self._untouched: frozenset[TreePath] = frozenset()
 
     def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
         """Find the stored leaf for each leaf of the target."""
         with load.recording.phase("open"):
             self._flat = flat = _flatten_like(checkpoint, self._target, load.context, load.request)
             matched = _match_target(checkpoint, flat, load.context, load.request)
+        self._untouched = matched.untouched
         filled = [number is None for number in matched.numbers]  # unmatched leaves are kept
         return replace(matched, filled=filled, first=_refusing_leaves(flat.shape))
 
     def begin(self, load: Load[None], first: TreeRead) -> None:
         """Restore the objects that may refuse their state."""
         assert self._flat is not None  # set by `match`
-        objects = objects_that_may_refuse(self._flat.shape)
+        objects = [one for one in objects_that_may_refuse(self._flat.shape) if one.path not in self._untouched]
         for found in objects:
             self.undo.add(found)
         read_tree(first, load.context)
@@ -271,7 +273,7 @@ class _FilledValue(LoadTarget[None]):
         flat = self._flat
         assert flat is not None and reading.filled is not None  # set by `match`
         with load.recording.phase("restore"):
-            restore(flat.shape, reading.leaves, reading.filled, list(flat.paths()))
+            restore(flat.shape, reading.leaves, reading.filled, list(flat.paths()), self._untouched)
 
 
 class _NoValue(LoadTarget[None]):
@@ -442,6 +444,10 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
         TreeMismatchError: also if a leaf can be neither filled in place nor replaced.
     """
     matched = _match(checkpoint, flat, context, request)
+    if request.select is not None:
+        from ckptcore.loading.selected_objects import keeping_objects  # only selections need it
+
+        matched = keeping_objects(checkpoint.location.display, flat, matched, runtime_of(context).registry)
     memory = [
         None if number is None or handler is None else handler.memory_to_fill(leaf)
         for number, handler, leaf in zip(matched.numbers, matched.handlers, flat.leaves, strict=True)
