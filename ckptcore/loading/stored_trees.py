@@ -62,7 +62,8 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
 def stored_in(checkpoint: Checkpoint, selection: Selection | None, context: Context) -> Callable[[TreePath], object]:
     """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
 
-    It returns `PLACEHOLDER` if the selection chooses nothing below the path. It raises UnsupportedLeafError, or CorruptCheckpointError, if a selected part of that tree cannot be loaded.
+    It returns `PLACEHOLDER` if the selection chooses nothing below the path. It raises UnsupportedLeafError, or
+    CorruptCheckpointError, if a selected part of that tree cannot be loaded.
     """
     registry = runtime_of(context).registry
     find = stored_at(checkpoint.tree, registry, lambda: _unreadable_leaves(checkpoint, selection, context))
