@@ -18,7 +18,7 @@ from ckptcore.errors import (
     TargetUndefinedError,
     TreeMismatchError,
 )
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
 from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest, LoadTarget
 from ckptcore.loading.matching import Matched, match_leaves
@@ -34,9 +34,10 @@ from ckptcore.loading.stored_values import with_stored_values
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
+from ckptcore.other_libraries import hint_of_framework
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
-from ckptcore.runtime import runtime_of
+from ckptcore.runtime import Runtime, runtime_of
 from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import STATE_OF, Flat, flatten, own_values, per_process_values, rebuild
 from ckptcore.tree.restoring import first_fixed, restore, shared_containers
@@ -44,6 +45,8 @@ from ckptcore.tree.shapes import Shape, lacks_object_at, objects_that_may_refuse
 
 if TYPE_CHECKING:
     from ckptcore.loading.undo import Undo
+
+logger = logger_named("ckptcore.loading")
 
 __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
 
@@ -161,6 +164,8 @@ class _StoredValue(LoadTarget[object]):
         leaves: list[object] = [None] * len(handlers)
         if load.request.framework is not None:
             _choose_framework(load.request.framework, tree.leaves, load.runtime.registry, handlers, leaves)
+        else:
+            _hint_of_framework(tree.leaves, load.runtime)
         job = load.runtime.job()
         selected: Skeleton = tree.skeleton
         numbers: Sequence[int | None] = range(len(handlers))
@@ -191,6 +196,15 @@ class _StoredValue(LoadTarget[object]):
     def build(self, load: Load[object], reading: TreeRead) -> object:
         """Put the leaves into standard Python containers."""
         return self._files if self._skeleton is None else rebuild(self._skeleton, reading.leaves)
+
+
+def _hint_of_framework(records: Sequence[LeafRecord], runtime: Runtime) -> None:
+    """Log once how to load arrays in the framework in which they were saved."""
+    found = {record.framework for record in records if isinstance(record, ArrayRecord)}
+    for hint in filter(None, map(hint_of_framework, found)):
+        if hint not in runtime.hints:
+            runtime.hints.add(hint)
+            logger.warning("%s", hint)
 
 
 def _choose_framework(
