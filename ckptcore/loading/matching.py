@@ -92,6 +92,7 @@ def match_leaves(
     matching: Matching = EXACT,
     rank_and_size: tuple[int, int] = (0, 1),
     chosen: frozenset[int] | None = None,
+    in_place: bool = False,
 ) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree.
 
@@ -121,6 +122,8 @@ def match_leaves(
             value to keep.
         chosen: the numbers of the stored leaves to load; None: all. Other leaves are not differences; if they are
             requested, they become placeholders.
+        in_place: True if the leaves are filled. One that is not stored, and has the memory of another leaf, is filled
+            with that leaf: safetensors files of other software have only one of the names of a tied weight.
 
     Raises:
         TreeMismatchError: lists every difference that is not allowed. Also if no requested leaf is stored, whatever is
@@ -139,6 +142,8 @@ def match_leaves(
         ]
     compared = _Comparison(tree, paths, flat.leaves, handlers, found, by_name, by_name or matching.values == "stored")
     absent = compared.absent()
+    if absent and in_place:
+        absent = compared.without_tied(absent)
     skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
     unexpected = compared.unexpected(skipped, flat.skeleton)
     unchosen: Sequence[int] = ()
@@ -317,6 +322,16 @@ class _Comparison:
             and handler is not None
             and not (self.is_none_absent and _is_none(self._described(handler, position)))
         ]
+
+    def without_tied(self, absent: Sequence[int]) -> list[int]:
+        """Drop the positions of leaves that have the memory of a stored leaf."""
+        memory: dict[int, tuple[object, ...]] = {}
+        for position, handler in enumerate(self.handlers):
+            parts = None if handler is None else handler.memory_to_fill(self.leaves[position])
+            if parts and all(part.extent for part in parts):
+                memory[position] = tuple(parts)
+        filled = {memory[position] for position in memory if self.found[position] is not None}
+        return [position for position in absent if position not in memory or memory[position] not in filled]
 
     def unexpected(self, skipped: Sequence[TreePath], skeleton: Skeleton) -> list[int]:
         """Return the numbers of stored leaves that are neither requested nor skipped.

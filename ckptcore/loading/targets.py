@@ -437,7 +437,9 @@ def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None
         )
 
 
-def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+def _match(
+    checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest, *, in_place: bool = False
+) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree."""
     job = runtime_of(context).job()
     return match_leaves(
@@ -448,6 +450,7 @@ def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRe
         matching=request.matching,
         rank_and_size=(job.rank, job.size),
         chosen=None if request.select is None else chosen_leaves(checkpoint, request.select, context),
+        in_place=in_place,
     )
 
 
@@ -457,7 +460,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
     Raises:
         TreeMismatchError: also if a leaf can be neither filled in place nor replaced.
     """
-    matched = _match(checkpoint, flat, context, request)
+    matched = _match(checkpoint, flat, context, request, in_place=True)
     if request.select is not None:
         from ckptcore.loading.selected_objects import keeping_objects  # only selections need it
 

@@ -71,8 +71,9 @@ class ModuleHandler(CheckpointableHandler):
         return _to_load(state, stored, loaders)
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
-        """Return the state dict with the names for ``like.load_state_dict``."""
-        return _with_module_names(like, like.state_dict(), state) if has_wrappers(like) else state
+        """Return the state dict with the names for ``like.load_state_dict``, also of tied entries."""
+        own = like.state_dict()
+        return _with_all_names(own, _with_module_names(like, own, state))
 
     def restore(self, target: torch.nn.Module, state: Any) -> None:
         """Load the state into the module.
