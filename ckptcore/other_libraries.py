@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 __all__ = [
     "ARGUMENTS",
+    "ARGUMENTS_OF",
     "ATTRIBUTES",
     "LAYOUTS",
     "ExplainsAttributes",
     "did_you_mean",
     "explains_arguments",
+    "hint_of_framework",
+    "hint_of_step",
     "instead_of",
 ]
 
@@ -65,10 +69,10 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "StepReader": {
         "all_steps": "steps",
-        "best_step": "ckptcore.policies.BestN(...) as preservation_policy, and step_info(step).metrics",
+        **dict.fromkeys(("best_checkpoint", "best_model_path", "best_step"), "best(metric, mode)"),
         "checkpoints": "steps",
         "item_metadata": "metadata(step)",
-        "latest_step": "latest",
+        **dict.fromkeys(("last_step", "latest_checkpoint", "latest_step"), "latest"),
         "load_checkpoint": "load(step)",
         "load_pytree": "load(step, abstract)",
         "restore": "load(step, abstract), or load_into(target) to restore in place",
@@ -102,11 +106,28 @@ _EVERY: Final = "save_policy=ckptcore.policies.FixedInterval(n) of Checkpointer"
 _BEST: Final = "preservation_policy=ckptcore.policies.BestN(...) of Checkpointer"
 _LATEST: Final = "preservation_policy=ckptcore.policies.LatestN(n) of Checkpointer"
 _MATCHING: Final = 'matching=ckptcore.Matching(missing="keep", unexpected="ignore")'
+_PLACE: Final = (
+    "abstract: its leaves state device and dtype, such as those of model.state_dict(); framework='torch' gives tensors "
+    "on the CPU; load_into(path, model) fills a model where it is"
+)
+_CASTS: Final = 'matching=ckptcore.Matching(cast="narrowing"): the dtype is that of the target'
+_SELECTION: Final = "select=ckptcore.select.names(name)"
+_EXPORTS: Final = (
+    "strategy=ckptcore.WithExports([ckptcore.Export(location=other, subtree=name)]); for a Checkpointer strategy="
+    "ckptcore.StepExports([ckptcore.StepExport(directory=other, subtree=name)])"
+)
 _JOB: Final = "context=ckptcore.Context(job=ckptcore.context.JobOptions(...)); a running job is found without it"
 
 ARGUMENTS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("keep_last", "keep_latest_n", "max_to_keep", "save_total_limit"), _LATEST),
-    **dict.fromkeys(("best_fn", "best_mode", "monitor", "save_best_only", "save_top_k"), _BEST),
+    **dict.fromkeys(
+        ("keep", "keep_last", "keep_last_n", "keep_latest_n", "keep_n", "max_keep", "max_to_keep", "save_total_limit"),
+        _LATEST,
+    ),
+    **dict.fromkeys(
+        ("best_fn", "best_metric", "best_mode", "keep_best", "metric_for_best_model", "mode", "monitor")
+        + ("save_best_only", "save_top_k"),
+        _BEST,
+    ),
     **dict.fromkeys(("every_n_train_steps", "save_freq", "save_interval_steps", "save_steps"), _EVERY),
     **dict.fromkeys(("checkpoint_dir", "dirpath", "output_dir", "root_directory", "save_dir"), _DIRECTORY),
     **dict.fromkeys(("checkpoint_id", "checkpoint_path", "f", "filename", "filepath", "path"), _DIRECTORY),
@@ -116,7 +137,14 @@ ARGUMENTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("coordinator_rank", "no_dist", "process_group"), _JOB),
     **dict.fromkeys(("format", "planner", "storage_reader", "storage_writer"), 'layout="dcp", or another layout'),
     **dict.fromkeys(("async_options", "block", "blocking"), "save_async, or Checkpointer.save in the background"),
-    **dict.fromkeys(("device", "map_location"), "abstract: its leaves state the device of the result"),
+    **dict.fromkeys(("device", "device_map", "dtype", "map_location", "torch_dtype"), _PLACE),
+    **dict.fromkeys(("restore_type", "return_tensors", "sharding", "shardings"), _PLACE),
+    **dict.fromkeys(("filter", "include", "keys", "names", "prefix", "variables"), _SELECTION),
+    **dict.fromkeys(("export", "exports"), _EXPORTS),
+    **dict.fromkeys(("safe_serialization", "use_safetensors"), 'layout="safetensors"'),
+    **dict.fromkeys(("max_shard_size", "shard_size"), "layout=ckptcore.SafetensorsLayout(n)"),
+    **dict.fromkeys(("async_save", "is_async", "non_blocking"), "save_async, or Checkpointer.save in the background"),
+    **dict.fromkeys(("exist_ok", "overwrite_existing"), "overwrite=True"),
     **dict.fromkeys(("fsync", "sync_files"), 'context=ckptcore.Context(durability="none")'),
     **dict.fromkeys(
         ("num_workers", "thread_count"), "context=ckptcore.Context(io=ckptcore.context.IOOptions(threads=n))"
@@ -138,9 +166,67 @@ ARGUMENTS: Final[Mapping[str, str]] = {
     "train_time_interval": "save_policy=ckptcore.policies.TimeInterval(seconds) of Checkpointer",
     "use_ocdbt": 'layout="ocdbt"',
     "use_zarr3": 'layout="zarr3"',
-    "weights_only": "nothing: a load never runs code of a checkpoint",
+    **dict.fromkeys(
+        ("pickle_module", "trust_remote_code", "weights_only"), "nothing: a load never runs code of a checkpoint"
+    ),
 }
 """Keyword arguments of functions and methods that save, load and checkpoint, each with the argument to use instead."""
+
+_IN_PLACE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("device", "device_map", "framework", "map_location", "sharding", "shardings"),
+        "nothing: arrays of the target are filled where they are",
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), _CASTS),
+    **dict.fromkeys(("abstract", "into", "model", "state", "state_dict"), "the second argument: the target"),
+    "step": "the path of the step, or ckptcore.CheckpointReader(directory).load_into(target, step=step)",
+}
+
+_AS_NEW: Final = "abstract, the second argument: a tree like the result; or load_into(path, target), which fills one"
+
+ARGUMENTS_OF: Final[Mapping[str, Mapping[str, str]]] = {
+    "load": {
+        **dict.fromkeys(("into", "like", "model", "obj", "state", "state_dict", "target", "template", "tree"), _AS_NEW),
+        "step": "the path of the step, or ckptcore.CheckpointReader(directory).load(step)",
+    },
+    "load_into": _IN_PLACE,
+    "StepReader.load_into": {
+        **_IN_PLACE,
+        **dict.fromkeys(("abstract", "into", "model", "state", "state_dict"), "the first argument: the target"),
+    },
+    "Checkpointer.__init__": dict.fromkeys(("every", "interval", "save_every"), _EVERY),
+}
+"""Keyword arguments for which one function has another argument to use instead, by the qualified name of the function.
+"""
+
+_STRICT: Final = ("torch",)
+"""Frameworks whose modules and optimizers do not accept NumPy arrays in a state."""
+
+
+def hint_of_framework(name: str | None) -> str | None:
+    """Return what a program may want whose arrays of a framework were loaded as NumPy arrays; None if nothing."""
+    if name not in _STRICT or name not in sys.modules:
+        return None
+    return (
+        f"arrays of {name} are loaded as NumPy arrays, which load_state_dict refuses: pass framework={name!r} for "
+        "tensors on the CPU, or use load_into(path, model), which keeps devices and dtypes; framework='numpy' says "
+        "that NumPy arrays are wanted"
+    )
+
+
+_NEWEST_STEPS: Final = ("latest", "last", "newest", "auto")
+
+
+def hint_of_step(step: object) -> str:
+    """Return a suffix for the error about a step that is no number: what to pass instead."""
+    if not isinstance(step, str):
+        return "; pass the abstract tree as abstract="
+    if step.lower() in _NEWEST_STEPS:
+        return "; leave it out to load the newest valid step, which is also `latest`"
+    if step.lower().startswith("best"):
+        return "; pass the step that best(metric, mode) returns, such as step=run.best('loss', 'min')"
+    return "; `steps` lists the steps"
+
 
 LAYOUTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("orbax", "tensorstore"), "ocdbt"),
@@ -185,7 +271,7 @@ def _explain(error: TypeError, function: Callable[..., object], arguments: Mappi
     known = inspect.signature(function).parameters
     for name in arguments:
         if name not in known:
-            ours = ARGUMENTS.get(name)
+            ours = ARGUMENTS_OF.get(function.__qualname__, {}).get(name) or ARGUMENTS.get(name)
             error.args = (f"{error}" + (f"; use {ours}" if ours else did_you_mean(name, known)),)
             return
 

@@ -39,6 +39,7 @@ class Runtime:
 
     Attributes:
         saves: the background saves and loads that are running.
+        hints: hints that were logged, each once.
     """
 
     def __init__(self, context: Context, registry: Plugins | None = None) -> None:
@@ -55,6 +56,7 @@ class Runtime:
         self._is_durable = context.durability == "full"
         self._registry = registry
         self.saves = BackgroundSaves()
+        self.hints: set[str] = set()
 
     @cached_property
     def registry(self) -> Plugins:

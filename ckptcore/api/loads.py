@@ -154,7 +154,8 @@ def load_into(
         location: see `load`.
         target: the value to change. `PLACEHOLDER` leaves are not loaded.
         context: options.
-        select: see `load`; the target keeps its other leaves.
+        select: see `load`; the target keeps its other leaves, and so do objects in it, such as modules. An object
+            without a value for a leaf that is left out, such as a new optimizer, must be selected as a whole.
         transforms, report, strategy, progress: see `load`.
         matching: see `load`; with ``missing="keep"`` the target keeps leaves that are not stored.
 

@@ -101,7 +101,7 @@ class Difference:
 
 
 def mismatch(
-    display: str, differences: Sequence[Difference], tree: TreeMetadata, kept: Sequence[str]
+    display: str, differences: Sequence[Difference], tree: TreeMetadata, kept: Sequence[str], lost: Sequence[str] = ()
 ) -> TreeMismatchError:
     """Return the error for differences. Its message shows some of each sort; its attribute `differences` has all.
 
@@ -110,6 +110,7 @@ def mismatch(
         differences: the differences, at least one.
         tree: the stored tree.
         kept: the names of the requested parts that are not stored; the whole tree if no leaf of it is.
+        lost: the names of the parts of which a load must not keep everything; see `match_leaves`.
     """
     by_sort: dict[str, list[Difference]] = {}
     for difference in differences:
@@ -132,12 +133,14 @@ def mismatch(
     return TreeMismatchError(
         f"{display} does not match the requested tree{counted}:{''.join(shown)}\n"
         "Change the requested tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
-        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept)}",
+        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept, lost)}",
         [difference.line for difference in differences],
     )
 
 
-def _ways_on(differences: Sequence[Difference], sorts: Collection[str], kept: Sequence[str]) -> str:
+def _ways_on(
+    differences: Sequence[Difference], sorts: Collection[str], kept: Sequence[str], lost: Sequence[str]
+) -> str:
     """Return the transforms and the options that resolve differences, with what the options lose."""
     ways: list[str] = []
     moved = [found for found in differences if found.renamed is not None]
@@ -145,11 +148,17 @@ def _ways_on(differences: Sequence[Difference], sorts: Collection[str], kept: Se
         names = ", ".join([f"Rename{found.renamed}" for found in moved])
         keys = ' and matching=Matching(keys="text")' if any(found.allowed_by is not None for found in moved) else ""
         ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{keys}")
-    if list(kept) == [format_path(())] and "unexpected" in sorts:
-        ways.append(
-            "No requested leaf is stored: load another checkpoint, or, if only the names differ, pass "
-            "transforms=[Rename(stored, requested)] of ckptcore.transforms"
-        )
+    if lost:
+        way = "if only the names differ, pass transforms=[Rename(stored, requested)] of ckptcore.transforms"
+        if format_path(()) not in lost:
+            names = f"{', '.join(lost[:_PARTS])}{_more(lost)}"
+            ways.append(
+                f"No leaf of {names} is stored: {way}; to keep its present values, put PLACEHOLDER in its place"
+            )
+        elif "missing" in sorts:
+            ways.append(
+                f"No requested leaf is stored: load another checkpoint{f', or, {way}' * ('unexpected' in sorts)}"
+            )
     elif any(found.allowed_by is not None and found.renamed is None for found in differences):
         remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
         losses = [text for choice, text in _LOSSES.items() if any(choice in _words(found) for found in remedies)]
@@ -157,8 +166,7 @@ def _ways_on(differences: Sequence[Difference], sorts: Collection[str], kept: Se
         if losses:
             way += f": {', '.join(losses)}"
         if kept:
-            more = f" and {len(kept) - _PARTS} more" if len(kept) > _PARTS else ""
-            way += f"\nWith it, {', '.join(kept[:_PARTS])}{more} would start again"
+            way += f"\nWith it, {', '.join(kept[:_PARTS])}{_more(kept)} would start again"
         ways.append(way)
         if not moved and {"missing", "unexpected"} <= set(sorts):
             ways.append(
@@ -166,6 +174,10 @@ def _ways_on(differences: Sequence[Difference], sorts: Collection[str], kept: Se
                 "ckptcore.transforms instead"
             )
     return "".join([f". {way}" for way in ways])
+
+
+def _more(parts: Sequence[str]) -> str:
+    return f" and {len(parts) - _PARTS} more" if len(parts) > _PARTS else ""
 
 
 def _options(remedies: Sequence[Remedy]) -> str:
@@ -223,11 +235,11 @@ def key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
 def moved_parts(moves: Sequence[Move]) -> Iterator[Difference]:
     """Yield the differences for parts that are stored under another path."""
     for move in moves:
-        requested, stored = (format_path(path) or "the whole tree" for path in (move.requested, move.stored))
-        line = f"moved: {requested} is requested, {stored} is stored, with {len(move.pairs)} leaves of the same names"
-        # A template has text in place of indices.
-        has_index = any(type(key) is not str and not isinstance(key, Attribute) for key in move.requested)
-        yield Difference("moved", line, Remedy("keys", "text") if has_index else None, move.names)
+        requested, stored = move.shown
+        count = len(move.pairs)
+        leaves = "" if move.is_leaf else f", with {count} {'leaf' if count == 1 else 'leaves'} of the same names"
+        line = f"moved: {requested} is requested, {stored} is stored{leaves}"
+        yield Difference("moved", line, Remedy("keys", "text") if move.has_index else None, move.names)
 
 
 def structure_differences(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import Checkpoint, Source, check_additional
 from ckptcore.loading.load_options import EXACT, LeafChange, LoadReport, Matching
 from ckptcore.loading.matching import Matched
@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+logger = logger_named("ckptcore.loading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +210,8 @@ class Load(Generic[T]):
         if self._report_builder is not None:
             self._report_builder.begin(checkpoint)
         matched = self.target.match(self, checkpoint)
+        for message in matched.sparse:
+            logger.warning("%s: %s", checkpoint.location.display, message)
         if self._report_builder is not None:
             self._report_builder.add_plan(matched)
         if matched.changes:

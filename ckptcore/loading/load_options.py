@@ -49,7 +49,8 @@ Values = Literal["stored", "error"]
 class Matching:
     """Differences between an abstract tree and the stored one that a load allows. By default, no difference is allowed.
 
-    A `ckptcore.results.LoadReport` lists the allowed differences. All others are listed in one error.
+    A `ckptcore.results.LoadReport` lists the allowed differences. All others are listed in one error. Whatever is
+    allowed, a load of no requested leaf, or of none of a module, is an error. Less than half of a module is a warning.
 
     Attributes:
         unexpected: stored leaves that the abstract tree does not request: ``"error"``, or ``"ignore"`` to skip them.

@@ -33,6 +33,7 @@ from ckptcore.model.metadata import (
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path, is_name
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
+from ckptcore.tree.shapes import outer_objects
 
 if TYPE_CHECKING:
     from ckptcore.loading.differences import Difference
@@ -62,6 +63,9 @@ class Matched:
             value.
         first: positions of the leaves of objects that are restored before anything else is changed; None if there are
             no such objects.
+        sparse: a message for each object of which less than half of the leaves are stored.
+        kept: by position of a leaf that a selection leaves out of an object, the object's own value.
+        untouched: paths of the objects of which a selection loads nothing.
     """
 
     numbers: Sequence[int | None]
@@ -74,6 +78,9 @@ class Matched:
     leaves: Sequence[object] = ()
     filled: list[bool] | None = None
     first: frozenset[int] | None = None
+    sparse: Sequence[str] = ()
+    kept: Mapping[int, object] = field(default_factory=dict)
+    untouched: frozenset[TreePath] = frozenset()
 
 
 def match_leaves(
@@ -85,6 +92,7 @@ def match_leaves(
     matching: Matching = EXACT,
     rank_and_size: tuple[int, int] = (0, 1),
     chosen: frozenset[int] | None = None,
+    in_place: bool = False,
 ) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree.
 
@@ -114,9 +122,12 @@ def match_leaves(
             value to keep.
         chosen: the numbers of the stored leaves to load; None: all. Other leaves are not differences; if they are
             requested, they become placeholders.
+        in_place: True if the leaves are filled. One that is not stored, and has the memory of another leaf, is filled
+            with that leaf: safetensors files of other software have only one of the names of a tied weight.
 
     Raises:
-        TreeMismatchError: lists every difference that is not allowed.
+        TreeMismatchError: lists every difference that is not allowed. Also if no requested leaf is stored, whatever is
+            allowed, or no leaf of an object that is stored with other names.
         CorruptCheckpointError: the data of a requested leaf are missing or damaged.
         UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
@@ -131,6 +142,8 @@ def match_leaves(
         ]
     compared = _Comparison(tree, paths, flat.leaves, handlers, found, by_name, by_name or matching.values == "stored")
     absent = compared.absent()
+    if absent and in_place:
+        absent = compared.without_tied(absent)
     skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
     unexpected = compared.unexpected(skipped, flat.skeleton)
     unchosen: Sequence[int] = ()
@@ -140,18 +153,25 @@ def match_leaves(
         unexpected = [number for number in unexpected if number in chosen]
     changes: dict[int, LeafChange] = {}
     differences = compared.of_leaves(matching, changes)
-    if differences or changes or absent or unexpected or not (is_same or by_name):
+    selects_leaves = chosen is not None and any(number < len(tree.leaves) for number in chosen)
+    lost = compared.unmatched(flat, absent, unexpected) if absent or selects_leaves else []
+    if differences or changes or absent or unexpected or lost or not (is_same or by_name):
         from ckptcore.loading import differences as of_trees  # only if the trees differ
 
         before: list[Difference] = []
-        if absent and unexpected and (matching.missing, matching.unexpected) != ("keep", "ignore"):
-            before.extend(compared.take_related(absent, unexpected))
-        if matching.missing == "error":
+        if absent and unexpected and (lost or (matching.missing, matching.unexpected) != ("keep", "ignore")):
+            related = compared.take_related(absent, unexpected)
+            before.extend(related)
+            if () in lost and any(found.sort in ("moved", "key") for found in related):
+                lost = []
+            elif lost:
+                lost = [path for path in compared.unmatched(flat, absent, unexpected) if path in lost]
+        if matching.missing == "error" or lost:
             names = [format_path(tree.paths[number]) for number in unexpected]
             before.extend(of_trees.missing_leaves([format_path(paths[position]) for position in absent], names))
         elif matching.missing == "keep":
             before.extend(compared.of_valueless(absent, rank_and_size))
-        if matching.unexpected == "error":
+        if matching.unexpected == "error" or lost:
             before.extend(of_trees.unexpected_leaves([format_path(tree.paths[number]) for number in unexpected]))
         if not is_same and not by_name:
             allowed = "sequence" if matching.sequences == "either" else None
@@ -160,8 +180,11 @@ def match_leaves(
         differences = [*before, *differences]
         if changes:
             differences.extend(of_trees.lost_scales(tree, changes, set(found)))
+        if lost and not differences:
+            differences = [of_trees.Difference("missing", "missing: no selected leaf is requested")]
         if differences:
-            raise of_trees.mismatch(display, differences, tree, compared.kept_parts(absent))
+            parts = compared.kept_parts(absent)
+            raise of_trees.mismatch(display, differences, tree, parts, list(map(format_path, lost)))
     if matching.missing == "placeholder":
         for position in absent:
             handlers[position] = None
@@ -169,7 +192,10 @@ def match_leaves(
     loaded = {number for number in found if number is not None}
     unrequested = [number for number in tree.held_by if number not in loaded]
     ignored = sorted({*unexpected, *unrequested, *unchosen})
-    return Matched(numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves)
+    sparse = compared.sparse(flat, absent) if absent and chosen is None else ()
+    return Matched(
+        numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves, sparse=sparse
+    )
 
 
 def _find(paths: Sequence[TreePath], tree: TreeMetadata, forms: Sequence[_Forms]) -> list[int | None]:
@@ -297,6 +323,16 @@ class _Comparison:
             and not (self.is_none_absent and _is_none(self._described(handler, position)))
         ]
 
+    def without_tied(self, absent: Sequence[int]) -> list[int]:
+        """Drop the positions of leaves that have the memory of a stored leaf."""
+        memory: dict[int, tuple[object, ...]] = {}
+        for position, handler in enumerate(self.handlers):
+            parts = None if handler is None else handler.memory_to_fill(self.leaves[position])
+            if parts and all(part.extent for part in parts):
+                memory[position] = tuple(parts)
+        filled = {memory[position] for position in memory if self.found[position] is not None}
+        return [position for position in absent if position not in memory or memory[position] not in filled]
+
     def unexpected(self, skipped: Sequence[TreePath], skeleton: Skeleton) -> list[int]:
         """Return the numbers of stored leaves that are neither requested nor skipped.
 
@@ -350,6 +386,8 @@ class _Comparison:
         requested = {position: path for position, path in requested.items() if _plain(path) not in of_structure}
         stored = {number: path for number, path in stored.items() if _plain(path) not in of_structure}
         others = [path for number, path in enumerate(self.tree.paths) if number not in stored]
+        if self.by_name and all(len(path) == 1 for path in self.tree.paths):  # names that join the keys by dots
+            requested = {position: _dotted(path) for position, path in requested.items()}
         moves = find_moves(requested, stored, others, self._fits)
         moved = [{pair[side] for move in moves for pair in move.pairs} for side in (0, 1)]
         absent[:] = [position for position in requested if position not in moved[0]]
@@ -377,6 +415,38 @@ class _Comparison:
         ]
         chosen = [place for place, position in enumerate(counted) if position in missing]
         return list(map(format_path, whole_parts([self.paths[position] for position in counted], chosen)))
+
+    def unmatched(self, flat: Flat, absent: Sequence[int], unexpected: Sequence[int]) -> list[TreePath]:
+        """Return the paths of objects of which no leaf is stored, but others are in their place.
+
+        If no requested leaf is loaded at all, return the root.
+        """
+        missing = set(absent)
+        pairs = list(zip(self.found, self.handlers, strict=True))
+        if not any(number is not None and handler is not None for number, handler in pairs):
+            skipped = zip(self.found, flat.handlers, strict=True)
+            return [()] if missing or any(number is not None and handler for number, handler in skipped) else []
+        found: list[TreePath] = []
+        for path, _, leaves in outer_objects(flat.shape):
+            counted = [position for position in leaves if self.handlers[position] is not None]
+            if counted and missing.issuperset(counted):
+                top = _text(path)
+                if any(_text(self.tree.paths[number])[: len(top)] == top for number in unexpected):
+                    found.append(path)
+        return found
+
+    def sparse(self, flat: Flat, absent: Sequence[int]) -> Sequence[str]:
+        """Return a message for each object of which less than half of the leaves are stored."""
+        missing, found = set(absent), list[str]()
+        for path, value, leaves in outer_objects(flat.shape):
+            counted = [position for position in leaves if self.handlers[position] is not None]
+            stored = len(counted) - len(missing.intersection(counted))
+            if 2 * stored < len(counted):
+                found.append(
+                    f"only {stored} of the {len(counted)} leaves of {format_path(path)}, a {type(value).__qualname__}, "
+                    "are stored: the others keep their present values"
+                )
+        return found
 
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""

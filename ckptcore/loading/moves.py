@@ -1,13 +1,16 @@
-"""Parts of a tree that are stored under another path, such as an optimizer that became a part of a chain."""
+"""Parts of a tree that are stored under another path, such as an optimizer that became a part of a chain.
+
+Names with dots are divided like paths, so that the prefix of a wrapper is found, such as ``model.`` or ``module.``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptcore.model.tree import Attribute, TreePath
+from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 
 __all__ = ["Move", "find_moves", "whole_parts"]
 
@@ -18,26 +21,52 @@ _SPECIAL: Final = frozenset("{}*/")
 """Characters of keys that have a meaning in patterns of transforms."""
 
 
+class _NamePart(str):
+    """A part of a name with dots, including the dot after it."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Leaves that are requested and stored under the same names below different paths.
 
     Attributes:
-        requested, stored: the path of the part in the requested tree, and in the stored one.
+        requested, stored: the path of the part in the requested tree, and in the stored one. Names with dots are
+            divided into `_NamePart`.
         pairs: of each leaf, its position in the requested tree and its number in the stored one.
+        is_leaf: True if the paths are those of a single leaf.
     """
 
     requested: TreePath
     stored: TreePath
     pairs: Sequence[tuple[int, int]]
+    is_leaf: bool = False
 
     @property
     def names(self) -> tuple[str, str]:
         """The arguments of ``Rename`` of `ckptcore_transforms`: a pattern, and the template of new paths."""
-        return (
-            "/".join([*map(str, self.stored), "{rest...}"]),
-            "/".join([*map(str, self.requested), "{rest}"]),
-        )
+        if self.is_leaf:
+            return _joined(self.stored), _joined(self.requested)
+        return _joined((*self.stored, "{rest...}")), _joined((*self.requested, "{rest}"))
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """The requested and the stored path for messages, with ``*`` for the rest of names with dots."""
+        requested, stored = (format_path(_undivided(path)) for path in (self.requested, self.stored))
+        return requested, stored
+
+    @property
+    def has_index(self) -> bool:
+        """True if the requested path has a key that is no text. A template has text in its place."""
+        return any(not isinstance(key, str | Attribute) for key in self.requested)
+
+    @property
+    def is_prefix(self) -> bool:
+        """True if one of the paths only has additional keys at its end: a prefix was added or removed."""
+        requested, stored = (tuple(map(str, path)) for path in (self.requested, self.stored))
+        length = min(len(requested), len(stored))
+        return requested[:length] == stored[:length]
 
     @property
     def can_be_named(self) -> bool:
@@ -56,7 +85,9 @@ def find_moves(
     others: Sequence[TreePath],
     fits: Callable[[int, int], bool],
 ) -> Sequence[Move]:
-    """Find parts of at least two leaves that moved as a whole, in the order in which they can be renamed.
+    """Find parts that moved as a whole, in the order in which they can be renamed.
+
+    A part has at least two leaves, unless only a prefix was added or removed.
 
     Args:
         requested: the paths of requested leaves that are not stored.
@@ -64,21 +95,54 @@ def find_moves(
         others: the paths of all other stored leaves. No part contains them.
         fits: returns True if a stored leaf can be loaded as the requested leaf at a position.
     """
+    requested, stored = ({number: _divided(path) for number, path in one.items()} for one in (requested, stored))
     votes = _votes(requested, stored, fits)
-    below = Counter([path[:length] for path in (*stored.values(), *others) for length in range(len(path) + 1)])
+    if not votes:
+        return []
+    parts = _Parts(requested, stored, list(map(_divided, others)))
     ties = [Counter([(tops[side], len(pairs)) for tops, pairs in votes.items()]) for side in (0, 1)]
-    moves: list[Move] = []
-    taken: tuple[set[int], set[int]] = (set(), set())
-    for tops, pairs in sorted(votes.items(), key=lambda vote: -len(vote[1])):
-        if any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True)):
-            continue  # several parts have these names
-        free = [pair for pair in pairs if pair[0] not in taken[0] and pair[1] not in taken[1]]
-        for move in _whole(Move(*tops, free), requested, stored, below):
-            if move.can_be_named:
-                moves.append(move)
-                taken[0].update([position for position, _ in move.pairs])
-                taken[1].update([number for _, number in move.pairs])
-    return _in_order(moves)
+    ordered = [
+        Move(*tops, pairs)
+        for tops, pairs in sorted(votes.items(), key=lambda vote: -len(vote[1]))
+        if not any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True))  # several parts
+        and all(len(set(side)) == len(pairs) for side in zip(*pairs, strict=True))  # keys with the same text
+    ]
+    # Other leaves that are not requested may move together with a part, unless another part needs them.
+    return _in_order(parts.chosen(ordered, with_others=True)) or _in_order(parts.chosen(ordered, with_others=False))
+
+
+def _divided(path: TreePath) -> TreePath:
+    """Divide names with dots."""
+    if not any(type(key) is str and "." in key for key in path):
+        return path
+    keys: list[Key] = []
+    for key in path:
+        if type(key) is str:
+            *above, last = key.split(".")
+            keys.extend([_NamePart(f"{part}.") for part in above])
+            keys.append(last)
+        else:
+            keys.append(key)
+    return tuple(keys)
+
+
+def _joined(path: TreePath) -> str:
+    """Return the text of a divided path in patterns."""
+    text = "".join([str(key) if isinstance(key, _NamePart) else f"{key}/" for key in path])
+    return text.removesuffix("/")
+
+
+def _undivided(path: TreePath) -> TreePath:
+    """Join the parts of names with dots. A name that continues below the path ends with ``*``."""
+    keys: list[Key] = []
+    begun = ""
+    for key in path:
+        if isinstance(key, _NamePart):
+            begun += key
+        else:
+            keys.append(begun + key if isinstance(key, str) and begun else key)
+            begun = ""
+    return (*keys, f"{begun}*") if begun else tuple(keys)
 
 
 def _votes(
@@ -104,28 +168,71 @@ def _votes(
     return votes
 
 
-def _whole(
-    move: Move, requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], below: Counter[TreePath]
-) -> Sequence[Move]:
-    """Divide a part until each has all stored leaves below its path. Drops single leaves.
+class _Parts:
+    """Divides parts until no other leaf that must stay is below their paths."""
 
-    Args:
-        move: the part.
-        requested, stored: see `find_moves`.
-        below: the number of stored leaves below each path.
-    """
-    if len(move.pairs) < 2:
-        return []
-    if below[move.stored] == len(move.pairs):
-        return [move]
-    parts: dict[tuple[TreePath, TreePath], list[tuple[int, int]]] = {}
-    for position, number in move.pairs:
-        tops = requested[position][: len(move.requested) + 1], stored[number][: len(move.stored) + 1]
-        if len(stored[number]) > len(tops[1]):
-            parts.setdefault(tops, []).append((position, number))
-    return [
-        divided for tops, pairs in parts.items() for divided in _whole(Move(*tops, pairs), requested, stored, below)
-    ]
+    def __init__(
+        self, requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], others: Sequence[TreePath]
+    ) -> None:
+        """Take divided paths. See `find_moves`."""
+        self._requested = requested
+        self._stored = stored
+        self._others = {path[:length] for path in others for length in range(len(path) + 1)}
+        self._below = Counter([path[:length] for path in stored.values() for length in range(len(path) + 1)])
+
+    def chosen(self, moves: Sequence[Move], *, with_others: bool) -> Sequence[Move]:
+        """Return parts of which no two have a leaf in common, the largest first.
+
+        Args:
+            moves: parts, the largest first.
+            with_others: True if leaves that are not requested may move together with a part.
+        """
+        found: list[Move] = []
+        taken: tuple[set[int], set[int]] = (set(), set())
+        for move in moves:
+            free = [pair for pair in move.pairs if pair[0] not in taken[0] and pair[1] not in taken[1]]
+            for part in self._whole(replace(move, pairs=free), with_others):
+                if part.can_be_named:
+                    found.append(part)
+                    taken[0].update([position for position, _ in part.pairs])
+                    taken[1].update([number for _, number in part.pairs])
+        return found
+
+    def _whole(self, move: Move, with_others: bool) -> Sequence[Move]:
+        """Divide a part until it can move as a whole. Drops single leaves, unless only a prefix changed."""
+        if not move.pairs or (len(move.pairs) < 2 and not move.is_prefix):
+            return []
+        is_alone = self._below[move.stored] == len(move.pairs)
+        if move.stored not in self._others and (is_alone or (with_others and not self._collides(move))):
+            return [move]
+        parts: dict[tuple[TreePath, TreePath], list[tuple[int, int]]] = {}
+        leaves: list[Move] = []
+        for pair in move.pairs:
+            paths = self._requested[pair[0]], self._stored[pair[1]]
+            tops = paths[0][: len(move.requested) + 1], paths[1][: len(move.stored) + 1]
+            if tops != paths:
+                parts.setdefault(tops, []).append(pair)
+            elif move.is_prefix:
+                leaves.append(Move(*paths, [pair], is_leaf=True))
+        is_prefix = move.is_prefix
+        for tops, pairs in parts.items():
+            part = Move(*tops, pairs)
+            if len(pairs) > 1 or not is_prefix:
+                leaves.extend(self._whole(part, with_others))
+            else:
+                (pair,) = pairs
+                leaves.append(Move(self._requested[pair[0]], self._stored[pair[1]], pairs, is_leaf=True))
+        return leaves
+
+    def _collides(self, move: Move) -> bool:
+        """Return True if another leaf below the path would get the path of a stored one."""
+        moved = {number for _, number in move.pairs}
+        length = len(move.stored)
+        return any(
+            path[:length] == move.stored and (*move.requested, *path[length:]) in self._others
+            for number, path in self._stored.items()
+            if number not in moved
+        )
 
 
 def _in_order(moves: Sequence[Move]) -> Sequence[Move]:

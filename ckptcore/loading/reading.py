@@ -110,6 +110,7 @@ def plan_leaf_reads(
     requested = zip(matched.numbers, matched.handlers, matched.leaves, strict=True)
     for position, (number, handler, abstract) in enumerate(requested):
         if handler is None:
+            leaves[position] = matched.kept.get(position, PLACEHOLDER)
             continue
         if number is None:
             leaves[position] = abstract  # a requested None that is not stored

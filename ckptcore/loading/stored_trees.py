@@ -62,10 +62,23 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
 def stored_in(checkpoint: Checkpoint, selection: Selection | None, context: Context) -> Callable[[TreePath], object]:
     """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
 
-    It raises UnsupportedLeafError, or CorruptCheckpointError, if a selected part of that tree cannot be loaded.
+    It returns `PLACEHOLDER` if the selection chooses nothing below the path. It raises UnsupportedLeafError, or
+    CorruptCheckpointError, if a selected part of that tree cannot be loaded.
     """
     registry = runtime_of(context).registry
-    return stored_at(checkpoint.tree, registry, lambda: _unreadable_leaves(checkpoint, selection, context))
+    find = stored_at(checkpoint.tree, registry, lambda: _unreadable_leaves(checkpoint, selection, context))
+    if selection is None:
+        return find
+    tree = checkpoint.tree
+    paths = [*tree.paths, *[path for path, _ in empty_nodes(tree.skeleton)]]
+    chosen = [_plain(paths[number]) for number in chosen_leaves(checkpoint, selection, context)]
+    tops = {path[:length] for path in chosen for length in range(len(path) + 1)}
+
+    def find_chosen(path: TreePath) -> object:
+        found = find(path)
+        return PLACEHOLDER if found is not None and _plain(path) not in tops else found
+
+    return find_chosen
 
 
 def stored_at(

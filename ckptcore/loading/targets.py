@@ -18,7 +18,7 @@ from ckptcore.errors import (
     TargetUndefinedError,
     TreeMismatchError,
 )
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
 from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest, LoadTarget
 from ckptcore.loading.matching import Matched, match_leaves
@@ -34,9 +34,10 @@ from ckptcore.loading.stored_values import with_stored_values
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
+from ckptcore.other_libraries import hint_of_framework
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
-from ckptcore.runtime import runtime_of
+from ckptcore.runtime import Runtime, runtime_of
 from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import STATE_OF, Flat, flatten, own_values, per_process_values, rebuild
 from ckptcore.tree.restoring import first_fixed, restore, shared_containers
@@ -44,6 +45,8 @@ from ckptcore.tree.shapes import Shape, lacks_object_at, objects_that_may_refuse
 
 if TYPE_CHECKING:
     from ckptcore.loading.undo import Undo
+
+logger = logger_named("ckptcore.loading")
 
 __all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
 
@@ -161,6 +164,8 @@ class _StoredValue(LoadTarget[object]):
         leaves: list[object] = [None] * len(handlers)
         if load.request.framework is not None:
             _choose_framework(load.request.framework, tree.leaves, load.runtime.registry, handlers, leaves)
+        else:
+            _hint_of_framework(tree.leaves, load.runtime)
         job = load.runtime.job()
         selected: Skeleton = tree.skeleton
         numbers: Sequence[int | None] = range(len(handlers))
@@ -191,6 +196,15 @@ class _StoredValue(LoadTarget[object]):
     def build(self, load: Load[object], reading: TreeRead) -> object:
         """Put the leaves into standard Python containers."""
         return self._files if self._skeleton is None else rebuild(self._skeleton, reading.leaves)
+
+
+def _hint_of_framework(records: Sequence[LeafRecord], runtime: Runtime) -> None:
+    """Log once how to load arrays in the framework in which they were saved."""
+    found = {record.framework for record in records if isinstance(record, ArrayRecord)}
+    for hint in filter(None, map(hint_of_framework, found)):
+        if hint not in runtime.hints:
+            runtime.hints.add(hint)
+            logger.warning("%s", hint)
 
 
 def _choose_framework(
@@ -247,19 +261,21 @@ class _FilledValue(LoadTarget[None]):
         self.undo = undo
         self._target = target
         self._flat: Flat | None = None
+        self._untouched: frozenset[TreePath] = frozenset()
 
     def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
         """Find the stored leaf for each leaf of the target."""
         with load.recording.phase("open"):
             self._flat = flat = _flatten_like(checkpoint, self._target, load.context, load.request)
             matched = _match_target(checkpoint, flat, load.context, load.request)
+        self._untouched = matched.untouched
         filled = [number is None for number in matched.numbers]  # unmatched leaves are kept
         return replace(matched, filled=filled, first=_refusing_leaves(flat.shape))
 
     def begin(self, load: Load[None], first: TreeRead) -> None:
         """Restore the objects that may refuse their state."""
         assert self._flat is not None  # set by `match`
-        objects = objects_that_may_refuse(self._flat.shape)
+        objects = [one for one in objects_that_may_refuse(self._flat.shape) if one.path not in self._untouched]
         for found in objects:
             self.undo.add(found)
         read_tree(first, load.context)
@@ -271,7 +287,7 @@ class _FilledValue(LoadTarget[None]):
         flat = self._flat
         assert flat is not None and reading.filled is not None  # set by `match`
         with load.recording.phase("restore"):
-            restore(flat.shape, reading.leaves, reading.filled, list(flat.paths()))
+            restore(flat.shape, reading.leaves, reading.filled, list(flat.paths()), self._untouched)
 
 
 class _NoValue(LoadTarget[None]):
@@ -421,7 +437,9 @@ def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None
         )
 
 
-def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+def _match(
+    checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest, *, in_place: bool = False
+) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree."""
     job = runtime_of(context).job()
     return match_leaves(
@@ -432,6 +450,7 @@ def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRe
         matching=request.matching,
         rank_and_size=(job.rank, job.size),
         chosen=None if request.select is None else chosen_leaves(checkpoint, request.select, context),
+        in_place=in_place,
     )
 
 
@@ -441,7 +460,11 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
     Raises:
         TreeMismatchError: also if a leaf can be neither filled in place nor replaced.
     """
-    matched = _match(checkpoint, flat, context, request)
+    matched = _match(checkpoint, flat, context, request, in_place=True)
+    if request.select is not None:
+        from ckptcore.loading.selected_objects import keeping_objects  # only selections need it
+
+        matched = keeping_objects(checkpoint.location.display, flat, matched, runtime_of(context).registry)
     memory = [
         None if number is None or handler is None else handler.memory_to_fill(leaf)
         for number, handler, leaf in zip(matched.numbers, matched.handlers, flat.leaves, strict=True)

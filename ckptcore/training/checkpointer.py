@@ -15,7 +15,7 @@ from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
-from ckptcore.other_libraries import explains_arguments
+from ckptcore.other_libraries import explains_arguments, hint_of_step
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.protocols import Layout, Rejoinable, SaveStrategy, StepStrategy
 from ckptcore.redaction import redacted_location
@@ -317,7 +317,7 @@ class Checkpointer(CheckpointReader):
                 ``other_files=True``, or another checkpoint. Raised by `wait`.
         """
         self._expect_open()
-        step = as_integer("step", step)
+        step = as_integer("step", step, hint=hint_of_step(step))
         self._run.delete(step, self._agree("delete"))
         if step == self._decider.last_save.step:
             self._read_past(self._newest_readable)

@@ -7,13 +7,13 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from ckptcore.commit.location import AnyLocation, LocationLike, expanded_location
 from ckptcore.context import Context, default_context
-from ckptcore.errors import CheckpointNotFoundError, PartialLoadError
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, PartialLoadError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import Abstracts, CompositeLoad, CompositeRequest
@@ -22,8 +22,8 @@ from ckptcore.loading.load import LoadRequest
 from ckptcore.loading.load_options import EXACT, LoadReport, Matching
 from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.model.tree import JSON
-from ckptcore.other_libraries import ExplainsAttributes, explains_arguments
-from ckptcore.policies import StepInfo
+from ckptcore.other_libraries import ExplainsAttributes, explains_arguments, hint_of_step
+from ckptcore.policies import BestN, StepInfo
 from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
@@ -139,8 +139,38 @@ class StepReader(ExplainsAttributes):
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
-        step = as_integer("step", step)
+        step = as_integer("step", step, hint=hint_of_step(step))
         return self._directory_of(step).info(step)
+
+    def best(self, metric: str, mode: Literal["min", "max"]) -> int:
+        """Return the step with the best value of a metric, as for `ckptcore.policies.BestN`; the leader chooses it.
+
+        Steps that are damaged, were deleted, or lack the metric are left out.
+
+        Args:
+            metric: the name of a metric that was passed to ``save``.
+            mode: ``"min"`` if low values are better, ``"max"`` if high values are.
+
+        Raises:
+            CheckpointNotFoundError: no step has this metric.
+            ValueError: `mode` is invalid.
+        """
+        policy = BestN(1, metric, mode, keep_unmeasured=False)
+
+        def choose() -> int:
+            infos: list[StepInfo] = []
+            for step in self.steps:
+                with suppress(CheckpointNotFoundError, CorruptCheckpointError):
+                    infos.append(self.step_info(step))
+            for step in policy.keep(infos, 0.0):
+                return step
+            known = sorted({name for info in infos for name in info.metrics})
+            raise CheckpointNotFoundError(
+                f"no step in {self.directory} has the metric {metric!r}; metrics of its steps: "
+                f"{', '.join(map(repr, known)) or 'none'}. Pass metrics={{{metric!r}: value}} when you save a step"
+            )
+
+        return self._agree("best").lead("best", choose)
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a step without its arrays. See `ckptcore.metadata`.
@@ -148,7 +178,7 @@ class StepReader(ExplainsAttributes):
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
-        step = as_integer("step", step)
+        step = as_integer("step", step, hint=hint_of_step(step))
         return describe_checkpoint(self._directory_of(step).location(step), self._context)
 
     @explains_arguments
@@ -248,7 +278,7 @@ class StepReader(ExplainsAttributes):
             CheckpointNotFoundError: the step does not exist.
             StorageError: the pin cannot be written to the directory.
         """
-        step = as_integer("step", step)
+        step = as_integer("step", step, hint=hint_of_step(step))
         with ExitStack() as pins:
             for number in self._steps.copies(step) or [0]:
                 pins.enter_context(self._steps.directories[number].pin(step))

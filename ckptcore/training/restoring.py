@@ -25,6 +25,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.collective.joint import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
+from ckptcore.other_libraries import hint_of_step
 from ckptcore.saving.requests import as_integer
 from ckptcore.training.run_directory import RunSteps
 
@@ -152,7 +153,7 @@ class StepLoader:
             TargetUndefinedError: the target was changed, and no step could be loaded into it.
         """
         if step is not None:
-            step = as_integer("step", step, hint="; pass the abstract tree as abstract=")
+            step = as_integer("step", step, hint=hint_of_step(step))
             loaded = self._load_named(step, loading)
             self.restored_step, self.skipped_steps = step, ()
             return loaded

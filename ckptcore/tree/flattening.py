@@ -123,7 +123,8 @@ def flatten(
         plugins: find the handler of each type.
         rank: the rank of this process, which is the key of values in `PerProcess`.
         placeholders: True if `PLACEHOLDER` may replace a leaf.
-        stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there.
+        stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there; PLACEHOLDER
+            if it is not to be loaded.
         refusals: gets everything that cannot be saved, which has a placeholder in the result; None: raise an error.
         columns: finds the containers that are one leaf; None: there are none.
 
@@ -238,6 +239,8 @@ class _Flattening:
         # Build the stored tree only for handlers that use it.
         if self.stored_at is not None and type(handler).flatten_to_load is not CheckpointableHandler.flatten_to_load:
             stored = self.stored_at(tuple(self.path))
+            if stored is PLACEHOLDER and self.placeholders:
+                return self._placeholder()
         try:
             state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
         except UnsupportedLeafError as error:

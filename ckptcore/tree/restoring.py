@@ -14,7 +14,13 @@ from ckptcore.tree.shapes import Container, NewContainer, ObjectNode, Shape, obj
 __all__ = ["first_fixed", "restore", "shared_containers"]
 
 
-def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], paths: Sequence[TreePath]) -> None:
+def restore(
+    shape: Shape,
+    leaves: Sequence[object],
+    filled: Sequence[bool],
+    paths: Sequence[TreePath],
+    untouched: Collection[TreePath] = (),
+) -> None:
     """Store other leaves in the flattened value, in place. Objects that may refuse a state were restored before.
 
     Args:
@@ -22,6 +28,7 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
         leaves: the new leaves.
         filled: for each leaf, True if it was filled in place and stays.
         paths: the paths of the leaves, for errors.
+        untouched: the paths of objects that stay as they are.
 
     Raises:
         CheckpointError: names a leaf that can be replaced neither in place nor in its container.
@@ -34,7 +41,7 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
         )
     _restore(shape, leaves, filled, iter(range(len(leaves))))
     for found in objects_in(shape):
-        if not found.node.may_refuse and not _is_replaced(found.node):
+        if not found.node.may_refuse and not _is_replaced(found.node) and found.path not in untouched:
             found.restore(leaves)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "lacks_object_at",
     "objects_in",
     "objects_that_may_refuse",
+    "outer_objects",
     "rank_of_key",
     "unflatten",
     "unflatten_states",
@@ -196,6 +197,23 @@ def _find_objects(shape: Shape, path: TreePath, start: int) -> Iterator[LiveObje
         for key, child in zip(shape.keys, shape.children, strict=True):
             if child is not None:
                 yield from _find_objects(child, (*path, key), start)
+            start += 1 if child is None else child.leaves
+
+
+def outer_objects(shape: Shape) -> Iterator[tuple[TreePath, object, range]]:
+    """Yield modules and other objects in a value that are in no other object, with their paths and leaves."""
+    yield from _outer_objects(shape, (), 0)
+
+
+def _outer_objects(shape: Shape, path: TreePath, start: int) -> Iterator[tuple[TreePath, object, range]]:
+    if isinstance(shape, ObjectNode | Container) and (
+        shape.handler.is_object if isinstance(shape, ObjectNode) else shape.handler.is_object(shape.like)
+    ):
+        yield path, shape.like, range(start, start + shape.leaves)
+    elif isinstance(shape, Container):
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from _outer_objects(child, (*path, key), start)
             start += 1 if child is None else child.leaves
 
 

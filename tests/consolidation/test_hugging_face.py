@@ -107,6 +107,21 @@ def test_transformers_loads_a_model_with_tied_weights(tied: str, tmp_path: Path)
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_save_pretrained_wrote_loads_into_a_model(tied: bool, tmp_path: Path) -> None:
+    """Of tied weights, `save_pretrained` writes the embedding alone."""
+    config = transformers.LlamaConfig(
+        vocab_size=7, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1
+    )
+    config.tie_word_embeddings = tied
+    saved, target = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    saved.save_pretrained(tmp_path / "hf")
+    assert ("lm_head.weight" in load_file(tmp_path / "hf" / "model.safetensors")) is not tied
+    ckptcore.load_into(tmp_path / "hf", target)
+    assert all(map(torch.equal, target.state_dict().values(), saved.state_dict().values()))
+    assert (target.lm_head.weight is target.model.embed_tokens.weight) == tied
+
+
 def test_metadata_replaces_the_default(tmp_path: Path) -> None:
     _, published = _published(tmp_path, metadata={"format": "mlx", "license": "größe"})
     assert _header_metadata(published / "model.safetensors") == {"format": "mlx", "license": "größe"}

@@ -37,6 +37,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
         "state": {"name": STATE["name"].copy()},
         "abstract": {"name": ckptcore.AbstractArray((16,), "float64")},
         "name": "name",
+        "other": tmp_path / "other",
         "object": STATE["name"],
         "n": 1,
         "seconds": 1e-9,
@@ -140,10 +141,11 @@ def test_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
 def test_methods_that_read_and_delete(names: dict[str, Any]) -> None:
     with ckptcore.Checkpointer(names["directory"]) as checkpointer:
         names |= {"checkpointer": checkpointer, "step": 1, "target": names["state"]}
+        names |= {"metric": "loss", "mode": "min"}
         for attribute, code, expected in (
             ("all_steps", "steps", lambda found: list(found) == [1, 2]),
             ("latest_step", "latest", lambda found: found == 2),
-            ("best_step", "step_info(step).metrics", lambda found: found == {"loss": 2}),
+            ("best_step", "best(metric, mode)", lambda found: found == 2),
             ("item_metadata", "metadata(step)", lambda found: found.abstract["name"].shape == (16,)),
             ("load_checkpoint", "load(step)", lambda found: same(found, STATE)),
             ("load_pytree", "load(step, abstract)", lambda found: same(found, STATE)),
@@ -164,6 +166,9 @@ def test_options(argument: str, names: dict[str, Any]) -> None:
     """A function that has the argument accepts it, as the error has it."""
     option, owner, _ = re.fullmatch(r"(\w+=.*?)( of Checkpointer)?((?:, or |; ).*)?", OPTIONS[argument]).groups()  # type: ignore[union-attr]  # they match
     keyword = option.partition("=")[0]
+    if keyword == "select":
+        assert same(_run(f"ckptcore.load(stored, {option})", names), STATE)
+        return
     if owner is not None or keyword not in {*inspect.signature(ckptcore.save).parameters, "matching"}:
         create: Any = ckptcore.Checkpointer
         refused(lambda: create(names["directory"], **{argument: 1}), f"use {option}", error=TypeError)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.names import plain_names
+from ckptcore_transforms import Rename
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -159,26 +160,35 @@ def test_a_state_dict_of_the_same_wrappers_loads_under_their_names(tmp_path: Pat
     assert elements(target) == elements(source)
 
 
-def test_names_of_other_wrappers_are_an_error_with_the_prefix_and_a_remedy(tmp_path: Path) -> None:
+def test_names_of_other_wrappers_are_an_error_with_the_transform(tmp_path: Path) -> None:
     source = DataParallel(model(1))
     ckptcore.save(tmp_path / "raw", {"model": dict(source.state_dict())})
     target = model(2)
-    with pytest.raises(TreeMismatchError, match=r"'module\.' of a wrapper.*Use the same wrappers.*load_into") as caught:
+    with pytest.raises(TreeMismatchError, match=r"Rename\('model/module\.\{rest\.\.\.\}', 'model/\{rest\}'\)"):
         ckptcore.load_into(tmp_path / "raw", {"model": target})
-    assert "'0.count' is stored as 'module.0.count'" in caught.value.differences[0]
-    with pytest.raises(TreeMismatchError, match=r"with 'module\.' of a wrapper"):
-        ckptcore.load_into(tmp_path / "raw", {"model": compiled(target)})
-    ckptcore.load_into(
-        tmp_path / "raw", {"model": {f"module.{name}": held for name, held in target.state_dict().items()}}
-    )
-    found, expected = elements(target), elements(source)
-    tensors = [name for name in found if not name.endswith("_extra_state")]
-    assert {name: found[name] for name in tensors} == {name: expected[name] for name in tensors}
+    transforms = [Rename("model/module.{rest...}", "model/{rest}")]
+    ckptcore.load_into(tmp_path / "raw", {"model": target}, transforms=transforms)
+    assert elements(target) == elements(source)
     ckptcore.save(tmp_path / "bare", {"model": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}})
     part = torch.nn.Module()
     part.module = torch.nn.Linear(2, 2)
-    with pytest.raises(TreeMismatchError, match=r"'module.weight' is stored as 'weight', without the 'module' in it"):
+    with pytest.raises(TreeMismatchError, match=r"Rename\('model/\{rest\.\.\.\}', 'model/module\.\{rest\}'\)"):
         ckptcore.load_into(tmp_path / "bare", {"model": part})
+
+
+def test_names_of_wrappers_inside_are_an_error_with_the_part_and_a_remedy(tmp_path: Path) -> None:
+    source = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    stored = {name.replace(".", "._orig_mod."): held for name, held in source.state_dict().items()}
+    ckptcore.save(tmp_path / "raw", {"model": stored})
+    target = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(
+        TreeMismatchError, match=r"'_orig_mod\.' of a wrapper.*Use the same wrappers.*load_into"
+    ) as caught:
+        ckptcore.load_into(tmp_path / "raw", {"model": target})
+    assert "'0.weight' is stored as '0._orig_mod.weight'" in caught.value.differences[0]
+    into = {name.replace(".", "._orig_mod."): held for name, held in target.state_dict().items()}
+    ckptcore.load_into(tmp_path / "raw", {"model": into})
+    assert elements(target) == elements(source)
 
 
 def test_parameter_of_a_wrapper_keeps_its_name_and_does_not_collide() -> None:

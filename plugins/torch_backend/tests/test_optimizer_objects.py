@@ -68,7 +68,9 @@ def test_an_object_of_a_class_that_the_optimizer_does_not_know(tmp_path: Path) -
     parameters = [torch.nn.Parameter(torch.zeros(8, 8)), torch.nn.Parameter(torch.zeros(8))]
     target = torch.optim.AdamW([{"params": [one]} for one in parameters])
     before = copy.deepcopy(target.state_dict())
-    with pytest.raises(TreeMismatchError, match="GaLoreProjector, which the module of AdamW lacks"):
+    with pytest.raises(
+        TreeMismatchError, match="another class of optimizer than AdamW.*projector, step are stored instead"
+    ):
         ckptcore.load_into(tmp_path / "c", target)
     assert target.state_dict() == before
 

@@ -24,6 +24,7 @@ from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitTarget, Save, SaveDraft, as_integer, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
+from ckptcore_tools.optimizer_parts import find_optimizers
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
 
 __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
@@ -40,12 +41,14 @@ class Export:
         location: a path or URL.
         layout: the name of a layout, or a layout object with options.
         subtree: the part of the state, such as ``"model"`` or ``("model", "layers", 0)``. Paths in the export are
-            relative to it. With several checkpointables it starts with the name of one. Empty: everything.
+            relative to it. With several checkpointables it starts with the name of one. Empty: everything. None, the
+            default: everything, but safetensors with the state of an optimizer are an error, because they are files of
+            weights for other software.
     """
 
     location: AnyLocation
     layout: str | Layout = "safetensors"
-    subtree: SubtreePath = ()
+    subtree: SubtreePath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class WithExports:
     def signature(self) -> str:
         """The layouts and subtrees of the exports, as text."""
         names = [layout if isinstance(layout, str) else layout.name for layout in self.layouts]
-        subtrees = [path_keys(export.subtree) for export in self.exports]
+        subtrees = [path_keys(export.subtree or ()) for export in self.exports]
         return f"exports={list(zip(names, subtrees, strict=True))!r}" if names else ""
 
     def prepare(self, draft: SaveDraft) -> Save:
@@ -192,7 +195,7 @@ class StepExport:
 
     directory: LocationLike
     layout: str | Layout = "safetensors"
-    subtree: SubtreePath = ()
+    subtree: SubtreePath | None = None
     every: int = 1
 
     def __post_init__(self) -> None:
@@ -340,11 +343,11 @@ def _plan_exports(
 def _plan_export(
     export: Export, names: Sequence[str], descriptions: Sequence[PartDescription], context: Context, size: int
 ) -> _PlannedExport:
-    keys = path_keys(export.subtree)
+    keys = path_keys(export.subtree or ())
     part = 0
     if names != [""]:
         if not keys or keys[0] not in names:
-            raise unknown_checkpointable(export.subtree, names)
+            raise unknown_checkpointable(export.subtree or (), names)
         part, keys = names.index(str(keys[0])), keys[1:]
     description = descriptions[part]
     if not isinstance(description, TreeDescription) or (description.own and size > 1):
@@ -355,6 +358,13 @@ def _plan_export(
         )
     subtree = find_subtree(description.tree, keys)
     layout = runtime_of(context).registry.layout(export.layout)
+    if export.subtree is None and layout.name == "safetensors" and (found := find_optimizers(subtree.tree)):
+        parts = f", such as subtree={found.others[0]!r}" if found.others else ""
+        raise TreeMismatchError(
+            f"the state has {found}, and safetensors are files of weights for other software. Pass the part to export"
+            f"{parts}, or subtree=() for everything",
+            [f"{name} is the state of an optimizer" for name in found.optimizers],
+        )
     layout.check(subtree.tree, size + len(description.holders.by_worker))
     expect_directory_name(export.location)
     location = resolve_location(export.location, runtime_of(context).storages, to_write=True)

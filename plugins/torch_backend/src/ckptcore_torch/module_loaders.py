@@ -10,7 +10,7 @@ import torch
 
 from ckptcore_torch.names import plain_module_names
 
-__all__ = ["Loaders"]
+__all__ = ["NO_LOADERS", "Loaders"]
 
 _WITHOUT_CHANGES: Final = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.")
 """Modules of PyTorch whose hooks and loaders neither rename entries nor change their form: wrappers."""
@@ -76,6 +76,10 @@ class Loaders:
                 return False
             owner = owner.rpartition(".")[0]
         return False
+
+
+NO_LOADERS: Final = Loaders(frozenset(), frozenset(), frozenset(), are_foreign=False)
+"""The loaders of a module that PyTorch loads."""
 
 
 def _loaders(part: torch.nn.Module, *, is_whole: bool) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.copies import ModuleCopy
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.module_loaders import Loaders
+from ckptcore_torch.module_loaders import NO_LOADERS, Loaders
 from ckptcore_torch.names import has_wrappers, plain_module_names, plain_names, wrapper_parts
 from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import identity_of, is_sharded, is_uninitialized, overlaps_itself, same_memory
@@ -64,13 +64,16 @@ class ModuleHandler(CheckpointableHandler):
         if stored.keys() != state.keys():
             state = _with_plain_names(value, state)
             loaders = loaders.with_plain_names(value)
-        _refuse_other_wrappers(value, state, stored)
+        _refuse_other_wrappers(value, state, stored, loaders)
         _refuse_overlaps(value, state, stored)
+        if not loaders.parts and stored.keys().isdisjoint(state.keys()):
+            loaders = NO_LOADERS  # they decide about entries of these names only, so the core reports all differences
         return _to_load(state, stored, loaders)
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
-        """Return the state dict with the names for ``like.load_state_dict``."""
-        return _with_module_names(like, like.state_dict(), state) if has_wrappers(like) else state
+        """Return the state dict with the names for ``like.load_state_dict``, also of tied entries."""
+        own = like.state_dict()
+        return _with_all_names(own, _with_module_names(like, own, state))
 
     def restore(self, target: torch.nn.Module, state: Any) -> None:
         """Load the state into the module.
@@ -230,12 +233,19 @@ def _rename(state: Any, names: Mapping[str, str], parts: Mapping[str, str]) -> A
     return renamed
 
 
-def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any]) -> None:
-    """Raise an error if the stored names differ from those of a module only by wrappers."""
+def _refuse_other_wrappers(
+    module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any], loaders: Loaders
+) -> None:
+    """Raise an error if the stored names differ from those of a module only by wrappers inside the names.
+
+    The core reports a difference that is a prefix, with the transform that removes or adds it.
+    """
     if stored.keys() == state.keys() or not all(isinstance(name, str) for name in stored):
         return
     stored_names, own_names = ({wrapper_parts(name)[1]: name for name in names} for names in (stored, state))
     if stored_names.keys() != own_names.keys():
+        return
+    if not loaders.parts and len({_prefixes(stored_names[plain], own_names[plain]) for plain in own_names}) == 1:
         return
     plain = next(name for name in stored_names if stored_names[name] != own_names[name])
     found, expected = stored_names[plain], own_names[plain]
@@ -253,6 +263,15 @@ def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], st
         "load_into(location, {stored name: tensor of module.state_dict()})",
         [difference],
     )
+
+
+def _prefixes(one: str, other: str) -> tuple[str, ...]:
+    """Return the parts of two names before the parts that are equal at the end."""
+    parts, others = one.split("."), other.split(".")
+    while parts and others and parts[-1] == others[-1]:
+        parts.pop()
+        others.pop()
+    return ".".join(parts), ".".join(others)
 
 
 def _is_meta(held: object) -> bool:

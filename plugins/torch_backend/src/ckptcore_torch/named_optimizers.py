@@ -15,6 +15,7 @@ from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedLe
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.copies import OptimizerCopy
+from ckptcore_torch.optimizer_classes import refuse_other_class
 from ckptcore_torch.optimizer_forms import (
     OptionsByName,
     form_of,
@@ -106,7 +107,7 @@ class NamedOptimizerHandler(CheckpointableHandler):
         Raises:
             TreeMismatchError: lists parameters that only the checkpoint or only the optimizers
                 have, and parameters that are in one group but were saved with different options.
-                Also if parameters are on the meta device.
+                Also if it is the state of another class of optimizer, and if parameters are on the meta device.
         """
         for optimizer in value.optimizers:
             refuse_meta(optimizer)
@@ -123,8 +124,11 @@ class NamedOptimizerHandler(CheckpointableHandler):
             return self._extend_request(self._state_to_save(members), stored, known)
         _expect_same_parameters(members, nested)
         group_of = _group_numbers(nested["param_groups"])
-        for member in members:  # called here to raise errors before the read
-            _source_groups(member, nested["param_groups"], group_of)
+        for optimizer, member in zip(value.optimizers, members, strict=True):  # to raise errors before the read
+            sources = _source_groups(member, nested["param_groups"], group_of)
+            groups = [nested["param_groups"][number] for numbers in sources for number in numbers]
+            slots = [slots for name, slots in (nested.get("state") or {}).items() if name in member.aliases]
+            refuse_other_class(optimizer, member.slots.values(), groups, slots)
         request = {
             "state": _slots_to_load(members, nested),
             "param_groups": _groups_to_load(members, nested["param_groups"]),

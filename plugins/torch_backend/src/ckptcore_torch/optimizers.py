@@ -17,6 +17,7 @@ from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.composed_slots import with_composed_slots
 from ckptcore_torch.copies import OptimizerCopy
 from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.optimizer_classes import refuse_other_class
 from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, with_objects, wrapped_objects
 from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
 from ckptcore_torch.tensors import same_memory
@@ -60,7 +61,8 @@ class OptimizerHandler(CheckpointableHandler):
 
         Raises:
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers
-                them, or the reverse; if ``param_names`` differ; if parameters are on the meta device.
+                them, or the reverse; if ``param_names`` differ; if parameters are on the meta device; if it is the
+                state of another class of optimizer, see `refuse_other_class`.
         """
         refuse_meta(value)
         state = wrapped_objects(value, value.state_dict())
@@ -85,6 +87,8 @@ class OptimizerHandler(CheckpointableHandler):
                 for group, stored_group in zip(groups, stored_groups, strict=True)
             ]
         stored_state = stored.get("state")
+        stored_states = stored_state.values() if isinstance(stored_state, Mapping) else ()
+        refuse_other_class(value, state["state"].values(), stored_groups, stored_states)
         if isinstance(stored_state, Mapping):
             by_number = {_number_of(key, parameters): slots for key, slots in stored_state.items()}
             state["state"] = {

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointNotFoundError, StorageError, TransformError, UncommittedCheckpointError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    StorageError,
+    TransformError,
+    TreeMismatchError,
+    UncommittedCheckpointError,
+)
 from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import JSON, ArrayRecord
 from ckptcore.step_names import StepNames
@@ -25,6 +32,7 @@ from ckptcore_tools.cli.command import (
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
 from ckptcore_tools.formatting import format_count, format_size
 from ckptcore_tools.locations import names_in
+from ckptcore_tools.optimizer_parts import find_optimizers
 
 if TYPE_CHECKING:
     from ckptcore.commit.locks import IfInUse
@@ -339,7 +347,9 @@ def _parse_metadata(context: click.Context, parameter: click.Parameter, entries:
 @click.argument("source")
 @click.argument("destination")
 @click.option(
-    "--subtree", default="", help="The part to write, such as model or state/model. Names are relative to it."
+    "--subtree",
+    help="The part to write, such as model or state/model. Names are relative to it. Empty: everything. Required if "
+    "there is an optimizer.",
 )
 @click.option(
     "--max-file-size",
@@ -372,7 +382,7 @@ def consolidate_command(
     as_json: bool,
     source: str,
     destination: str,
-    subtree: str,
+    subtree: str | None,
     max_file_size: int,
     stem: str,
     metadata: dict[str, str],
@@ -394,6 +404,8 @@ def consolidate_command(
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
     context = command_context()
+    if subtree is None:
+        subtree = _everything(source, destination, context)
     with byte_progress("consolidating") as progress:
         ckptcore.copy(
             source,
@@ -427,3 +439,26 @@ def consolidate_command(
         files_text = format_count(len(written), "safetensors file")
         print_line(("written", "bold green"), f": {content} to {printable(destination)} in {files_text}")
     return ExitCode.OK
+
+
+def _everything(source: str, destination: str, context: Context) -> str:
+    """Return the empty subtree.
+
+    Raises:
+        TreeMismatchError: there is an optimizer, whose state Hugging Face tools would take for weights.
+    """
+    found = describe_checkpoint(source, context)
+    parts = None if found.is_composite else find_optimizers(found.tree)
+    if parts is None:
+        return ""
+    command = shlex.join(["ckptcore", "consolidate", source, destination, "--subtree"])
+    lines = [f"{command} {shlex.quote(name)}" for name in parts.others]
+    if not lines:
+        pattern = f"{parts.optimizers[0]}**"
+        lines = [f"in Python, ckptcore.copy(..., layout='safetensors', transforms=[Drop({pattern!r})])"]
+    raise TreeMismatchError(
+        f"{source} has {parts}, which Hugging Face tools would take for weights. Write the weights alone:\n"
+        + "".join([f"  {line}\n" for line in lines])
+        + f"or everything:\n  {command} ''",
+        [f"{name} is the state of an optimizer" for name in parts.optimizers],
+    )

@@ -20,7 +20,7 @@ from ckptcore.commit.root import Member, SaveOrder, check_name, new_save_id
 from ckptcore.commit.target import Overwrite, next_order, read_root, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
-from ckptcore.events import Recording
+from ckptcore.events import Recording, logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
 from ckptcore.loading.foreign import foreign_checkpoints, format_names
@@ -42,8 +42,11 @@ from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
+from ckptcore_tools.optimizer_parts import find_optimizers
 
 __all__ = ["SourceReplacedError", "convert_checkpoint"]
+
+logger = logger_named("ckptcore.copying")
 
 _SLICE_BYTES: Final = 1 << 24
 
@@ -143,6 +146,7 @@ class _Conversion:
         opened = found
         if self._transforms:
             opened = self._transformed(opened)
+        self._warn_of_optimizers(opened)
         refuse_further(opened, self._destination)
         root = opened.root
         save_id = new_save_id() if self._copy_id is None or root is None else self._copy_id(root.save_id)
@@ -151,6 +155,17 @@ class _Conversion:
         part = self._part("", "", opened, save_id, own=False)
         self._check_left_out(source, found)
         self._write(save_id, [part], None, opened)
+
+    def _warn_of_optimizers(self, opened: Checkpoint) -> None:
+        """Log that files of weights for other software will have the state of an optimizer."""
+        if self._copy_id is None and self._layout.name == "safetensors" and (parts := find_optimizers(opened.tree)):
+            name = f"subtree={parts.others[0]!r}" if parts.others else f"transforms=[Drop('{parts.optimizers[0]}**')]"
+            logger.warning(
+                "%s has %s, and so has the copy. For files of weights for other software, copy with %s",
+                opened.location.display,
+                parts,
+                name,
+            )
 
     def _transformed(self, opened: Checkpoint) -> Checkpoint:
         """Apply the transforms.

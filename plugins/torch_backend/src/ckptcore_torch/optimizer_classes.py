@@ -1,0 +1,217 @@
+"""Classes of optimizers: a stored state is compared with an optimizer by its options and the states of parameters.
+
+A state does not have the name of its class. PyTorch loads the state of any class: the moments and the learning rate of
+an AdamW would be those of an SGD, and a missing state of a parameter fails in the next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ckptcore.errors import TreeMismatchError
+
+__all__ = ["refuse_other_class"]
+
+_OF_ANY_CLASS: Final = frozenset(
+    ("adjust_lr_fn", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
+)
+"""Options that versions of PyTorch added to classes that existed before."""
+
+_OF_GROUPS: Final = frozenset((
+    "base_momentum", "initial_lr", "lr", "max_lr", "max_momentum", "min_lr", "name", "param_names", "params", "swa_lr",
+    "weight_decay",
+))  # fmt: skip
+"""Entries of groups that nearly all classes have, or that schedulers and programs add."""
+
+_ANY: Final = _OF_ANY_CLASS | _OF_GROUPS
+
+_ADDED: Final = 4
+"""Limit of options that one version of a class may have more than another one, if few are common."""
+
+_SHOWN: Final = 4
+"""Limit of differences in the text of an error."""
+
+_STATES: Final[Mapping[str, tuple[str, str]]] = {
+    "ASGD": ("ax eta mu step", ""),
+    "Adadelta": ("acc_delta square_avg step", ""),
+    "Adafactor": ("step", "col_var row_var variance"),
+    "Adagrad": ("step sum", ""),
+    "Adam": ("exp_avg exp_avg_sq step", "max_exp_avg_sq"),
+    "AdamW": ("exp_avg exp_avg_sq step", "max_exp_avg_sq"),
+    "Adamax": ("exp_avg exp_inf step", ""),
+    "Muon": ("momentum_buffer", ""),
+    "NAdam": ("exp_avg exp_avg_sq mu_product step", ""),
+    "RAdam": ("exp_avg exp_avg_sq step", ""),
+    "RMSprop": ("square_avg step", "grad_avg momentum_buffer"),
+    "Rprop": ("prev step step_size", ""),
+    "SGD": ("", "momentum_buffer"),
+    "SparseAdam": ("exp_avg exp_avg_sq step", ""),
+}
+"""The state of a parameter in the optimizers of torch 2.13.0: entries that it always has, and others."""
+
+
+_FLAGS: Final = frozenset(("capturable", "differentiable", "foreach", "fused", "maximize"))
+"""Options of PyTorch's own loops, which classes of other libraries do not have."""
+
+
+def refuse_other_class(
+    optimizer: torch.optim.Optimizer,
+    own_states: Iterable[object],
+    stored_groups: Sequence[object],
+    stored_states: Iterable[object],
+) -> None:
+    """Raise an error if the stored state is that of another class of optimizer.
+
+    Options that only one of two versions of a class has are no difference, nor are entries that programs add to groups
+    or states. An optimizer with hooks for loading may migrate the state of another class.
+
+    Args:
+        optimizer: the optimizer.
+        own_states: its present states of parameters.
+        stored_groups: the stored groups of its parameters.
+        stored_states: the stored states of its parameters.
+
+    Raises:
+        TreeMismatchError: numbers and names the options and states that differ.
+    """
+    if optimizer._optimizer_load_state_dict_pre_hooks:
+        return
+    options = [
+        _Options.of(optimizer, group) for group in stored_groups if isinstance(group, Mapping) and group.keys() - _ANY
+    ]
+    states = _States.of(optimizer, own_states, stored_states)
+    differ = any(one.missing or not _options_of_torch().isdisjoint(one.extra) for one in options)
+    if not (
+        states.are_of_another_class(differ=differ) or (options and all(one.is_of_another_class for one in options))
+    ):
+        return
+    differences = [*_lines(options), *states.lines()]
+    name = type(optimizer).__name__
+    raise TreeMismatchError(
+        f"the stored state is that of another class of optimizer than {name}: {'; '.join(differences[:_SHOWN])}. "
+        f"Load it into an optimizer of the class that was saved, or put PLACEHOLDER in the place of the {name} to "
+        "start with a new state. Nothing was changed",
+        differences,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """A stored group compared with the options of an optimizer.
+
+    Attributes:
+        extra: stored options that it does not have.
+        missing: its options that are not stored.
+        is_of_another_class: True if no version of its class has this group.
+    """
+
+    extra: Sequence[str]
+    missing: Sequence[str]
+    is_of_another_class: bool
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, stored: Mapping[object, object]) -> _Options:
+        """Compare a group with the options of an optimizer, and with what programs added to its groups."""
+        own = set(map(str, optimizer.defaults)).union(*[map(str, group) for group in optimizer.param_groups])
+        found = set(map(str, stored))
+        missing = set(map(str, optimizer.defaults)) - found - _ANY
+        extra = found - own - _ANY
+        common = len(set(map(str, optimizer.defaults)) & found - _ANY)
+        if _class_of_torch(optimizer) is not None:
+            is_other = bool(missing and extra) or not extra.isdisjoint(_options_of_torch())
+        else:
+            has_loops = own.isdisjoint(_FLAGS) and len(found & _FLAGS) > 1
+            is_other = bool((missing or has_loops) and extra) or max(len(missing), len(extra)) > max(common, _ADDED)
+        return cls(sorted(extra), sorted(missing), is_other)
+
+
+def _lines(groups: Sequence[_Options]) -> Iterator[str]:
+    """Yield the differences of groups. Groups with the same differences have one line."""
+    numbers: dict[str, list[int]] = {}
+    for number, one in enumerate(groups):
+        parts = []
+        for names, text in ((one.extra, "stored and not its own"), (one.missing, "its own and not stored")):
+            if names:
+                verb = "option is" if len(names) == 1 else "options are"
+                parts.append(f"{len(names)} {verb} {text} ({', '.join(names)})")
+        if parts:
+            numbers.setdefault(" and ".join(parts), []).append(number)
+    for text, found in numbers.items():
+        yield f"{f'group {found[0]}' if len(found) == 1 else f'{len(found)} groups'}: {text}"
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The stored states of parameters compared with those of an optimizer.
+
+    Attributes:
+        own: entries of its states. None if they are not known, because it has made no step.
+        stored: entries of the stored states.
+        count: the number of stored states.
+        cannot_step: True if a class of PyTorch lacks entries that it needs, or has those of another class.
+    """
+
+    own: frozenset[str] | None
+    stored: frozenset[str]
+    count: int
+    cannot_step: bool
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, own: Iterable[object], stored: Iterable[object]) -> _States:
+        """Compare states. Empty states are ignored."""
+        entries = [entry for state in stored if (entry := _entries(state))]
+        found = frozenset[str]().union(*entries)
+        name = _class_of_torch(optimizer)
+        if name is not None and name in _STATES:
+            always, others = (frozenset(text.split()) for text in _STATES[name])
+            foreign = _entries_of_torch() - always - others
+            cannot_step = any(not always <= entry or entry & foreign for entry in entries)
+            return cls(always | (others & found), found, len(entries), cannot_step)
+        present = frozenset[str]().union(*map(_entries, own))
+        return cls(present or None, found, len(entries), cannot_step=False)
+
+    def are_of_another_class(self, *, differ: bool) -> bool:
+        """Return True if they are those of another class. `differ` is True if options differ too."""
+        if self.cannot_step or self.own is None or not self.stored:
+            return self.cannot_step
+        if self.own <= self.stored or self.stored <= self.own:
+            return differ and self.own != self.stored
+        return differ or self.own & self.stored <= {"step"}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the difference of states, if any."""
+        if self.stored and self.own is not None and self.own != self.stored:
+            stored, own = (", ".join(sorted(one)) or "nothing" for one in (self.stored, self.own))
+            yield f"states of {self.count} parameters: {stored} {'is' if len(self.stored) == 1 else 'are'} stored " + (
+                f"instead of {own}"
+            )
+
+
+def _entries(state: object) -> frozenset[str]:
+    return frozenset(map(str, state)) if isinstance(state, Mapping) else frozenset()
+
+
+def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of a class of PyTorch itself; None for other classes, also those derived from one."""
+    kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("ckptcore_torch."))
+    return kind.__name__ if kind.__module__.startswith("torch.optim.") else None
+
+
+@functools.cache
+def _entries_of_torch() -> frozenset[str]:
+    """Return the entries of states of all classes of PyTorch. Programs count steps in any of them."""
+    return frozenset(name for texts in _STATES.values() for text in texts for name in text.split()) - {"step"}
+
+
+@functools.cache
+def _options_of_torch() -> frozenset[str]:
+    """Return the options of all classes of PyTorch."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    of_kinds = [inspect.signature(kind).parameters for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
+    return frozenset[str]().union(*of_kinds) - {"defaults"}

@@ -1,0 +1,187 @@
+"""The state of another class of optimizer is refused, and no version of the same class is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
+from ckptcore_torch.optimizer_classes import refuse_other_class
+from ckptcore_torch.optimizers import OptimizerHandler
+from torch import nn, optim
+
+import ckptcore
+from ckptcore import PLACEHOLDER, Matching
+from ckptcore.errors import TreeMismatchError
+
+KEEP = Matching(missing="keep", unexpected="ignore")
+ADDED_BY_VERSIONS = (
+    "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"
+)  # fmt: skip
+
+
+def of_library(module: str, name: str, **options: Any) -> Callable[[Any], optim.Optimizer]:
+    """Return a function that creates an optimizer of another library, and puts it into its mode of training."""
+
+    def make(parameters: Any) -> optim.Optimizer:
+        optimizer: Any = getattr(pytest.importorskip(module), name)(parameters, **options)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer  # type: ignore[no-any-return]  # of a library without types
+
+    return make
+
+
+CLASSES: dict[str, Callable[[Any], optim.Optimizer]] = {
+    **{
+        name: getattr(optim, name)
+        for name in (
+            "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam",
+            "RMSprop", "Rprop",
+        )
+    },
+    "SGD": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Lion": of_library("lion_pytorch", "Lion"),
+    "ScheduleFree": of_library("schedulefree", "AdamWScheduleFree"),
+}  # fmt: skip
+LOADS_TOO = {("Adam", "AdamW"), ("AdamW", "Adam"), ("RAdam", "Adam"), ("RAdam", "AdamW")}
+"""Saved and new classes whose states have the same form and meaning."""
+
+
+def run(name: str, seed: int, *, stepped: bool = True) -> tuple[nn.Module, optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = CLASSES[name](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if stepped:
+        optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+    return model, optimizer
+
+
+def frozen(optimizer: optim.Optimizer) -> str:
+    return repr(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("saved", CLASSES)
+def test_only_the_class_that_was_saved_loads(tmp_path: Path, saved: str) -> None:
+    source = run(saved, 0)[1]
+    ckptcore.save(tmp_path / "c", {"opt": source})
+    stored: Any = ckptcore.metadata(tmp_path / "c").abstract
+    for name, stepped in itertools.product(CLASSES, (False, True)):
+        model, optimizer = run(name, 1, stepped=stepped)
+        if name == saved or (saved, name) in LOADS_TOO:
+            ckptcore.load_into(tmp_path / "c", {"opt": optimizer})
+            optimizer.step(lambda model=model: model(torch.ones(1, 3)).sum())  # type: ignore[misc]  # of a default
+            continue
+        with pytest.raises(TreeMismatchError, match="another class of optimizer than") as caught:
+            OptimizerHandler().flatten_to_load(optimizer, stored["opt"])
+        assert "keep" not in str(caught.value), name
+
+
+@pytest.mark.parametrize("matching", [Matching(), KEEP])
+def test_nothing_is_changed_whatever_is_allowed(tmp_path: Path, matching: Matching) -> None:
+    ckptcore.save(tmp_path / "c", {"opt": run("AdamW", 0)[1]})
+    optimizer = run("SGD", 1)[1]
+    before = frozen(optimizer)
+    with pytest.raises(TreeMismatchError, match="another class of optimizer than SGD"):
+        ckptcore.load_into(tmp_path / "c", {"opt": optimizer}, matching=matching)
+    assert frozen(optimizer) == before
+
+
+def test_the_message_numbers_and_names_what_differs_and_can_be_followed(tmp_path: Path) -> None:
+    source = run("AdamW", 0)[1]
+    ckptcore.save(tmp_path / "c", {"opt": source, "step": 5})
+    other, again = run("SGD", 1)[1], run("AdamW", 1)[1]
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load_into(tmp_path / "c", {"opt": other, "step": 0})
+    assert caught.value.differences == (
+        "group 0: 3 options are stored and not its own (amsgrad, betas, eps) and "
+        + "3 options are its own and not stored (dampening, momentum, nesterov)",
+        "states of 2 parameters: exp_avg, exp_avg_sq, step are stored instead of nothing",
+    )
+    before = frozen(other)
+    assert ckptcore.load_into(tmp_path / "c", {"opt": PLACEHOLDER, "step": 0})["step"] == 5
+    assert frozen(other) == before
+    ckptcore.load_into(tmp_path / "c", {"opt": again, "step": 0})
+    assert frozen(again) == frozen(source)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_versions_of_a_class_load(name: str) -> None:
+    """Older and newer versions lack and have options; schedulers and programs add others to groups and states."""
+    source = run(name, 0)[1].state_dict()
+    group, states = source["param_groups"][0], list(source["state"].values())
+    older = {key: option for key, option in group.items() if key not in ADDED_BY_VERSIONS}
+    newer = {**dict.fromkeys(ADDED_BY_VERSIONS, False), **group}
+    program = {**older, "initial_lr": 0.1, "name": "all", "lr_scale": 1.0}
+    for optimizer in (run(name, 1)[1], run(name, 1, stepped=False)[1]):
+        own = optimizer.state_dict()["state"].values()
+        for stored, slots in (
+            (older, states),
+            (newer, states),
+            (program, [{**held, "ema": torch.ones(1)} for held in states]),
+            (program, []),
+        ):
+            refuse_other_class(optimizer, own, [stored], slots)
+
+
+def test_a_state_of_an_older_version_is_loaded(tmp_path: Path) -> None:
+    state = run("AdamW", 0)[1].state_dict()
+    for key in ADDED_BY_VERSIONS:
+        del state["param_groups"][0][key]
+    state["param_groups"][0] |= {"lr": 0.5, "lr_scale": 2.0}
+    ckptcore.save(tmp_path / "c", {"opt": state})
+    optimizer = run("AdamW", 1, stepped=False)[1]
+    ckptcore.load_into(tmp_path / "c", {"opt": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["foreach"] is None
+
+
+def test_options_of_a_class_that_change_its_states(tmp_path: Path) -> None:
+    for number, (one, other) in enumerate(((True, False), (False, True))):
+        model = nn.Linear(2, 2)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer = optim.Adam(model.parameters(), amsgrad=one)
+        optimizer.step()
+        ckptcore.save(tmp_path / str(number), {"opt": optimizer})
+        ckptcore.load_into(tmp_path / str(number), {"opt": optim.Adam(nn.Linear(2, 2).parameters(), amsgrad=other)})
+
+
+@pytest.mark.parametrize("kind", [NamedOptimizer, NamedOptimizerPart])
+def test_optimizers_by_name(tmp_path: Path, kind: type[NamedOptimizer]) -> None:
+    """Each of several optimizers is compared with the groups and states of its own parameters."""
+
+    def named(first: str, second: str) -> tuple[NamedOptimizer, list[optim.Optimizer]]:
+        model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+        optimizers = [CLASSES[name](model[part].parameters()) for name, part in ((first, "a"), (second, "b"))]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+        return kind(model, *optimizers), optimizers
+
+    ckptcore.save(tmp_path / "c", {"opt": named("AdamW", "SGD")[0]})
+    ckptcore.load_into(tmp_path / "c", {"opt": named("AdamW", "SGD")[0]})
+    for classes, refused in ((("SGD", "SGD"), "SGD"), (("AdamW", "AdamW"), "AdamW")):
+        target, optimizers = named(*classes)
+        before = list(map(frozen, optimizers))
+        with pytest.raises(TreeMismatchError, match=f"another class of optimizer than {refused}: "):
+            ckptcore.load_into(tmp_path / "c", {"opt": target}, matching=KEEP)
+        assert list(map(frozen, optimizers)) == before
+
+
+def test_a_hook_may_migrate_a_state(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"opt": run("AdamW", 0)[1]})
+    optimizer = run("SGD", 1)[1]
+
+    def migrate(_: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        momenta = {key: {"momentum_buffer": slots["exp_avg"]} for key, slots in state["state"].items()}
+        return {"state": momenta, "param_groups": [{"lr": 0.5, "momentum": 0.9, "params": [0, 1]}]}
+
+    optimizer.register_load_state_dict_pre_hook(migrate)
+    ckptcore.load_into(tmp_path / "c", {"opt": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.5
