@@ -10,7 +10,8 @@ import inspect
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -234,9 +235,15 @@ def _result_and_error(source: str, names: dict[str, Any]) -> tuple[object, str]:
         return done.stdout, f"{done.exit_code}: {done.stderr}" if done.exit_code else ""
     try:
         result = eval(compile(source, "guess", "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result, ""
+        return _run(result) if inspect.iscoroutine(result) else result, ""
     except Exception as error:  # noqa: BLE001 - its text is compared
         return None, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine on a thread of its own: a browser of other tests may have an event loop in this one."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(asyncio.run, coroutine).result()
 
 
 def test_the_way_to_load_a_part_of_a_tree_works(names: dict[str, Any]) -> None:
@@ -255,4 +262,4 @@ def test_a_load_can_be_awaited(names: dict[str, Any]) -> None:
     async def load() -> Any:
         return await ckptcore.load_async("weights")
 
-    assert asyncio.run(load())["w"].shape == (3, 4)
+    assert _run(load())["w"].shape == (3, 4)
