@@ -45,10 +45,8 @@ $(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	$(PIP) --editable . $(PLUGINS:%=--editable %) --group dev
 	touch $@
 
-demo: $(STAMP)  ## one real checkpoint in NumPy, JAX, PyTorch and Orbax; a run that PyTorch begins and JAX ends
-	$(BIN)/python -m examples.minilm
-	$(BIN)/python -m examples.with_orbax
-	$(BIN)/python -m examples.handover
+demo: $(STAMP)  ## a run is killed in PyTorch and resumes in JAX; one checkpoint in NumPy, PyTorch, JAX and Orbax
+	@$(BIN)/python -m examples.demo
 
 test: $(STAMP)  ## run the other tests: in process, quick
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not system" $(PYTEST_ARGS)

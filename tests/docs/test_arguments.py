@@ -16,7 +16,7 @@ import ckptcore
 from ckptcore.training.reader import StepReader
 from tests.architecture.sources import ROOT
 
-CALLS: Final = [
+CALLS: Final[list[Any]] = [
     ckptcore.copy,
     ckptcore.load,
     ckptcore.load_into,
@@ -74,7 +74,7 @@ def check(code: str) -> None:
             resolved(ast.unparse(node))
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            calls = CALLS if name == "call" else [resolved(name)] if name.startswith("ckptcore.") else []
+            calls: list[Any] = CALLS if name == "call" else [resolved(name)] if name.startswith("ckptcore.") else []
             for keyword in node.keywords:
                 assert any(keyword.arg in inspect.signature(call).parameters for call in calls), code
             plain = name.startswith("ckptcore.") and name.removeprefix("ckptcore.") not in ("load", "load_into")
