@@ -39,16 +39,18 @@ setup: $(STAMP)  ## create .venv with the pinned dependencies and editable insta
 # pip comes first because an older one does not know dependency groups, and PyTorch by a command of its own so that
 # a build of it can be chosen (see docs/how-to/install.md) without touching the rest.
 $(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) pip
-	$(PIP) torch
-	$(PIP) --editable . $(PLUGINS:%=--editable %) --group dev
-	touch $@
+	@echo "make setup: installs everything into $(VENV), about 3 GB; some minutes, once"
+	@echo "1 of 3: create $(VENV), and install pip"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) pip
+	@echo "2 of 3: install PyTorch, the largest download"
+	@$(PIP) torch
+	@echo "3 of 3: install ckptcore, its plugins and what the tests need, with the versions of constraints.txt"
+	@$(PIP) --editable . $(PLUGINS:%=--editable %) --group dev
+	@touch $@
 
-demo: $(STAMP)  ## one real checkpoint in NumPy, JAX, PyTorch and Orbax; a run that PyTorch begins and JAX ends
-	$(BIN)/python -m examples.minilm
-	$(BIN)/python -m examples.with_orbax
-	$(BIN)/python -m examples.handover
+demo: $(STAMP)  ## a run is killed in PyTorch and resumes in JAX; one checkpoint in NumPy, PyTorch, JAX and Orbax
+	@$(BIN)/python -m examples.demo
 
 test: $(STAMP)  ## run the other tests: in process, quick
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not system" $(PYTEST_ARGS)

@@ -155,7 +155,7 @@ ARGUMENTS: Final[Mapping[str, str]] = {
     "item_names": "save_checkpointables and load_checkpointables",
     "keep_period": "preservation_policy=ckptcore.policies.EveryNSteps(n) of Checkpointer",
     "keep_time_interval": "preservation_policy=ckptcore.policies.EveryNSeconds(n) of Checkpointer",
-    "mmap": _OPEN,
+    **dict.fromkeys(("mmap", "slice", "slices"), _OPEN),
     "options": "save_policy and preservation_policy of Checkpointer",
     "save_decision_policy": "save_policy",
     "should_save_fn": "save_policy=ckptcore.policies.CustomSave(...) of Checkpointer",
@@ -271,9 +271,14 @@ def _explain(error: TypeError, function: Callable[..., object], arguments: Mappi
     known = inspect.signature(function).parameters
     for name in arguments:
         if name not in known:
+            near = did_you_mean(name, known)
             ours = ARGUMENTS_OF.get(function.__qualname__, {}).get(name) or ARGUMENTS.get(name)
-            error.args = (f"{error}" + (f"; use {ours}" if ours else did_you_mean(name, known)),)
+            if not ours and not near and "state" in known:
+                ours = _STATE  # the call was like numpy.savez(path, name=array)
+            error.args = (f"{error}" + (f"; use {ours}" if ours else near),)
             return
+    if "multiple values" in str(error):  # the state came first
+        error.args = (f"{error}; the arguments are {', '.join([name for name in known if name != 'self'])}",)
 
 
 class ExplainsAttributes:

@@ -22,12 +22,24 @@ project = "ckptcore"
 copyright = "The ckptcore authors"
 release = version = distribution_version("ckptcore")
 
-extensions = ["myst_parser", "notebooks", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "api_pages",
+    "myst_parser",
+    "notebooks",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_inline_tabs",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ckptcore {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_js_files = [("folding.js", {"defer": "defer"})]
+copybutton_selector = "div.highlight-python pre, div.highlight-console pre, div.highlight-toml pre"
+copybutton_prompt_text = "$ "
 html_search_scorer = str(Path(__file__).parent / "_static" / "search_ranking.js")
 default_role = "py:obj"
 suppress_warnings = ["ref.python"]  # several classes have an attribute `rank`, and docstrings refer to it by name

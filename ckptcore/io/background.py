@@ -9,7 +9,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
@@ -177,6 +177,10 @@ class SaveHandle(ExplainsAttributes):
         if error is not None:
             raise error
 
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait for `result` in a coroutine of asyncio: ``await ckptcore.save_async(path, state)``."""
+        return _awaited(self.result)
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save. Return its error, or None if it is committed.
 
@@ -234,6 +238,10 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
         """
         return self._future.result(timeout)
 
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait for `result` in a coroutine of asyncio: ``await ckptcore.load_async(path)``."""
+        return _awaited(self.result)
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the load. Return its error, or None."""
         return self._future.exception(timeout)
@@ -249,6 +257,13 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
 
     def _set_progress(self, done: int, total: int) -> None:
         self._progress = Progress(done, total)
+
+
+def _awaited(result: Callable[[], T]) -> Generator[Any, None, T]:
+    import asyncio  # most programs have no event loop
+
+    # A thread waits, because cancelling the coroutine must not cancel the save or load.
+    return asyncio.to_thread(result).__await__()
 
 
 class BackgroundSaves:

@@ -52,6 +52,7 @@ __all__ = [
 _FILES_TRIED: Final = 20
 """Limit of files that are inspected for the message about a directory that is not a checkpoint."""
 
+_CHECK_PATH: Final = "check the path, or list its parent directory"
 _STEPS_SHOWN: Final = 10
 _NAMES_SHOWN: Final = 20
 
@@ -136,9 +137,34 @@ def _has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
 
 
 def _nothing_at(location: Location) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"{location.display} does not exist or is empty: check the path, or list its parent directory"
-    )
+    way_on = _CHECK_PATH
+    with contextlib.suppress(CheckpointError):  # the parent directory cannot be read, or does not exist either
+        way_on = _way_from_parent(location)
+    return CheckpointNotFoundError(f"{location.display} does not exist or is empty: {way_on}")
+
+
+def _way_from_parent(location: Location) -> str:
+    """Return what to do if there is nothing at a location. The parent directory may be a checkpoint or have steps."""
+    from ckptcore.step_names import StepNames  # only errors need it
+
+    within, names = location.display.rpartition("/")[0] or ".", location.parent.list_names()
+    directories = [name[:-1] for name in names if name[-1] == "/" and name[0] != "."]
+    if ROOT_KEY in names and has_members(location.parent, names):
+        return f"{within} is a checkpoint of several checkpointables: {format_names(directories)}"
+    if ROOT_KEY in names:
+        part = f"select=ckptcore.select.names({location.name!r})"
+        return (
+            f"{within} is a checkpoint of one tree, which has no directories. Load a part of it with "
+            f"ckptcore.load({within!r}, {part}), or in place with "
+            f"ckptcore.load_into({within!r}, {{{location.name!r}: target}}, {part})"
+        )
+    if StepNames().find([location.name]) and (steps := StepNames().find(directories)):
+        return f"{_CHECK_PATH}: its steps are {_format_steps(list(steps.values()))}"
+    return _CHECK_PATH
+
+
+def _format_steps(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
 
 
 def format_names(names: Collection[str]) -> str:
@@ -309,10 +335,10 @@ def _steps_message(location: Location, steps: Mapping[int, str], context: Contex
         pass  # of a step: a load of it says more
     except CheckpointNotFoundError as error:
         return f"{location.display} is not a checkpoint, and neither is its newest step: {error}"
-    shown = ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
     return (
-        f"{location.display} is not a checkpoint. Its names look like a directory of steps ({shown}): load a step by "
-        f"its own location, such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
+        f"{location.display} is not a checkpoint. Its names look like a directory of steps ({_format_steps(names)}): "
+        f"load a step by its own location, such as {within}/{names[-1]}, or the newest with "
+        f"CheckpointReader({within!r}).load()"
     )
 
 

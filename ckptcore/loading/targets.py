@@ -65,7 +65,12 @@ def load_value(
     if abstract is not None:
         _refuse_framework(request)
     target = _StoredValue() if abstract is None else _NewValue(abstract)
-    return Load(source, target, context, recording, request).run()
+    try:
+        return Load(source, target, context, recording, request).run()
+    except TreeMismatchError as error:
+        if isinstance(abstract, str):
+            error.add_note(f"The second argument is an abstract tree. A framework is named by framework={abstract!r}")
+        raise
 
 
 def load_nothing(source: Source, context: Context, recording: Recording) -> None:

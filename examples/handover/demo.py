@@ -17,7 +17,7 @@ from examples.handover.digits import SAVE_EVERY, STEPS
 from examples.handover.killing import hidden_directories, train_and_kill
 from examples.minilm.report import Report
 
-__all__ = ["main"]
+__all__ = ["main", "run_steps", "write_page"]
 
 _KILL_AFTER = STEPS // 2 - 1
 _PAGE = Path("report.html")
@@ -31,12 +31,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
         directory = Path(scratch) / "run"
         run_steps(report, directory)
-        report.step("Look at the run")
-        page = _PAGE.absolute()
-        with contextlib.chdir(scratch):  # the page names the run as it is named here
-            write_report(page, "run", policy=f"every_n_steps={STEPS // 3},latest_n=3")
-        report.claim(f"{_PAGE} shows the run in a browser: steps, losses, trees, norms of weights", _PAGE.exists())
+        write_page(report, directory)
     return report.finish()
+
+
+def write_page(report: Report, directory: Path) -> Path:
+    """Write the report of the run into the working directory. Return its path."""
+    report.step("Look at the run")
+    page = _PAGE.absolute()
+    with contextlib.chdir(directory.parent):  # the page names the run as it is named here
+        write_report(page, directory.name, policy=f"every_n_steps={STEPS // 3},latest_n=3")
+    report.claim(f"{_PAGE} shows the run in a browser: steps, losses, trees, norms of weights", page.exists())
+    return page
 
 
 def run_steps(report: Report, directory: Path) -> None:

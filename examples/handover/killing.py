@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def train_and_kill(directory: Path, after: int) -> Killed:
         try:
             while trainer.poll() is None:
                 if not any(_step(name) > after for name in hidden_directories(directory)):
+                    time.sleep(0.0005)  # leaves the processor to the trainer
                     continue
                 trainer.send_signal(signal.SIGSTOP)
                 _, status = os.waitpid(trainer.pid, os.WUNTRACED)  # after this call it is stopped, or has ended

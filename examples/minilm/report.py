@@ -20,12 +20,18 @@ class Report:
 
     Attributes:
         failed: the false claims.
+        brief: explanations and tables are not printed.
     """
 
     failed: list[str] = field(default_factory=list)
+    brief: bool = False
     _steps: int = 0
     _claims: int = 0
     _began: float = field(default_factory=time.monotonic)
+
+    def chapter(self, title: str) -> None:
+        """Begin a part of the demo."""
+        _print(f"\n{title}\n{'=' * len(title)}", "bold")
 
     def step(self, title: str) -> None:
         """Begin a step of the demo."""
@@ -34,6 +40,8 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print an explanation."""
+        if self.brief:
+            return
         for line in text.splitlines():
             _print(f"   {line}")
 
@@ -48,6 +56,8 @@ class Report:
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print two columns."""
+        if self.brief:
+            return
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             _print(f"   {name.ljust(width)}  {value}")

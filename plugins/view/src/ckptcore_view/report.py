@@ -71,7 +71,7 @@ def write_report(
         CheckpointNotFoundError: there is neither a checkpoint nor a run, or no array matches a pattern.
         CheckpointError: the checkpoint cannot be read.
         ValueError: a pattern or the policy is not valid, there is a policy but no run, the directory of the file does
-            not exist, or the file would be in the checkpoint.
+            not exist, the file would be in the checkpoint, or its name is that of another format.
     """
     if isinstance(arrays, str):
         raise TypeError(f"arrays={arrays!r}: expected a sequence of patterns, such as [{arrays!r}]")
@@ -95,6 +95,9 @@ def _target_error(path: str | os.PathLike[str], viewed: Viewed) -> str:
     is_inside = viewed.kind != "run" and f"{os.path.realpath(path)}/".startswith(f"{location}/")
     if is_inside or os.path.lexists(os.path.join(directory, ROOT_KEY)):
         return f"the report {os.fspath(path)} would be in a checkpoint: write it elsewhere"
+    name, suffix = os.path.splitext(path)
+    if suffix.lower() in (".pdf", ".png", ".svg", ".json", ".md", ".txt"):
+        return f"{os.fspath(path)}: a report is one HTML file: name it {name}.html. A browser prints it as PDF"
     return ""
 
 
