@@ -1,7 +1,7 @@
 /** The differences between two trees: structure, and on demand the elements of each array. */
 
 import { isInReport, isReport, loadDocument, loadOnce } from "view/documents";
-import { errorMessage, formatNumber, formatSize, formatWhole, h, plural, table } from "view/dom";
+import { errorMessage, formatNumber, formatSize, formatWhole, h, plural, sizeCell, table } from "view/dom";
 
 const OTHER = "//other";
 
@@ -10,7 +10,8 @@ export async function showDifferences(_, page, body, signal) {
   const choices = await choicesOf(page);
   const other = choices.some((choice) => choice.place === page.other) ? page.other : choices.at(-1)?.place;
   if (other === undefined) {
-    body.replaceChildren(h("p", { class: "muted" }, "There is nothing to compare with."));
+    const left = isReport() && page.run !== null && "This report compares its newest step with the one before only.";
+    body.replaceChildren(h("p", { class: "muted" }, left || "There is nothing to compare with."));
     return;
   }
   const select = h(
@@ -30,18 +31,18 @@ export async function showDifferences(_, page, body, signal) {
 
 /** Return the places to compare with: the other checkpoint, or the other steps of the run, oldest first. */
 async function choicesOf(page) {
-  const inside = page.at.includes("/") ? page.at.slice(page.at.indexOf("/")) : "";
+  const inside = page.inRun.includes("/") ? page.inRun.slice(page.inRun.indexOf("/")) : "";
   if (page.view.other) {
-    const part = page.view.kind === "run" ? inside : page.at ? `/${page.at}` : "";
+    const part = page.run !== null ? inside : page.at ? `/${page.at}` : "";
     if (part && !page.view.other_has_parts) return []; // it has one tree, and this is one of several
     return [{ place: `${OTHER}${part}`, title: page.view.other }];
   }
-  const run = await loadDocument("run", {});
-  const own = page.at.split("/")[0];
+  const run = await loadDocument("run", page.runParameters);
+  const own = page.inRun.split("/")[0];
   const step = run.steps.find((one) => one.name === own)?.step ?? 0;
   const others = run.steps.filter((one) => one.name !== own && (one.state === "committed" || one.state === "foreign"));
   others.sort((a, b) => Math.abs(b.step - step) - Math.abs(a.step - step) || b.step - a.step);
-  const places = others.map((one) => ({ place: `${one.name}${inside}`, title: `step ${one.step}` }));
+  const places = others.map((one) => ({ place: `${page.within(one.name)}${inside}`, title: `step ${one.step}` }));
   if (!isReport()) return places;
   const known = await Promise.all(places.map(({ place }) => isInReport("differences", { at: page.at, other: place })));
   return places.filter((_, number) => known[number]);
@@ -84,7 +85,7 @@ async function elements(found, at, other, signal) {
     const button = h("button", { type: "button", click: () => compare(pair, true) }, "Compare");
     return [
       h("span", { class: "name" }, pair.path),
-      formatSize(pair.nbytes),
+      sizeCell(pair.nbytes),
       largest,
       norm,
       !isReport() || inReport.has(pair.leaf) ? button : "",

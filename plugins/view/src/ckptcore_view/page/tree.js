@@ -6,6 +6,9 @@ const ROW = 28;
 const SPARE = 10;
 const FIRST_ROWS = 60;
 
+const spelledPaths = new WeakMap();
+const joined = new WeakMap();
+
 export class Tree {
   /**
    * @param {object} rows the columns of the document "tree".
@@ -16,6 +19,7 @@ export class Tree {
     this.choose = choose;
     this.isOpen = new Uint8Array(rows.names.length);
     this.matches = null;
+    this.sorting = null;
     this.active = 0;
     this.chosen = -1;
     this.openFirst();
@@ -27,13 +31,36 @@ export class Tree {
     new ResizeObserver(() => this.draw()).observe(this.grid);
     const search = h("input", { type: "search", placeholder: "Search names", "aria-label": "Search names" });
     search.addEventListener("input", () => this.search(search.value));
+    this.heads = [
+      this.head("name", null),
+      this.head("type", "type"),
+      this.head("parameters", "parameters"),
+      this.head("size", "nbytes"),
+    ];
     this.element = h(
       "div",
-      {},
+      { class: "outline" },
       h("div", { class: "bar" }, h("span", { class: "bar grow" }, search), this.count),
+      h("div", { class: "row heads" }, this.heads),
       this.grid,
     );
     this.list();
+  }
+
+  /** Create the heading of a column, which sorts the rows inside each container. Names stay in the order of the tree. */
+  head(title, column) {
+    const isNumber = column === "parameters" || column === "nbytes";
+    const press = () => {
+      this.sorting = column;
+      for (const one of this.heads) one.firstChild.setAttribute("aria-pressed", String(one.firstChild === button));
+      this.list();
+    };
+    const button = h(
+      "button",
+      { type: "button", class: "sort", "aria-pressed": String(column === null), click: press },
+      title,
+    );
+    return h("span", { class: isNumber ? `number ${title}` : null }, button);
   }
 
   /** Open as many levels as fit into the first rows. */
@@ -56,19 +83,30 @@ export class Tree {
     return found;
   }
 
+  /** Return the rows directly below a row, in the order that was chosen. */
+  sortedChildrenOf(row) {
+    const found = this.childrenOf(row);
+    if (this.sorting === null) return found;
+    const { types, type } = this.rows;
+    if (this.sorting === "type") return found.sort((a, b) => types[type[a]].localeCompare(types[type[b]]));
+    return found.sort((a, b) => this.rows[this.sorting][b] - this.rows[this.sorting][a]);
+  }
+
   /** Make the list of rows that are not folded away. */
   list() {
-    const { stops, names } = this.rows;
+    const { names, depths } = this.rows;
     const visible = [];
-    for (let row = 0; row < names.length; ) {
-      if (this.matches !== null && !this.matches[row]) {
-        row = stops[row];
-        continue;
-      }
+    const waiting = names.length > 0 ? [0] : [];
+    let widest = 0;
+    while (waiting.length > 0) {
+      const row = waiting.pop();
+      if (this.matches !== null && !this.matches[row]) continue;
       visible.push(row);
-      row = this.isOpen[row] ? row + 1 : stops[row];
+      widest = Math.max(widest, names[row].length + depths[row] * 2);
+      if (this.isOpen[row]) for (const child of this.sortedChildrenOf(row).reverse()) waiting.push(child);
     }
     this.visible = visible;
+    this.element?.style.setProperty("--characters", Math.min(widest + 4, 120));
     this.grid.setAttribute("aria-rowcount", visible.length);
     this.inner.style.height = `${visible.length * ROW}px`;
     if (!visible.includes(this.active)) this.active = visible[0] ?? 0;
@@ -108,7 +146,11 @@ export class Tree {
       },
       h(
         "span",
-        { class: "name", role: "gridcell", title: names[row] },
+        {
+          class: "name",
+          role: "gridcell",
+          pointerenter: (event) => event.currentTarget.setAttribute("title", pathsOf(this.rows)[row]),
+        },
         h("span", { class: "twist", "aria-hidden": "true" }, hasChildren ? (this.isOpen[row] ? "▾" : "▸") : ""),
         names[row],
       ),
@@ -140,6 +182,12 @@ export class Tree {
     }
     this.isOpen[row] = this.isOpen[row] ? 0 : 1;
     this.list();
+  }
+
+  /** Choose no row. */
+  unchoose() {
+    this.chosen = -1;
+    this.draw();
   }
 
   /** Choose the leaf with a number, and open the rows above it. */
@@ -200,22 +248,21 @@ export class Tree {
 
   /** Show only leaves whose path has each of the words, and the rows that contain them. */
   search(text) {
-    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    if (words.length === 0) {
+    if (text.trim() === "") {
       this.matches = null;
       this.count.replaceChildren();
       this.list();
       return;
     }
     const { depths, leaves } = this.rows;
-    const paths = this.paths();
-    this.matches = new Uint8Array(paths.length);
+    const isWanted = searchPaths(this.rows, text);
+    this.matches = new Uint8Array(leaves.length);
     const above = [];
     let found = 0;
-    for (let row = 0; row < paths.length; row += 1) {
+    for (let row = 0; row < leaves.length; row += 1) {
       above.length = depths[row];
       above.push(row);
-      if (leaves[row] < 0 || !words.every((word) => paths[row].includes(word))) continue;
+      if (leaves[row] < 0 || !isWanted(row)) continue;
       found += 1;
       for (let depth = above.length - 1; depth >= 0 && !this.matches[above[depth]]; depth -= 1) {
         this.matches[above[depth]] = 1;
@@ -226,18 +273,57 @@ export class Tree {
     this.grid.scrollTop = 0;
     this.list();
   }
+}
 
-  /** Return the path of each row in lower case, its names joined by slashes. */
-  paths() {
-    if (this.lowerPaths) return this.lowerPaths;
-    const { names, depths } = this.rows;
-    const parts = [];
-    this.lowerPaths = names.map((name, row) => {
-      parts.length = Math.max(0, depths[row] - 1);
-      if (depths[row] > 0) parts.push(name.toLowerCase());
-      // Names that were divided at dots are found by their dots, too.
-      return `${parts.join("/")} ${parts.join(".")}`;
-    });
-    return this.lowerPaths;
-  }
+/** Return the path of each row as messages spell it: `model['layers.0.weight'][0].mu`. */
+export function pathsOf(rows) {
+  if (!spelledPaths.has(rows)) spelledPaths.set(rows, spellPaths(rows));
+  return spelledPaths.get(rows);
+}
+
+function spellPaths({ names, depths, stops, leaves, types, type }) {
+  const above = [];
+  return names.map((name, row) => {
+    above.length = depths[row];
+    const parent = above.at(-1);
+    // A group of keys with a common prefix has no type. Its key goes on in the rows below.
+    const isGroup = leaves[row] < 0 && types[type[row]] === "" && stops[row] > row + 1;
+    const key = parent?.key === undefined ? name : `${parent.key}.${name}`;
+    const before = parent?.path ?? "";
+    const path = row === 0 ? "" : isGroup ? before : before + spelled(key, before);
+    above.push({ path, key: isGroup && row > 0 ? key : undefined });
+    return isGroup && row > 0 ? before + spelled(key, before) : path || "<root>";
+  });
+}
+
+function spelled(key, before) {
+  if (/^\.[\p{ID_Start}_]/u.test(key)) return before ? key : key.slice(1);
+  if (/^\[.*\]$/s.test(key)) return key;
+  if (/^[\p{ID_Start}_][\p{ID_Continue}]*$/u.test(key)) return before ? `/${key}` : key;
+  if (key === "''") return "['']";
+  const quote = key.includes("'") && !key.includes('"') ? '"' : "'";
+  const text = key.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll("\t", "\\t").replaceAll("\r", "\\r");
+  return `[${quote}${quote === "'" ? text.replaceAll("'", "\\'") : text}${quote}]`;
+}
+
+/** Return a function that tells whether the path of a row has each word of a text, however its keys are joined. */
+export function searchPaths(rows, text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  if (words.length === 0) return () => true;
+  const paths = joinedPaths(rows);
+  return (row) => words.every((word) => paths[row].includes(word));
+}
+
+/** Return the path of each row in lower case: its names joined by slashes, and by dots, as they are divided there. */
+function joinedPaths(rows) {
+  if (joined.has(rows)) return joined.get(rows);
+  const parts = [];
+  const paths = pathsOf(rows);
+  const found = rows.names.map((name, row) => {
+    parts.length = Math.max(0, rows.depths[row] - 1);
+    if (rows.depths[row] > 0) parts.push(name.toLowerCase());
+    return `${parts.join("/")} ${parts.join(".")} ${paths[row].toLowerCase()}`;
+  });
+  joined.set(rows, found);
+  return found;
 }
