@@ -121,7 +121,7 @@ async function showElements(at, leaf, array, section, signal) {
       if (!signal.aborted && number === newest) shown.replaceChildren(errorMessage(error));
     }
   };
-  section.replaceChildren(h("h3", {}, "Elements"), ...(isReport() ? [] : [form]), shown);
+  section.replaceChildren(...(isReport() ? [] : [form]), shown);
   await show({ at, leaf });
 }
 

@@ -4,6 +4,7 @@ import { formatNumber, formatTime, h, svg, table } from "view/dom";
 
 const SERIES = 8;
 const MARGIN = { left: 56, right: 16, top: 22, bottom: 34 };
+const HEAT_HEIGHT = 400;
 const CHARACTER = 6.3; // pixels of text in a chart, about
 const SECOND = 1000;
 const TIME_STEPS = [1, 5, 15, 30, 60, 300, 900, 1800, 3600, 10800, 21600, 43200, 86400, 604800].map(
@@ -28,7 +29,7 @@ export function series(number) {
  * @param {(value: number) => string} [options.format] of the y axis.
  * @param {boolean} [options.log] a logarithmic y axis.
  * @param {boolean} [options.fromZero] the y axis begins at zero.
- * @param {{x: number, y: number, text: string}[]} [options.marks] points with a text.
+ * @param {{x: number, y: number, text: string, isBelow: boolean}[]} [options.marks] points with a text.
  * @param {{x: number, from?: number, text: string, number: number}[]} [options.events] vertical lines with a text.
  * @param {number} [options.height] in pixels.
  * @param {{headings: string[], rows: any[][]}} [options.data] the data as a table.
@@ -94,7 +95,11 @@ function drawLines(area, lines, options, width, height, range, zoom) {
   }
   const x = scale(range ?? padded(...extent(xs), 0), MARGIN.left, width - MARGIN.right, { time: isTime });
   const [low, high] = extent(ys.length > 0 ? ys : [0, 1]);
-  const yRange = options.log ? [low / 1.1, high * 1.1] : padded(options.fromZero ? Math.min(0, low) : low, high, 0.06);
+  const room = (options.marks ?? []).some((one) => one.isBelow) ? 0.16 : 0.06; // for the text below a mark
+  const bottom = options.fromZero ? Math.min(0, low) : low;
+  const yRange = options.log
+    ? [low / (high / low) ** room / 1.05, high * 1.1]
+    : [padded(bottom, high, room)[0], padded(bottom, high, 0.06)[1]];
   const y = scale(yRange, height - MARGIN.bottom, MARGIN.top, { log: options.log });
   const format = options.format ?? formatNumber;
   drawings += 1;
@@ -146,17 +151,16 @@ function drawLine(line, x, y, isShown) {
   );
 }
 
-/** A ring around a point, and its text beside it, where there is room. */
+/** A ring around a point, and its text above or below, where the lines leave room. */
 function drawMark(mark, x, y, width) {
   const [left, top] = [x.at(mark.x), y.at(mark.y)];
-  const length = mark.text.length * CHARACTER + 14;
-  const fitsRight = left + length < width - 4;
-  const anchor = fitsRight || left - length < MARGIN.left ? "start" : "end";
+  const half = (mark.text.length * CHARACTER) / 2 + 4;
+  const middle = Math.min(Math.max(left, MARGIN.left + half), width - MARGIN.right - half);
   return svg(
     "g",
     { class: "mark" },
     svg("circle", { cx: left, cy: top, r: 6 }),
-    svg("text", { x: left + (anchor === "start" ? 4 : -4), y: top - 11, "text-anchor": anchor }, mark.text),
+    svg("text", { x: middle, y: mark.isBelow ? top + 20 : top - 12, "text-anchor": "middle" }, mark.text),
   );
 }
 
@@ -173,13 +177,7 @@ function drawEvents(events, x, height, width) {
     return svg(
       "g",
       { class: "event" },
-      event.from !== undefined &&
-        svg("rect", {
-          x: x.at(event.from),
-          y: MARGIN.top,
-          width: left - x.at(event.from),
-          height: height - MARGIN.top - MARGIN.bottom,
-        }),
+      event.from !== undefined && drawBand(Math.max(x.at(event.from), MARGIN.left), left, height),
       svg("line", { x1: left, x2: left, y1: MARGIN.top - 6, y2: height - MARGIN.bottom }),
       svg(
         "text",
@@ -190,13 +188,17 @@ function drawEvents(events, x, height, width) {
   });
 }
 
+function drawBand(left, right, height) {
+  return svg("rect", { x: left, y: MARGIN.top, width: right - left, height: height - MARGIN.top - MARGIN.bottom });
+}
+
 function axes(x, y, width, height, { format, isTime, title }) {
   const bottom = height - MARGIN.bottom;
-  const ticks = x.ticks(Math.max(2, Math.floor(width / (isTime ? 110 : 80))));
+  const ticks = x.ticks(Math.max(2, Math.floor(width / (isTime ? 110 : 64))));
   return svg(
     "g",
     { class: "axes" },
-    y.ticks(Math.max(2, Math.floor(y.size / 44))).map((value) => {
+    y.ticks(Math.max(2, Math.floor(y.size / 36))).map((value) => {
       const top = round(y.at(value));
       return [
         svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: top, y2: top }),
@@ -335,10 +337,11 @@ export function elementsChart({ index, shape, rows, complex }) {
     (most, row) => row.reduce((found, number) => Math.max(found, Math.abs(number ?? 0)), most),
     Number.MIN_VALUE,
   );
+  const colours = `blue ${formatNumber(-largest)}, white 0, red ${formatNumber(largest)}`;
   const text = h(
     "p",
     { class: "muted", role: "status" },
-    `blue ${formatNumber(-largest)} · white 0 · red ${formatNumber(largest)}`,
+    `${shape[0]} rows down, ${shape[1]} columns across; ${colours}`,
   );
   const picture = heatMap(numbers, largest, `${title}. ${shape[0]} rows and ${shape[1]} columns.`, (row, column) => {
     text.replaceChildren(`row ${row}, column ${column}: ${formatNumber(rows[row][column])}`);
@@ -360,7 +363,9 @@ function heatMap(numbers, largest, label, look) {
     });
   });
   context.putImageData(image, 0, 0);
-  canvas.style.aspectRatio = `${wide} / ${Math.min(Math.max(tall, wide / 4), wide)}`;
+  const ratio = wide / Math.min(Math.max(tall, wide / 4), wide * 4);
+  canvas.style.aspectRatio = String(ratio);
+  canvas.style.maxWidth = `${HEAT_HEIGHT * ratio}px`;
   canvas.addEventListener("pointermove", (event) => {
     const { left, top, width, height } = canvas.getBoundingClientRect();
     const across = Math.floor(((event.clientX - left) / width) * wide);

@@ -62,7 +62,8 @@ export function table(headings, rows, label) {
     class: [
       /^~?#/.test(heading) && "number",
       heading.startsWith("~") && "minor",
-      column === headings.length - 1 && !/^~?#/.test(heading) && "wrap",
+      !/^~?#/.test(heading) && column === 0 && "first",
+      !/^~?#/.test(heading) && column > 0 && column === headings.length - 1 && "wrap",
     ]
       .filter(Boolean)
       .join(" "),

@@ -4,7 +4,6 @@ import { lineChart, smoothed } from "view/charts";
 import { formatNumber, formatSeconds, formatSize, h } from "view/dom";
 
 const LOSS = /loss/i;
-const FEW = 60; // points that are shown without smoothing at first
 
 /** Return the points of each metric of a run: those that a Trainer logged, or else those of the steps. */
 export function metricsOf(run, along) {
@@ -40,11 +39,6 @@ export function groupsOf(metrics) {
   return [...(losses.length > 0 ? [losses] : []), ...names.filter((name) => !LOSS.test(name)).map((name) => [name])];
 }
 
-/** Return true if smoothing says more than the points themselves. */
-export function hasManyPoints(metrics) {
-  return [...metrics.values()].some((points) => points.length > FEW);
-}
-
 /**
  * Create the charts of the metrics of a run.
  * @param {object} run
@@ -58,7 +52,7 @@ export function metricCharts(run, { along, log, smoothing }) {
     const rows = tableRows(names, metrics);
     return lineChart(names.join(", "), `${names.join(", ")} over ${along === "time" ? "time" : "steps"}.`, lines, {
       ...axisOf(along),
-      log: log && names.some((name) => LOSS.test(name)),
+      log: log && names.some((name) => LOSS.test(name) || /norm/i.test(name)),
       height: number === 0 ? 280 : 200,
       marks: marksOf(run, names, along),
       events: eventsOn(run, along),
@@ -98,11 +92,12 @@ function marksOf(run, names, along) {
   if (best === null || !names.includes(best.metric) || typeof best.value !== "number") return [];
   const step = run.steps.find((one) => one.step === best.step);
   const x = along === "time" ? step && positionOf(step, along) : best.step;
-  return x === null || x === undefined ? [] : [{ x, y: best.value, text: `${bestText(best)} at step ${best.step}` }];
+  return x === null || x === undefined
+    ? []
+    : [{ x, y: best.value, text: `${bestText(best)} at step ${best.step}`, isBelow: best.mode === "min" }];
 }
 
-/** The best step in words: "best loss: 0.18". */
-export function bestText(best) {
+function bestText(best) {
   return `best ${best.metric}: ${formatNumber(best.value)}`;
 }
 
@@ -126,18 +121,19 @@ export function eventsOn(run, along) {
 export function eventText(event) {
   const { step, after } = event;
   const change = event.from && event.to && event.from !== event.to ? `${event.from} → ${event.to}` : "";
-  const ended = { true: "killed", false: "ended" }[event.killed] ?? "";
-  const going = change ? `, now in ${event.to} instead of ${event.from}` : event.to ? `, in ${event.to}` : "";
-  const how =
-    { true: "Its process was killed", false: "Its process ended" }[event.killed] ?? "Its process ended or was killed";
+  const ended = { true: "was killed", false: "ended" }[event.killed] ?? "ended or was killed";
+  const going = change ? `, in ${event.to} instead of ${event.from}` : event.to ? `, in ${event.to}` : "";
   const texts = {
     restart: [
-      [ended, change || "restart"].filter(Boolean).join(", "),
-      `After step ${after}: ${how.toLowerCase().replace("its", "the")} before another step was saved. A new process resumed from a step up to ${after}${going}; its first step is ${step}.`,
+      [event.killed && "killed", change || "restart"].filter(Boolean).join(", "),
+      `The process ${ended} after step ${after}. A new process resumed${going}; the first step that it saved is ${step}.`,
     ],
     again: ["saved again", `Step ${step} was saved again: the run was set back, or the step was replaced.`],
-    unfinished: ["unfinished", `Step ${step}: a save began and did not end. It is running, or its process was killed.`],
-    death: ["killed", `After step ${step}: the process was killed. No process has resumed the run.`],
+    unfinished: [
+      "unfinished",
+      `A save of step ${step} began and did not end: it is running, or its process was killed.`,
+    ],
+    death: ["killed", `The process was killed after step ${step}, and no process has resumed the run.`],
   };
   const [text, sentence] = texts[event.kind];
   return { text, sentence };

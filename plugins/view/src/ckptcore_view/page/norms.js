@@ -36,10 +36,10 @@ export async function showNorms(page, body, signal) {
 }
 
 /** Create the section of the norms of the largest arrays: drawn in a report, and else read on demand. */
-export async function normsSection(page, run, along, signal) {
+export async function normsSection(page, run, look, signal) {
   const found = await treeOf(page, run).catch(() => null);
   if (found === null || found.steps.length < 2 || signal.aborted) return "";
-  const norms = new Norms(run, found, signal, along);
+  const norms = new Norms(run, found, signal, look);
   const rows = await norms.largest();
   if (rows.length === 0) return "";
   const more = h("a", { href: page.link({ at: page.at, tab: "norms", part: page.part }) }, "Choose other arrays");
@@ -84,8 +84,8 @@ async function treeOf(page, run) {
 }
 
 class Norms {
-  constructor(run, { rows, steps, of, places }, signal, along = "step") {
-    Object.assign(this, { run, rows, steps, of, places, signal, along });
+  constructor(run, { rows, steps, of, places }, signal, { along, log } = { along: "step" }) {
+    Object.assign(this, { run, rows, steps, of, places, signal, along, log });
     this.lines = new Map();
     this.paths = pathsOf(rows);
     this.list = h("ul", { class: "name choices" });
@@ -177,6 +177,7 @@ class Norms {
       lines.length > 0
         ? lineChart("Norms over steps", plural(lines.length, "line"), lines, {
             ...axisOf(this.along),
+            log: this.log,
             events: eventsOn(this.run, this.along),
             height: 260,
             data: { headings: ["#step", ...shown.map(({ name }) => `#${name}`)], rows },

@@ -16,17 +16,7 @@ import {
   sizeCell,
   table,
 } from "view/dom";
-import {
-  axisOf,
-  bestText,
-  eventList,
-  groupsOf,
-  hasManyPoints,
-  metricCharts,
-  metricOf,
-  metricsOf,
-  saveCharts,
-} from "view/metrics";
+import { axisOf, eventList, groupsOf, metricCharts, metricOf, metricsOf, saveCharts } from "view/metrics";
 import { normsSection, showNorms } from "view/norms";
 
 const REFRESH_MS = 3000;
@@ -84,14 +74,13 @@ async function showOverview(page, body, signal) {
         refresh();
       };
       const [first, ...others] = metricCharts(run, look);
-      const norms = await normsSection(page, run, look.along, signal);
-      const small = [...others, ...(norms === "" ? [] : [norms])];
       const charts = [
         runFacts(run, showOlder),
         first ?? "",
         run.steps.length === 0 ? h("p", { class: "muted" }, "No step was saved yet.") : "",
         eventList(run),
-        small.length > 0 ? h("div", { class: small.length > 1 ? "charts" : "" }, small) : "",
+        await normsSection(page, run, look, signal),
+        others.length > 0 ? h("div", { class: "charts" }, others) : "",
       ];
       return [charts, [...stepSection(run, page, known), savesSection(run, look.along)]];
     },
@@ -127,7 +116,6 @@ async function keepShowing(page, body, signal, { name, parameters, parts }) {
     const made = await parts(found, look, refresh);
     if (number !== newest || signal.aborted) return;
     last = text;
-    smoothing.hidden = !(found.runs ?? [found]).some((run) => run.steps && hasManyPoints(metricsOf(run, look.along)));
     const focused = document.activeElement?.getAttribute("href");
     above.replaceChildren(...made[0]);
     below.replaceChildren(...made[1]);
@@ -168,7 +156,7 @@ async function keepShowing(page, body, signal, { name, parameters, parts }) {
       look.along,
       (along) => change({ along }),
     ),
-    h("label", {}, log, "log axis for losses"),
+    h("label", {}, log, "log axis"),
     smoothing,
   );
   const form = h(
@@ -279,9 +267,8 @@ function policyText(run) {
     h("code", {}, run.policy),
     ` keeps ${run.policy_parts.join(", and ")}: ${formatWhole(kept)} of ${plural(run.steps.length, "step")}. `,
     others > 0 &&
-      `The others are only deleted by \`ckptcore gc\`, or by the next save of a Checkpointer with this policy. ${
-        run.is_running ? "A process is saving here now." : "Neither is running."
-      }`,
+      "The others stay until `ckptcore gc`, or a Checkpointer with this policy that saves another step, deletes them. ",
+    others > 0 && run.is_running && "A process is saving here now.",
   );
 }
 
@@ -305,6 +292,8 @@ function stepTable(run, page, known) {
   const all = [...new Set(run.steps.flatMap((one) => Object.keys(one.metrics)))];
   const first = (name) => (name === run.best?.metric ? 0 : /loss/i.test(name) ? 1 : 2);
   const metrics = all.sort((a, b) => first(a) - first(b)).slice(0, MOST_METRICS);
+  const days = new Set(run.steps.map((one) => formatTime(one.created).slice(0, 10)));
+  const isOneDay = days.size === 1; // the facts above name it
   const hasTimes = run.steps.some((one) => one.seconds !== null);
   const rows = run.steps
     .toReversed()
@@ -313,7 +302,7 @@ function stepTable(run, page, known) {
         ? cell(h("a", { href: page.link({ at: page.within(one.name) }) }, formatWhole(one.step)), one.step)
         : cell(formatWhole(one.step), one.step),
       ...metrics.map((name) => cell(formatNumber(metricOf(one, name)), metricOf(one, name))),
-      formatTime(one.created),
+      ...(days.has("") ? [] : [cell(timeOf(one, isOneDay), one.created)]),
       sizeCell(one.nbytes),
       ...(hasTimes
         ? [cell(formatSeconds(one.seconds), one.seconds ?? -1), cell(formatSeconds(one.blocked), one.blocked ?? -1)]
@@ -324,13 +313,25 @@ function stepTable(run, page, known) {
   const headings = [
     "#step",
     ...metrics.map((name, number) => (number ? `~#${name}` : `#${name}`)),
-    "saved",
+    ...(days.has("") ? [] : ["saved"]),
     "~#size",
     ...(hasTimes ? ["~#duration", "~#blocked"] : []),
     "~state",
     run.policy === null ? "notes" : "policy, notes",
   ];
   return rows.length > 0 ? h("section", {}, table(headings, rows, "Steps")) : "";
+}
+
+function timeOf({ created }, isOneDay) {
+  const text = formatTime(created);
+  if (isOneDay) return h("span", { title: text }, text.slice(11));
+  return h(
+    "span",
+    {},
+    h("span", { class: "whole" }, text.slice(0, 10)),
+    " ",
+    h("span", { class: "whole" }, text.slice(11)),
+  );
 }
 
 function notesOf(one, run) {
@@ -391,12 +392,15 @@ function runsTable(runs, page) {
       run.is_running ? h("span", { class: "good" }, "running") : lastEvent(run),
       cell(formatWhole(run.steps.length + run.older), run.steps.length + run.older),
       cell(newest ? formatWhole(newest.step) : "", newest?.step ?? -1),
-      cell(run.best ? `${bestText(run.best)} at step ${run.best.step}` : "", run.best?.value ?? Infinity),
+      cell(
+        run.best ? `${run.best.metric} ${formatNumber(run.best.value)} at step ${run.best.step}` : "",
+        run.best?.value,
+      ),
       sizeCell(size),
       formatTime(newest?.created),
     ];
   });
-  const headings = ["run", "state", "~#steps", "#newest", "#best", "~#size", "~last saved"];
+  const headings = ["run", "state", "~#steps", "#newest", "best", "~#size", "~last saved"];
   return h("section", {}, h("h2", {}, plural(runs.length, "run")), table(headings, rows, "Runs"));
 }
 

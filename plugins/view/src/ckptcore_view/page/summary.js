@@ -14,34 +14,21 @@ export function summaryParts(found, page, signal) {
   const totals = (counts) => [formatWhole(counts[0]), formatWhole(counts[1]), sizeCell(counts[2])];
   const roles = Object.keys(ROLES).filter((role) => summary.roles[role]);
   const section = (title, ...content) => h("section", {}, h("h2", {}, title), ...content);
+  const counts = ["#arrays", "#elements", "#size"];
+  const contents = roles.map((role) => [ROLES[role], ...totals(summary.roles[role])]);
+  const dtypes = Object.entries(summary.dtypes)
+    .sort(([, a], [, b]) => b[2] - a[2])
+    .map(([dtype, found]) => [h("span", { class: "name" }, dtype), ...totals(found)]);
+  const largest = summary.largest.map((array) => largestRow(array, found, page));
   return [
-    section(
-      "Contents",
-      table(
-        ["", "#arrays", "#elements", "#size"],
-        roles.map((role) => [ROLES[role], ...totals(summary.roles[role])]),
-        "Contents",
-      ),
+    h(
+      "div",
+      {},
+      section("Contents", table(["", ...counts], contents, "Contents")),
+      section("Types", table(["dtype", ...counts], dtypes, "Types")),
+      section("NaN and Inf", oddNumbers(found, page, signal)),
     ),
-    section(
-      "Largest arrays",
-      table(
-        ["array", "~type", "#size"],
-        summary.largest.map((array) => largestRow(array, found, page)),
-        "Largest arrays",
-      ),
-    ),
-    section(
-      "Types",
-      table(
-        ["dtype", "#arrays", "#elements", "#size"],
-        Object.entries(summary.dtypes)
-          .sort(([, a], [, b]) => b[2] - a[2])
-          .map(([dtype, counts]) => [h("span", { class: "name" }, dtype), ...totals(counts)]),
-        "Types",
-      ),
-    ),
-    section("NaN and Inf", oddNumbers(found, page, signal)),
+    section("Largest arrays", table(["array", "~type", "#size"], largest, "Largest arrays")),
   ];
 }
 

@@ -25,24 +25,20 @@ export class Tree {
     this.openFirst();
     this.count = h("span", { class: "muted", role: "status" });
     this.inner = h("div", { class: "rows", role: "presentation" });
-    this.grid = h("div", { class: "tree", role: "treegrid", tabindex: 0, "aria-label": "Tree" }, this.inner);
-    this.grid.addEventListener("scroll", () => this.draw());
+    this.grid = h("div", { class: "grid", role: "treegrid", tabindex: 0, "aria-label": "Tree" }, this.inner);
     this.grid.addEventListener("keydown", (event) => this.press(event));
-    new ResizeObserver(() => this.draw()).observe(this.grid);
     const search = h("input", { type: "search", placeholder: "Search names", "aria-label": "Search names" });
     search.addEventListener("input", () => this.search(search.value));
-    this.heads = [
-      this.head("name", null),
-      this.head("type", "type"),
-      this.head("parameters", "parameters"),
-      this.head("size", "nbytes"),
-    ];
+    const columns = { name: null, type: "type", parameters: "parameters", size: "nbytes" };
+    this.heads = Object.entries(columns).map(([title, column]) => this.head(title, column));
+    this.scroller = h("div", { class: "tree" }, h("div", { class: "row heads" }, this.heads), this.grid);
+    this.scroller.addEventListener("scroll", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(this.scroller);
     this.element = h(
       "div",
-      { class: "outline" },
+      {},
       h("div", { class: "bar" }, h("span", { class: "bar grow" }, search), this.count),
-      h("div", { class: "row heads" }, this.heads),
-      this.grid,
+      this.scroller,
     );
     this.list();
   }
@@ -97,16 +93,18 @@ export class Tree {
     const { names, depths } = this.rows;
     const visible = [];
     const waiting = names.length > 0 ? [0] : [];
-    let widest = 0;
+    let [widest, widestType] = [0, 0];
     while (waiting.length > 0) {
       const row = waiting.pop();
       if (this.matches !== null && !this.matches[row]) continue;
       visible.push(row);
       widest = Math.max(widest, names[row].length + depths[row] * 2);
+      widestType = Math.max(widestType, this.kindOf(row).length);
       if (this.isOpen[row]) for (const child of this.sortedChildrenOf(row).reverse()) waiting.push(child);
     }
     this.visible = visible;
-    this.element?.style.setProperty("--characters", Math.min(widest + 4, 120));
+    this.grid.parentElement?.style.setProperty("--characters", Math.min(widest + 3, 120));
+    this.grid.parentElement?.style.setProperty("--type-characters", Math.min(widestType, 24));
     this.grid.setAttribute("aria-rowcount", visible.length);
     this.inner.style.height = `${visible.length * ROW}px`;
     if (!visible.includes(this.active)) this.active = visible[0] ?? 0;
@@ -115,8 +113,11 @@ export class Tree {
 
   /** Put the rows that can be seen into the page. */
   draw() {
-    const first = Math.max(0, Math.floor(this.grid.scrollTop / ROW) - SPARE);
-    const last = Math.min(this.visible.length, Math.ceil((this.grid.scrollTop + this.grid.clientHeight) / ROW) + SPARE);
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - SPARE);
+    const last = Math.min(
+      this.visible.length,
+      Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / ROW) + SPARE,
+    );
     const drawn = [];
     for (let at = first; at < last; at += 1) drawn.push(this.drawRow(at));
     this.inner.replaceChildren(...drawn);
@@ -125,13 +126,9 @@ export class Tree {
 
   drawRow(at) {
     const row = this.visible[at];
-    const { names, depths, stops, leaves, types, type, parameters, nbytes, arrays, values, tied } = this.rows;
+    const { names, depths, stops, parameters, nbytes, arrays } = this.rows;
     const hasChildren = stops[row] > row + 1;
-    const isLeaf = leaves[row] >= 0;
-    const shared = tied[leaves[row]];
-    const detail = values[row] ?? (shared === undefined ? null : `= ${shared}`);
-    const kind = [types[type[row]], !isLeaf && arrays[row] > 0 && plural(arrays[row], "array"), detail];
-    const text = kind.filter(Boolean).join(isLeaf ? " " : ", ");
+    const text = this.kindOf(row);
     const element = h(
       "div",
       {
@@ -171,6 +168,16 @@ export class Tree {
     return element;
   }
 
+  /** Return the type of a row, and its value or what it contains. */
+  kindOf(row) {
+    const { leaves, types, type, arrays, values, tied } = this.rows;
+    const isLeaf = leaves[row] >= 0;
+    const shared = tied[leaves[row]];
+    const detail = values[row] ?? (shared === undefined ? null : `= ${shared}`);
+    const kind = [types[type[row]], !isLeaf && arrays[row] > 0 && plural(arrays[row], "array"), detail];
+    return kind.filter(Boolean).join(isLeaf ? " " : ", ");
+  }
+
   /** Open or close a row, or choose a leaf. */
   act(row) {
     this.active = row;
@@ -208,7 +215,7 @@ export class Tree {
 
   press(event) {
     const at = this.visible.indexOf(this.active);
-    const page = Math.max(1, Math.floor(this.grid.clientHeight / ROW) - 1);
+    const page = Math.max(1, Math.floor(this.scroller.clientHeight / ROW) - 1);
     const isOpen = this.isOpen[this.active] === 1;
     const hasChildren = this.rows.stops[this.active] > this.active + 1;
     const moves = {
@@ -240,9 +247,9 @@ export class Tree {
 
   scrollToActive() {
     const top = this.visible.indexOf(this.active) * ROW;
-    if (top < this.grid.scrollTop) this.grid.scrollTop = top;
-    else if (top + ROW > this.grid.scrollTop + this.grid.clientHeight)
-      this.grid.scrollTop = top + ROW - this.grid.clientHeight;
+    const height = this.scroller.clientHeight - ROW; // without the headings, which stay at the top
+    if (top < this.scroller.scrollTop) this.scroller.scrollTop = top;
+    else if (top + ROW > this.scroller.scrollTop + height) this.scroller.scrollTop = top + ROW - height;
     this.draw();
   }
 
@@ -270,7 +277,7 @@ export class Tree {
       }
     }
     this.count.replaceChildren(found === 0 ? "nothing found" : `${formatWhole(found)} found`);
-    this.grid.scrollTop = 0;
+    this.scroller.scrollTop = 0;
     this.list();
   }
 }
