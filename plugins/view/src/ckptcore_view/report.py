@@ -37,9 +37,9 @@ _MAX_ARRAYS: Final = 2_000
 """Limit of the arrays of one tree that a report describes, unless the caller chooses arrays."""
 
 _MAX_ROWS: Final = 20_000
-"""Limit of the rows of all trees of older steps in a report of a run. The newest step is always complete."""
+"""Limit of the rows of trees, and of their chunks, of the older steps of a run. The newest step is always complete."""
 
-_LIMIT: Final = f"the report has the trees of its newest steps, up to {_MAX_ROWS:,} rows in all"
+_LIMIT: Final = f"the report has the trees of its newest steps, up to {_MAX_ROWS:,} rows and chunks in all"
 
 _NONCE: Final = "report"
 _POLICY: Final = (
@@ -143,6 +143,7 @@ class _Collector:
         self._documents: dict[str, Document] = {}
         self._versions: dict[str, str] = {}
         self._reads_all = True
+        self._rows_left = _MAX_ROWS
         self._read_paths: dict[tuple[str, str], tuple[str, int]] = {}
         """The place and the number of each array that was read, by its place in its step and its path."""
 
@@ -184,29 +185,30 @@ class _Collector:
         loadable = [f"{place}/{name}" if place else name for name in names]
         if loadable:
             self._add_checkpoint(loadable[-1], loadable)
-        rows = 0
+        self._rows_left = _MAX_ROWS
         for step in reversed(loadable[:-1]):
-            rows += self._add_older(step)
-            if rows > _MAX_ROWS:
-                break
+            if self._rows_left > 0:
+                self._add_older(step)
 
-    def _add_older(self, place: str) -> int:
-        """Add a step without reading its arrays. Return the rows of its trees."""
+    def _add_older(self, place: str) -> None:
+        """Add a step without reading its arrays: those of the newest step were read from it, for their norms."""
         checkpoint = self._add("checkpoint", at=place)
+        for one in checkpoint.get("checkpointables", ()):
+            for directory in one["places"][:1]:
+                self._add_older(f"{place}/{directory}")
         if checkpoint["kind"] != "tree":
-            inner = [one["places"][0] for one in checkpoint.get("checkpointables", ()) if one["places"]]
-            return 1 + sum(self._add_older(f"{place}/{name}") for name in inner)
+            return
         tree = self._add("tree", at=place)
         self._versions[place] = tree.get("version", "")
-        leaves = [
-            leaf for row, leaf in enumerate(tree.get("leaves", ())) if leaf >= 0 and str(row) not in tree["values"]
-        ]
-        for leaf in leaves[:_MAX_ARRAYS]:
+        self._rows_left -= len(tree.get("leaves", ()))
+        for row, leaf in enumerate(tree.get("leaves", ())):
+            if leaf < 0 or str(row) in tree["values"] or self._rows_left < 0:
+                continue
             array = self._add("array", at=place, leaf=leaf)
+            self._rows_left -= len(array.get("chunks", {}).get("chunks", ()))
             if of := self._read_paths.get((_inside(place, self._viewed), array.get("path", ""))):
                 read = _key("statistics", at=place, leaf=of[1], of=of[0])
                 self._documents[_key("statistics", at=place, leaf=leaf)] = {"same": read}
-        return len(leaves) + 1
 
     def _add(self, name: str, **parameters: str | int) -> Mapping[str, Any]:
         """Add a document. An error is a document, too: the page shows it."""

@@ -27,9 +27,15 @@ export async function showNorms(page, body, signal) {
       "Checkpointable: ",
       found.parts.flatMap((part, number) => [
         number ? ", " : "",
-        part === found.part
-          ? h("strong", { class: "name" }, part)
-          : h("a", { href: page.link({ at: page.at, tab: "norms", part }), class: "name" }, part),
+        h(
+          "a",
+          {
+            href: page.link({ at: page.at, tab: "norms", part }),
+            class: "name",
+            "aria-current": part === found.part ? "page" : null,
+          },
+          part,
+        ),
       ]),
     );
   body.replaceChildren(links || "", ...new Norms(run, found, signal).elements);

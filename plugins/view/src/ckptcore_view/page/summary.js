@@ -24,7 +24,7 @@ export function summaryParts(found, page, signal) {
     h(
       "div",
       {},
-      section("Contents", table(["", ...counts], contents, "Contents")),
+      section("Contents", table(["role", ...counts], contents, "Contents")),
       section("Types", table(["dtype", ...counts], dtypes, "Types")),
       section("NaN and Inf", oddNumbers(found, page, signal)),
     ),
@@ -77,7 +77,7 @@ function oddNumbers(found, page, signal) {
 
 async function countOdd(places, status, signal) {
   let arrays = 0;
-  let unread = 0;
+  let [unread, failed] = [0, 0];
   const odd = [];
   for (const at of places) {
     const rows = await loadOnce("tree", { at });
@@ -88,14 +88,23 @@ async function countOdd(places, status, signal) {
         continue;
       }
       if (!isReport()) status.replaceChildren(`Reading ${pathsOf(rows)[row]} …`);
-      const one = await loadDocument("statistics", { at, leaf }, signal);
+      const one = await loadDocument("statistics", { at, leaf }, signal).catch(() => null);
+      if (one === null) {
+        failed += 1;
+        continue;
+      }
       arrays += 1;
       if (one.nan || one.infinite)
         odd.push(`${pathsOf(rows)[row]}: ${formatWhole(one.nan)} NaN, ${formatWhole(one.infinite)} Inf`);
     }
   }
-  const rest = unread > 0 ? `; ${plural(unread, "array")} not read` : "";
-  if (arrays === 0) return ["Not known: this report was made without reading the arrays."];
+  const rest = [
+    unread > 0 && `; ${plural(unread, "array")} not read`,
+    failed > 0 && `; ${plural(failed, "array")} cannot be read`,
+  ]
+    .filter(Boolean)
+    .join("");
+  if (arrays === 0) return [failed ? "Not known: no array can be read." : "Not known: the report has read no array."];
   if (odd.length === 0) return [h("span", { class: "good" }, `None in ${plural(arrays, "array")}`), `${rest}.`];
   const more = odd.length > MOST_NAMED ? ` and in ${plural(odd.length - MOST_NAMED, "more array")}` : "";
   return [h("strong", { class: "bad" }, odd.slice(0, MOST_NAMED).join("; ")), `${more}${rest}.`];
