@@ -100,7 +100,7 @@ def _target_error(path: str | os.PathLike[str], viewed: Viewed) -> str:
     if not os.path.isdir(directory):
         return f"the directory of the report does not exist: create {directory}"
     location = os.path.realpath(viewed.location.removeprefix("file://"))
-    is_inside = viewed.kind != "run" and f"{os.path.realpath(path)}/".startswith(f"{location}/")
+    is_inside = viewed.kind not in ("run", "runs") and f"{os.path.realpath(path)}/".startswith(f"{location}/")
     if is_inside or os.path.lexists(os.path.join(directory, ROOT_KEY)):
         return f"the report {os.fspath(path)} would be in a checkpoint: write it elsewhere"
     return ""
