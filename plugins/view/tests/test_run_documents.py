@@ -139,6 +139,8 @@ def test_a_folder_of_runs(tmp_path: Path, documents: Documents) -> None:
     assert load("view")["children"] == {"a": "run", "b": "run", "c": "checkpoint"}
     a, b, c = load("runs", policy="latest_n=1")["runs"]
     assert ([step["kept"] for step in a["steps"]], b["best"]["step"], c["kind"]) == ([False, True], 10, "checkpoint")
+    save(tmp_path / "new", range(1, 2))
+    assert [run["name"] for run in load("runs")["runs"]] == ["a", "b", "c", "new"]
     assert load("run", at="a")["steps"] == load("run", at="a", policy="")["steps"]
     assert load("checkpoint", at="a/2")["metrics"] == {"loss": 0.5}
 

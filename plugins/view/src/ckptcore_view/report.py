@@ -149,7 +149,7 @@ class _Collector:
 
     def collect(self) -> Mapping[str, Document]:
         """Return the documents by name and parameters, as the page asks for them."""
-        self._documents["view"] = {**self._add("view"), "report": _made()}
+        self._documents["view"] = {**self._add("view"), "report": _origin()}
         if self._viewed.kind == "runs":
             self._add_runs()
         elif self._viewed.kind == "run":
@@ -292,7 +292,7 @@ def _inside(place: str, viewed: Viewed) -> str:
     return "".join([f"/{name}" for name in names[above:]])
 
 
-def _made() -> Document:
+def _origin() -> Document:
     """Return where and when a report is made."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"host": platform.node(), "time": now, "version": version_of("ckptcore"), "limit": _LIMIT}

@@ -43,7 +43,7 @@ _MAX_OPEN: Final = 8
 """Limit of open checkpoints. Each keeps files open, and its tree in memory."""
 
 _MAX_CHILDREN: Final = 100
-"""Limit of the directories in a folder that are looked at: each costs a few requests."""
+"""Limit of the directories of a folder that may be runs: each costs a few requests."""
 
 _REMEMBERED_SECONDS: Final = 60.0
 
@@ -199,8 +199,7 @@ class Viewed:
         except (CheckpointNotFoundError, InvalidLocationError) as error:  # the root of a storage can be a run
             if self._is_run():
                 return "run"
-            self.children = self._find_children()
-            if self.children:
+            if self.find_children():
                 return "runs"
             if isinstance(error, InvalidLocationError):
                 raise
@@ -209,14 +208,17 @@ class Viewed:
                 f"{error}"
             ) from error
 
-    def _find_children(self) -> Mapping[str, Literal["run", "checkpoint"]]:
-        """Return the runs and the checkpoints among the first directories of a folder."""
+    def find_children(self) -> Mapping[str, Literal["run", "checkpoint"]]:
+        """Return the runs and the checkpoints among the first directories of a folder, and keep them as `children`."""
         try:
             names = [name[:-1] for name in names_in(self.location, self.context) if name.endswith("/")]
         except (CheckpointNotFoundError, InvalidLocationError):
             return {}
         found: dict[str, Literal["run", "checkpoint"]] = {}
         for name in sorted(name for name in names if not name.startswith("."))[:_MAX_CHILDREN]:
+            if self.children.get(name) is not None:
+                found[name] = self.children[name]
+                continue
             location = child_location(self.location, name)
             with suppress(CheckpointError):
                 steps = find_steps(location, self._step_names, self.context)
@@ -226,6 +228,7 @@ class Viewed:
             with suppress(CheckpointError):
                 ConsistentRead(location, self.context, open_either).open()
                 found[name] = "checkpoint"
+        self.children = found
         return found
 
     def _is_run(self) -> bool:

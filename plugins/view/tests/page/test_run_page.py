@@ -168,9 +168,9 @@ def test_older_steps_are_shown_on_demand(tmp_path: Path, show: Show) -> None:
 def test_the_story_of_a_run(tmp_path: Path, show: Show) -> None:
     """The best step, a kill, a folder of runs and a phone, on one page of one server."""
     for name in ("first", "second"):
-        for steps in (range(10, 30, 10), range(30, 50, 10)):
+        for numbers in (range(10, 30, 10), range(30, 50, 10)):
             with ckptcore.Checkpointer(tmp_path / name) as checkpointer:
-                for step in steps:
+                for step in numbers:
                     checkpointer.save(step, state(), metrics={"loss": 1 / step, "lr": 0.1})
             owner = tmp_path / name / ".ckptcore/owner/owner.json"
             owner.write_text(owner.read_text().replace('"released": true', '"released": false'))

@@ -74,7 +74,7 @@ def runs_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the runs and the checkpoints of a folder. Parameter: ``policy``, as for a run."""
     found: list[JSON] = []
     policy = {"policy": request.text("policy")} if request.text("policy") else {}
-    for name, kind in request.each(viewed.children.items()):
+    for name, kind in request.each(viewed.find_children().items()):
         if kind == "checkpoint":
             found.append({"name": name, "kind": kind})
             continue

@@ -152,7 +152,7 @@ async function elements(found, at, other, signal) {
           conclusion,
           found.pairs.length > FEW_ARRAYS && worst,
           table(
-            ["array", "~#size", "~#largest error", "#norm of difference", "elements", "worst elements"],
+            ["array", "~#size", "~#largest error", "#norm of difference", "elements", "compare"],
             rows,
             "Elements of arrays",
           ),

@@ -20,6 +20,7 @@ import { axisOf, eventList, groupsOf, metricCharts, metricOf, metricsOf, saveCha
 import { normsSection, showNorms } from "view/norms";
 
 const REFRESH_MS = 3000;
+const REFRESH_RUNS_MS = 20_000; // the roots of the steps of all runs are read again
 const OLDER_STEPS = 1000; // that are read at a time
 const MOST_METRICS = 4; // columns of the table of steps
 const STYLES = { committed: "muted", foreign: "muted", uncommitted: "warning", other: "muted" };
@@ -56,7 +57,10 @@ export async function showRuns(page, main, signal) {
   await keepShowing(page, body, signal, {
     name: "runs",
     parameters: () => (page.policy ? { policy: page.policy } : {}),
-    parts: async (found, look) => [[runsChart(found.runs, look)], [runsTable(found.runs, page)]],
+    parts: async (found, look) => {
+      for (const run of found.runs) page.view.children[run.name] = run.kind; // a run may be new
+      return [[runsChart(found.runs, look)], [runsTable(found.runs, page)]];
+    },
   });
 }
 
@@ -193,14 +197,14 @@ async function keepShowing(page, body, signal, { name, parameters, parts }) {
   });
   body.replaceChildren(controls, above, isReport() || name === "runs" ? "" : form, message, below);
   await refresh();
-  if (!isReport()) keepRefreshing(refresh, message, signal);
+  if (!isReport()) keepRefreshing(refresh, message, signal, name === "runs" ? REFRESH_RUNS_MS : REFRESH_MS);
 }
 
 /** Refresh while the page is visible, until the user looks at something else. */
-async function keepRefreshing(refresh, message, signal) {
+async function keepRefreshing(refresh, message, signal, pause) {
   let failed = false;
   while (!signal.aborted) {
-    await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
+    await new Promise((resolve) => setTimeout(resolve, pause));
     if (document.hidden || signal.aborted) continue;
     try {
       await refresh();
