@@ -159,6 +159,14 @@ def test_parameters_and_optimizer_states_are_counted_apart(tmp_path: Path) -> No
     assert [array["nbytes"] for array in summary["largest"]] == [48, 48, 48, 48, 48, 16]
 
 
+def test_the_states_of_an_optimizer_alone(tmp_path: Path, documents: Documents) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": {"w": np.ones(3)}, "optimizer": {"step": np.ones(2)}})
+    load = documents(tmp_path / "c")
+    roles = [load("checkpoint", at=place)["summary"]["roles"] for place in ("", "model", "optimizer")]
+    model, optimizer = {"parameters": [1, 3, 24]}, {"optimizer": [1, 2, 16]}
+    assert roles == [{**model, **optimizer}, model, optimizer]
+
+
 @pytest.mark.parametrize(
     ("notes", "text"),
     [

@@ -65,7 +65,7 @@ def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
             "parameters": outline.parameters[0],
             "nbytes": outline.nbytes[0],
         },
-        "summary": summary_of("", checkpoint.tree),
+        "summary": summary_of("", checkpoint.tree, inside=location.rstrip("/").rpartition("/")[2]),
         "files": _files(checkpoint),
         **_problems(files.problems),
         "timeline": _timeline([] if timeline is None else readable_events(timeline)),

@@ -21,13 +21,14 @@ _OPTIMIZER: Final = frozenset(
 """Names of optimizer states in PyTorch, Optax, DeepSpeed and Lightning, in lower case."""
 
 
-def summary_of(name: str, tree: TreeMetadata, place: str = "") -> dict[str, Any]:
+def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = "") -> dict[str, Any]:
     """Return the arrays, parameters and bytes of each dtype and role, and the largest arrays. Ties are counted once.
 
     Args:
         name: the name of the checkpointable; empty for a checkpoint of one tree.
         tree: its tree.
         place: its place in the checkpoint.
+        inside: the name of the directory, for a checkpointable that is opened alone: ``optimizer``.
     """
     dtypes: dict[str, list[int]] = {}
     roles: dict[str, list[int]] = {}
@@ -36,7 +37,7 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "") -> dict[str, Any]
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
             continue
         spec = record.spec
-        role = "optimizer" if _is_of_optimizer((name, *tree.paths[leaf])) else _role(spec.dtype)
+        role = "optimizer" if _is_of_optimizer((name, inside, *tree.paths[leaf])) else _role(spec.dtype)
         for totals, key in ((dtypes, spec.dtype), (roles, role)):
             _add(totals, key, (1, spec.size, spec.nbytes))
         sizes.append((spec.nbytes, -leaf))

@@ -70,7 +70,9 @@ function summary(found) {
     ["created", formatTime(found.created)],
     ["arrays", totals && formatWhole(totals.arrays)],
     ["values", totals?.values ? formatWhole(totals.values) : null],
-    ["parameters", totals && formatWhole(totals.parameters)],
+    ["parameters", totals && elementsOf(found, "parameters")],
+    ["optimizer states", totals && elementsOf(found, "optimizer")],
+    ["other elements", totals && elementsOf(found, "other")],
     ["size", totals ? formatSize(totals.nbytes) : null],
     [
       "files",
@@ -80,6 +82,10 @@ function summary(found) {
     ],
     ...Object.entries(found.metrics).map(([name, value]) => [name, formatNumber(value)]),
   ]);
+}
+
+function elementsOf({ summary: { roles } }, role) {
+  return roles[role] ? formatWhole(roles[role][1]) : null;
 }
 
 function problems({ problems: found, problem_count: count }) {

@@ -29,7 +29,7 @@ export class Tree {
     this.grid.addEventListener("keydown", (event) => this.press(event));
     const search = h("input", { type: "search", placeholder: "Search names", "aria-label": "Search names" });
     search.addEventListener("input", () => this.search(search.value));
-    const columns = { name: null, type: "type", parameters: "parameters", size: "nbytes" };
+    const columns = { name: null, type: "type", elements: "parameters", size: "nbytes" };
     this.heads = Object.entries(columns).map(([title, column]) => this.head(title, column));
     this.scroller = h("div", { class: "tree" }, h("div", { class: "row heads" }, this.heads), this.grid);
     this.scroller.addEventListener("scroll", () => this.draw());
@@ -154,7 +154,7 @@ export class Tree {
       h("span", { class: "muted", role: "gridcell", title: text }, text),
       h(
         "span",
-        { class: "number parameters", role: "gridcell", title: `${formatWhole(parameters[row])} parameters` },
+        { class: "number elements", role: "gridcell", title: `${formatWhole(parameters[row])} elements` },
         arrays[row] > 0 && formatCount(parameters[row]),
       ),
       h(
